@@ -1,0 +1,46 @@
+# Every target works from a bare checkout with Python 3.11 or newer: the environment is made when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := PYTHONPATH=.links $(BIN)/python
+
+.PHONY: demo test check fix docs test-gpu bench-gpu clean
+
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
+	@touch $@
+
+# Static tools cannot see an editable install's import hook; three symlinks show them the namespace.
+.links/mycli:
+	@mkdir -p .links/mycli
+	@for part in cli runtime quant; do ln -sfn ../../$$part .links/mycli/$$part; done
+
+demo: $(VENV)/.ready .links/mycli
+	@BIN=$(BIN) bash .ci/demo
+
+test: check
+	$(RUN) -m pytest -q
+
+check: $(VENV)/.ready .links/mycli
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready .links/mycli
+	$(RUN) -m mycli.cli.reference docs/commands.md
+
+clean:
+	rm -rf $(VENV) .links .demo build dist *.egg-info .mycli-work
+
+# A GPU machine brings its own Python packages; nothing is installed there.
+test-gpu: .links/mycli
+	PYTHONPATH=.links $(PYTHON) -m pytest -q -m gpu tests/gpu
+
+bench-gpu: .links/mycli
+	PYTHONPATH=.links $(PYTHON) -m mycli.cli bench-gpu --out docs/results

@@ -1,0 +1,149 @@
+"""Checked reading of JSON that a stranger wrote: one place for "is it there, is it of the type, is it in range".
+
+Knows JSON values and the names of the file they came from. Does not know what any field means.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mycli.runtime.errors import ModelError
+
+MAX_JSON_BYTES = 1 << 20  # of a configuration; tokenizers and shard indexes have their own, larger caps
+T = TypeVar("T")
+
+
+class Fields:
+    """A JSON object with accessors that raise `ModelError` naming `source` and the key."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def fail(self, key: str, problem: str, hint: str = "") -> ModelError:
+        """The error to raise for `key`; `problem` completes the sentence "source: key ..."."""
+        return ModelError(f"{self.source}: {key} {problem}", hint or "the file may be damaged or made for another tool")
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is present with a value other than null."""
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 31) -> int:
+        """An integer in [low, high]; a bool, a float or a string is refused. Missing: `default`, or an error."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"must be an integer, not {value!r:.40}")
+        if not low <= value <= high:
+            raise self.fail(key, f"must be between {low} and {high}, not {str(value)[:40]}")
+        return value
+
+    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
+        """A finite number in [low, high]."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(key, f"must be a number, not {value!r:.40}")
+        if not (low <= value <= high and math.isfinite(value)):
+            raise self.fail(key, f"must be between {low:g} and {high:g}, not {str(value)[:40]}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """true or false, nothing that merely looks like it."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, f"must be true or false, not {value!r:.40}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string of at most 1,000 characters."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if not isinstance(value, str) or len(value) > 1000:
+            raise self.fail(key, f"must be a short string, not {str(value)!r:.40}")
+        return value
+
+    def object(self, key: str) -> "Fields":
+        """A nested object; an empty one when missing."""
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.fail(key, f"must be an object, not {value!r:.40}")
+        return Fields(value, f"{self.source}: {key}")
+
+    def array(self, key: str, kind: type[T], limit: int = 100_000) -> list[T]:
+        """A list of at most `limit` values of `kind`; empty when missing."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > limit:
+            raise self.fail(key, f"must be a list of at most {limit} values")
+        for item in value:
+            if not isinstance(item, kind) or (kind is int and isinstance(item, bool)):
+                raise self.fail(key, f"must hold values of type {kind.__name__}, not {item!r:.40}")
+        return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]  # add as filter
+        raise ValueError(f"duplicate key {twice!r:.80}")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Fields:
+    """Strict JSON with an object at the top: no duplicate keys, no NaN, no byte-order mark, bounded size.
+
+    Raises ModelError naming `source`, with line and column where the parser knows them.
+    """
+    hint = "download the model again: mycli pull MODEL"
+    if len(data) > limit:
+        raise ModelError(f"{source}: {len(data)} bytes, more than the {limit} allowed", hint)
+    if not data.strip():
+        raise ModelError(f"{source}: the file is empty", hint)
+    try:
+        text = data.decode("utf-8")
+        if text.startswith("\ufeff"):
+            raise ValueError("starts with a byte-order mark")
+        try:
+            value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}", hint) from None
+    except ValueError as error:
+        raise ModelError(f"{source}: not acceptable JSON: {error}", hint) from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{source}: must hold an object, not a {type(value).__name__}", hint)
+    return Fields(value, source)
+
+
+def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
+    """`parse_object` of a file; a missing or irregular file is a ModelError too."""
+    try:
+        if not path.is_file():
+            raise ModelError(f"{path.name}: no such file in {path.parent}", "mycli pull MODEL fetches a whole model")
+        with path.open("rb") as file:
+            return parse_object(file.read(limit + 1), path.name, limit)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}", "check the permissions of the folder") from None
