@@ -100,7 +100,7 @@ def read_quantization(raw: Fields, linears: Iterable[str]) -> dict[str, Packing]
     """The packing of each quantized linear among `linears` (exact module names, `lm_head` included).
 
     Empty when config.json has no `quantization_config`. An exact name wins over a regex, a regex over the class
-    "Linear"; nothing covers what `ignore` lists. Raises ModelError, naming the field, for any method or option not read.
+    "Linear"; nothing covers what `ignore` lists. Raises ModelError naming any method or option not read.
     """
     section = raw.object("quantization_config")
     if not section.values:
