@@ -73,8 +73,10 @@ def rope(raw: Fields) -> tuple[float, RopeScaling]:
 
 
 def _scaling(kind: RopeKind, scaling: Fields, raw: Fields) -> RopeScaling:
-    factor = scaling.number("factor", low=1e-3, high=1e6)
-    original = scaling.integer("original_max_position_embeddings", _context(raw), high=1 << 31)
+    trained = _context(raw)
+    # Dynamic scaling measures against the context of the config itself, as transformers does.
+    original = trained if kind == "dynamic" else scaling.integer("original_max_position_embeddings", trained)
+    factor = scaling.number("factor", trained / original if kind == "yarn" else None, low=1e-3, high=1e6)
     if kind == "llama3":
         low = scaling.number("low_freq_factor", low=1e-3)
         high = scaling.number("high_freq_factor", low=1e-3)

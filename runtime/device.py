@@ -1,0 +1,67 @@
+"""Where and in which precision a model runs; every choice is returned with its reason, so that it can be announced."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mycli.runtime.config import Dtype, ModelConfig
+from mycli.runtime.errors import ResourceError, UsageError
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A device, the dtype of activations and cache, and notes on every choice that a person did not make."""
+
+    device: torch.device
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+
+
+def _cuda_problem() -> str | None:
+    """Why CUDA cannot be used, None where it can."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this build of torch has no CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible to torch"
+    return None
+
+
+def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
+    if request == "cpu":
+        return torch.device("cpu"), ()
+    problem = _cuda_problem()
+    if request == "auto":
+        if problem is None:
+            return torch.device("cuda", torch.cuda.current_device()), ()
+        return torch.device("cpu"), (f"running on the CPU: {problem}",)
+    name, _, index = request.partition(":")
+    if name != "cuda" or (index and not index.isdecimal()):
+        raise UsageError(f"--device {request}: not a device", "use auto, cpu, cuda or cuda:N")
+    if problem:
+        raise ResourceError(f"--device {request}: {problem}", "use --device cpu, or install a CUDA build of torch")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ResourceError(f"--device {request}: there are {torch.cuda.device_count()} devices", "count from 0")
+    return torch.device("cuda", int(index or torch.cuda.current_device())), ()
+
+
+def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None) -> Placement:
+    """Choose for `config`; `dtype` None follows the model where the device is good at it.
+
+    Raises UsageError for a device that is none, ResourceError for one that is not there: an explicit "cuda" never falls
+    back.
+    """
+    chosen, notes = _choose_device(device)
+    if dtype is not None:
+        return Placement(chosen, TORCH_DTYPES[dtype], notes)
+    wanted = config.dtype
+    if chosen.type == "cpu" and wanted == "float16":
+        return Placement(chosen, torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16"))
+    if chosen.type == "cuda" and wanted == "bfloat16" and torch.cuda.get_device_capability(chosen) < (8, 0):
+        return Placement(chosen, torch.float16, (*notes, "this GPU has no bfloat16: activations are float16"))
+    return Placement(chosen, TORCH_DTYPES[wanted], notes)

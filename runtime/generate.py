@@ -1,0 +1,129 @@
+"""The one loop that makes tokens: prefill what the cache does not hold, then sample and feed back, one token at a time.
+
+`chat`, `run`, `bench` and `eval` all use it. Knows token ids and times; does not know text, templates or terminals.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.batch import Batch
+from mycli.runtime.cache import StaticCache
+from mycli.runtime.errors import UsageError
+from mycli.runtime.rope import Rope
+from mycli.runtime.sampling import Sampler
+from mycli.runtime.transformer import Transformer
+
+PREFILL_CHUNK = 512  # tokens a pass: bounds the activations, and Ctrl-C is heard between two
+
+
+@dataclass
+class Timing:
+    """What one generation did: counts in tokens per sequence, times in seconds of a monotonic clock."""
+
+    prompt: int = 0
+    cached: int = 0
+    token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn, a stop token included."""
+        return len(self.token_seconds)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the request to the first token."""
+        return self.token_seconds[0] if self.token_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: the first token belongs to the prefill and is left out. 0 where there was no second."""
+        decoding = sum(self.token_seconds[1:])
+        return (self.generated - 1) / decoding if decoding > 0 else 0.0
+
+
+class Session:
+    """A model with the memory of one conversation, or of several sequences that advance in step.
+
+    Tokens stay in the cache between calls: a prompt that begins like the last conversation is only prefilled from where
+    it differs.
+    """
+
+    def __init__(self, model: Transformer, capacity: int, sequences: int = 1) -> None:
+        self.model = model
+        self.capacity = capacity
+        self.cache = StaticCache(model.config, capacity, model.device, model.dtype, sequences)
+        self._rope = Rope(model.config, capacity, model.device, model.dtype)
+        self._tokens: list[int] = []  # what the cache holds, of the first sequence
+        self.timing = Timing()
+
+    def forget(self) -> None:
+        """Start from an empty cache."""
+        self._keep(0)
+
+    def _keep(self, count: int) -> None:
+        del self._tokens[count:]
+        self.cache.truncate(count)
+
+    def _forward(self, tokens: Tensor, logits: bool) -> Tensor:
+        """Run tokens [sequences, n]; logits fp32 [sequences, vocab] of the last where wanted."""
+        batch = Batch(tokens, self.cache.length, "last" if logits else "none")
+        out = self.model(batch, self._rope, self.cache)
+        self._tokens += tokens[0].tolist()
+        return out[:, -1] if logits else tokens
+
+    def prefill(self, prompt: Sequence[int], chunk: int = PREFILL_CHUNK) -> Tensor:
+        """Bring `prompt` into the cache and return the logits fp32 [sequences, vocab] after it.
+
+        Raises UsageError where the prompt is empty or longer than the cache; nothing is ever cut off silently.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
+        if len(prompt) > self.capacity:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, the context room for {self.capacity}",
+                "shorten it, or ask for more context with --ctx",
+            )
+        shared = 0
+        for ours, theirs in zip(self._tokens, prompt[:-1], strict=False):  # the last token is always run: its logits
+            if ours != theirs:
+                break
+            shared += 1
+        self._keep(shared)
+        self.timing = Timing(prompt=len(prompt), cached=shared)
+        tokens = torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1)
+        for start in range(shared, len(prompt), chunk):
+            end = min(start + chunk, len(prompt))
+            out = self._forward(tokens[:, start:end], logits=end == len(prompt))
+        return out
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        limit: int,
+        stop: frozenset[int] = frozenset(),
+        chunk: int = PREFILL_CHUNK,
+    ) -> Iterator[list[int]]:
+        """Yield the next token of every sequence, up to `limit` times.
+
+        Ends when the first sequence draws a token of `stop` (which is not yielded), or when the context is full. A
+        consumer that stops early leaves the cache as valid as one that does not.
+        """
+        began = time.perf_counter()
+        logits = self.prefill(prompt, chunk)
+        sampler.observe(torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1))
+        for index in range(limit):
+            token = sampler.sample(logits)
+            drawn: list[int] = token[:, 0].tolist()
+            self.timing.token_seconds.append(time.perf_counter() - began)
+            if drawn[0] in stop:
+                return
+            yield drawn
+            if index + 1 == limit or self.cache.length == self.capacity:
+                return
+            began = time.perf_counter()  # what the consumer did with the token is not ours
+            logits = self._forward(token, logits=True)

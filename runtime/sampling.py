@@ -1,0 +1,134 @@
+"""From logits to a token: temperature, top-k, top-p, min-p, repetition penalty, or the likeliest.
+
+`distribution` is the definition, in the order and with the formulas of transformers' logits processors; `Sampler` draws
+from it. Does not know models, text or why a reply ends.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.errors import ModelError, UsageError
+
+GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
+
+    Raises UsageError, naming the option, for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "temperature": (0.0, 2.0),
+            "top_k": (0, 1 << 31),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.01, 10.0),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
+            raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens of `seen` (bool, the shape of logits) less likely: positive logits / penalty, negative * penalty."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits fp32 [rows, vocab] with what top-k, top-p and min-p leave out at -inf; at least one token stays."""
+    if sampling.top_k:
+        kept = min(sampling.top_k, logits.shape[-1])
+        limit = logits.topk(kept, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < limit, -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1, descending=False)
+        # Drop the tail whose total stays within 1 - top_p: the token that crosses top_p is kept.
+        drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        drop[:, -1] = False
+        logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(dim=-1)
+        floor = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < floor, -math.inf)
+    return logits
+
+
+def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Probabilities [rows, vocab] in the dtype of `logits`: penalty, temperature, top-k, top-p, min-p, in this order.
+
+    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals).
+    """
+    if seen is not None and sampling.repetition_penalty != 1:
+        logits = penalize(logits, seen, sampling.repetition_penalty)
+    if sampling.greedy:
+        best = logits.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits).scatter(1, best, 1.0)
+    return _filter(logits / sampling.temperature, sampling).softmax(dim=-1)
+
+
+class Sampler:
+    """Draws tokens for one request: its settings, its random numbers and, for the penalty, the tokens it has seen.
+
+    `vocab_size` is the tokenizer's: rows that pad the head beyond it are never drawn.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device, sequences: int = 1) -> None:
+        self.sampling = sampling
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator(device)
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
+
+    def observe(self, tokens: Tensor) -> None:
+        """Count tokens [sequences, n] of the prompt or the reply towards the repetition penalty."""
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens.clamp(max=self._vocab_size - 1), True)
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """One token per row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
+
+        Raises ModelError where the logits are not numbers.
+        """
+        logits = logits[:, : self._vocab_size]
+        if self.sampling.greedy and self._seen is None:
+            best, token = logits.max(dim=-1, keepdim=True)
+            self._check(best)
+        else:
+            probabilities = distribution(logits, self.sampling, self._seen)
+            self._check(logits.amax(dim=-1))  # NaN and infinity win every maximum
+            token = torch.multinomial(probabilities, 1, generator=self._generator)
+        self.observe(token)
+        return token
+
+    def _check(self, best: Tensor) -> None:
+        if not bool(best.isfinite().all()):
+            raise ModelError(
+                "the model's output is not a number (NaN or infinite logits)",
+                "the weights may be damaged: mycli verify MODEL; or try --dtype fp32",
+            )

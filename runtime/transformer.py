@@ -1,0 +1,176 @@
+"""The decoder: embedding, blocks of attention and MLP, norm, head. One class; families differ by their ModelConfig.
+
+Building one takes no memory: tensors appear when a checkpoint is read. Whether a linear is dense or packed is decided
+by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or how long a conversation will be.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mycli.runtime.attention import attend, visible
+from mycli.runtime.batch import Batch
+from mycli.runtime.cache import StaticCache
+from mycli.runtime.checkpoint import Checkpoint
+from mycli.runtime.config import ModelConfig
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packing import Packing
+from mycli.runtime.rope import Rope, rotate
+
+Masks = Mapping[int | None, Tensor | None]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension, with a gain."""
+
+    def __init__(self, name: str, size: int, eps: float) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight = torch.empty(size, device="meta")
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Read the gain."""
+        self.weight = checkpoint.read(f"{self.name}.weight").to(device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as x."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normed copy of the residual stream.
+
+    `INPUTS` names its products in order of execution; the linears within one share their input, so calibration observes
+    each input once.
+    """
+
+    INPUTS = ("qkv", "o", "gate_up", "down")
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}"
+        linears = config.block_linears(layer)
+        self.config = config
+        self.layer = layer
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.qkv = Linear(linears["qkv"])
+        self.o = Linear(linears["o"])
+        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.gate_up = Linear(linears["gate_up"])
+        self.down = Linear(linears["down"])
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(f"{prefix}.self_attn.q_norm", config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(f"{prefix}.self_attn.k_norm", config.head_dim, config.rms_norm_eps)
+
+    def load(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read this layer's tensors."""
+        for module in self.children():
+            if isinstance(module, RMSNorm):
+                module.load(checkpoint, device, dtype)
+            elif isinstance(module, Linear):
+                module.load(checkpoint, packings, device, dtype)
+
+    def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+        config, (batch, tokens, _) = self.config, x.shape
+        sizes = [config.heads, config.kv_heads, config.kv_heads]
+        projected = self.qkv(x).view(batch, tokens, sum(sizes), config.head_dim)
+        query, key, value = projected.split(sizes, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, *tables), rotate(key, *tables).transpose(1, 2)
+        value = value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.write(self.layer, cache.length, key, value)
+        window = config.window(self.layer)
+        attended: Tensor = self.o(attend(query, key, value, masks[window], window))
+        return attended
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+        """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
+        x = x + self._attention(self.input_norm(x), tables, masks, cache)
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        down: Tensor = self.down(functional.silu(gate) * up)
+        return x + down
+
+
+class Transformer(nn.Module):
+    """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = Linear((config.head(),))
+
+    def load(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read all tensors, layer by layer, straight into place."""
+        self.embedding = checkpoint.read("model.embed_tokens.weight").to(device, dtype)
+        for block in self.layers():
+            block.load(checkpoint, packings, device, dtype)
+        self.norm.load(checkpoint, device, dtype)
+        if self.config.tie_embeddings:
+            self.head.matmuls = (DenseMatmul(self.embedding),)
+        else:
+            self.head.load(checkpoint, packings, device, dtype)
+
+    def layers(self) -> Iterator[Block]:
+        """The blocks, typed."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and cache."""
+        return self.embedding.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, a tied embedding once."""
+        total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
+        total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
+        return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
+
+    def masks(self, start: int, count: int) -> Masks:
+        """What each kind of layer may see, made once a pass."""
+        windows = {self.config.window(layer) for layer in range(self.config.layers)}
+        return {window: visible(start, count, window, self.device) for window in windows}
+
+    def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
+        """The residual stream after the last block and norm: [sequences, new, hidden]. Advances the cache."""
+        if cache is not None and cache.length != batch.start:
+            raise ValueError(f"the batch starts at {batch.start}, the cache holds {cache.length}")
+        tables, masks = rope.tables(batch.start, batch.count), self.masks(batch.start, batch.count)
+        x = functional.embedding(batch.tokens, self.embedding)
+        for block in self.blocks:
+            x = block(x, tables, masks, cache)
+        if cache is not None:
+            cache.advance(batch.count)
+        return x
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
+        """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks; None for "none"."""
+        x = self.hidden(batch, rope, cache)
+        if batch.logits == "none":
+            return None
+        if batch.logits == "last":
+            x = x[:, -1:]
+        logits: Tensor = self.head(self.norm(x))
+        return logits.float()
