@@ -2,10 +2,10 @@
 
 A row of K codes u in [0, 2^bits) is one contiguous stream of bits, least significant first, in little-endian 32-bit
 words: code i takes bits [i*bits, i*bits + bits) of the row, so 3-bit codes cross word borders (32 codes are exactly 3
-words). The weight is w = (u - 2^(bits-1)) * s, computed in the dtype of the scales; s may be negative. docs/format.md has
-the rest.
+words). The weight is w = (u - 2^(bits-1)) * s, computed in the dtype of the scales; s may be negative. The whole format
+is in docs/format.md.
 
-Everything here is plain torch on any device, and slow: kernels are measured against it. It does not know which one runs.
+Everything here is plain torch on any device, and slow: kernels are measured against it. It does not know which runs.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every family against transformers in fp32, from the same files: whole prefill, chunks of odd sizes, and token by token."""
+"""Every family against transformers in fp32, from the same files: in one go, in chunks, and token by token."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,0 +1,1 @@
+"""What runs a model: files to tensors, kernels, cache, tokens. Knows nothing of quantizing, nor of a terminal."""
