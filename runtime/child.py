@@ -1,0 +1,152 @@
+"""A helper process for work that a model's files decide: killed when late, bounded in memory, restarted when needed.
+
+Knows pipes, limits and deadlines. Does not know what is asked: `serve` is given a handler, `ask` returns its JSON.
+The helper runs this package's own code with an almost empty environment (no tokens, no keys) and imports no torch.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+START_SECONDS = 60.0  # our own imports only; long because a busy machine is not the model's fault
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); from {} import main; main()"
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
+
+
+class ChildError(Exception):
+    """The helper did not answer: `kind` is the name of the exception inside it, or "Deadline" or "Death"."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # the unflushed rest of a request to a dead process
+            if pipe:
+                pipe.close()
+
+
+class Child:
+    """One helper process running `module`.main(), started at the first question and kept between questions.
+
+    `setup` is JSON that the handler is built from, `memory` the address space in bytes, `reply_bytes` the longest
+    answer that is read. Safe to use from several threads; one question at a time.
+    """
+
+    def __init__(self, module: str, setup: object, memory: int, reply_bytes: int) -> None:
+        self._module = module
+        self._first = json.dumps({"setup": setup, "memory": memory})
+        self._reply_bytes = reply_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: object, seconds: float) -> Any:
+        """The handler's answer to `request`. Raises ChildError; after it the next question gets a new helper."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            line = json.dumps({"seconds": seconds, "request": request})
+            reply = self._exchange(self._process, line, seconds)
+        if "kind" in reply:
+            raise ChildError(reply["kind"], reply["message"])
+        return reply["answer"]
+
+    def close(self) -> None:
+        """End the helper now; it also ends with this object and with this process."""
+        with self._lock:
+            if self._process is not None:
+                _stop(self._process)
+                self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT.format(self._module)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the person's process, which then ends this one
+        )
+        weakref.finalize(self, _stop, process)
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
+        self._exchange(process, path + "\n" + self._first, START_SECONDS)
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, Any]:
+        """Send a line, return the one that comes back; the pipes may block, so a timer ends the wait by killing."""
+        assert process.stdin and process.stdout
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        reply = b""
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+            reply = process.stdout.readline(self._reply_bytes)
+        except OSError:
+            pass  # it died with the request half written: the same as no reply
+        except BaseException:  # Ctrl-C between request and reply: the pipe is out of step
+            _stop(process)
+            raise
+        finally:
+            timer.cancel()
+        if reply.endswith(b"\n") and not late.is_set():
+            result: dict[str, Any] = json.loads(reply)
+            return result
+        _stop(process)
+        if late.is_set():
+            raise ChildError("Deadline", f"took more than {seconds:g} s")
+        raise ChildError("Death", "needed too much memory or time, or answered too much")
+
+
+def _limit(which: int, soft: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses some limits; the deadline still holds there
+        _, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (soft, hard))
+
+
+def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """The helper's side: answer lines from stdin until it closes. `build(setup)` gives the handler, at first use.
+
+    The processor limit of each request covers a parent that was killed and cannot enforce the deadline.
+    """
+    first = json.loads(sys.stdin.buffer.readline())
+    _limit(resource.RLIMIT_AS, first["memory"])
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    sys.stdout.write("{}\n")
+    sys.stdout.flush()
+    handler: Callable[[Any], Any] | None = None
+    for line in sys.stdin.buffer:
+        question = json.loads(line)
+        _limit(resource.RLIMIT_CPU, int(time.process_time() + question["seconds"] + 2))
+        try:
+            handler = handler or build(first["setup"])
+            reply = json.dumps({"answer": handler(question["request"])})
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            reply = json.dumps({"kind": type(error).__name__, "message": str(error)[:1000]})
+        sys.stdout.write(reply + "\n")
+        sys.stdout.flush()
