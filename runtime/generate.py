@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,7 @@ class Session:
         self._rope = Rope(model.config, capacity, model.device, model.dtype)
         self._tokens: list[int] = []  # what the cache holds, of the first sequence
         self.timing = Timing()
+        self.stopped = False  # whether the last generation ended by a stop token
 
     def forget(self) -> None:
         """Start from an empty cache."""
@@ -107,13 +108,14 @@ class Session:
         limit: int,
         stop: frozenset[int] = frozenset(),
         chunk: int = PREFILL_CHUNK,
-    ) -> Iterator[list[int]]:
+    ) -> Generator[list[int], None, None]:
         """Yield the next token of every sequence, up to `limit` times.
 
         Ends when the first sequence draws a token of `stop` (which is not yielded), or when the context is full. A
         consumer that stops early leaves the cache as valid as one that does not.
         """
         began = time.perf_counter()
+        self.stopped = False
         logits = self.prefill(prompt, chunk)
         sampler.observe(torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1))
         for index in range(limit):
@@ -121,6 +123,7 @@ class Session:
             drawn: list[int] = token[:, 0].tolist()
             self.timing.token_seconds.append(time.perf_counter() - began)
             if drawn[0] in stop:
+                self.stopped = True
                 return
             yield drawn
             if index + 1 == limit or self.cache.length == self.capacity:
