@@ -1,0 +1,81 @@
+"""What `run`, `chat` and others do before the first token: resolve, place, check memory, load, and announce each choice."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mycli.cli.command import Call
+from mycli.runtime.config import Dtype
+from mycli.runtime.errors import UsageError
+
+if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
+    from mycli.runtime.assistant import Assistant
+    from mycli.runtime.device import Placement
+    from mycli.runtime.generate import Session
+    from mycli.runtime.generation_config import GenerationDefaults
+    from mycli.runtime.hub import Source
+    from mycli.runtime.sampling import Sampling
+
+DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can answer, and the memory of one conversation with it."""
+
+    source: "Source"
+    placement: "Placement"
+    assistant: "Assistant"
+    session: "Session"
+
+
+def parse_dtype(name: str) -> Dtype | None:
+    """The dtype that `--dtype` asks for, None for the model's own. Raises UsageError."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: not a precision", f"choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load(call: Call, model: str, *, device: str, dtype: str, context: int | None) -> Loaded:
+    """Load MODEL with room for `context` tokens; None: the model's own context, or as much as fits.
+
+    Says on stderr where it runs and what could not be done as asked.
+    """
+    from mycli.runtime.assistant import Assistant
+    from mycli.runtime.device import place
+    from mycli.runtime.generate import Session
+    from mycli.runtime.hub import resolve
+    from mycli.runtime.load import plan_memory
+
+    source = resolve(model, offline=call.offline)
+    wanted = parse_dtype(dtype)
+    from mycli.runtime.load import describe
+
+    config, _ = describe(source.folder)
+    placement = place(config, device, wanted)
+    for note in placement.notes:
+        call.out.note(note)
+    capacity = plan_memory(source.folder, placement, context)
+    if context is None and capacity < config.max_context:
+        call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
+    assistant = Assistant.load(source.folder, placement)
+    for warning in assistant.warnings:
+        call.out.warn(warning)
+    return Loaded(source, placement, assistant, Session(assistant.model, capacity))
+
+
+def choose_sampling(defaults: "GenerationDefaults", **flags: float | int | None) -> "Sampling":
+    """Flags over the model's generation_config over greedy. `flags` are named as the fields of Sampling."""
+    from mycli.runtime.sampling import Sampling
+
+    chosen = Sampling()
+    if defaults.do_sample is not False:
+        # A file that recommends only top-p or top-k samples at temperature 1, as transformers does.
+        recommended = {
+            "temperature": defaults.temperature if defaults.temperature is not None else float(bool(defaults.do_sample)),
+            "top_k": defaults.top_k,
+            "top_p": defaults.top_p,
+            "min_p": defaults.min_p,
+            "repetition_penalty": defaults.repetition_penalty,
+        }
+        chosen = replace(chosen, **{name: value for name, value in recommended.items() if value is not None})  # type: ignore[arg-type]  # names are fields
+    return replace(chosen, **{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]  # names are fields

@@ -1,0 +1,89 @@
+"""Options that several commands share: the same name, help and checks everywhere.
+
+Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml are Typer's business.
+"""
+
+import re
+from typing import Annotated
+
+import typer
+
+from mycli.runtime.errors import UsageError
+
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_MEMORY = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_count(text: str) -> int:
+    """`4096`, `4k` (4,096) or `1M` (1,048,576) as an integer. Raises typer.BadParameter."""
+    match = re.fullmatch(r"(\d{1,12})\s*([kKmM]?)", str(text).strip())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a count such as 4096, 32k or 1M")
+    return int(match[1]) * _FACTORS[match[2].lower()]
+
+
+def parse_memory(text: str) -> int:
+    """`24GiB`, `24GB` or bytes as an integer. Raises typer.BadParameter."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
+    if not match or match[2].lower() not in _MEMORY:
+        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB")
+    return int(float(match[1]) * _MEMORY[match[2].lower()])
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`512,1k` as integers. Raises UsageError."""
+    try:
+        return tuple(parse_count(part) for part in text.split(","))
+    except typer.BadParameter as error:
+        raise UsageError(str(error.message), "separate counts by commas") from None
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of the models on this machine that begin like what was typed."""
+    from mycli.runtime.hub import local_names
+
+    return [name for name in local_names() if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, org/repo[@revision] on the hub, the name of a model quantized here, or pico.",
+        show_default=False,
+        autocompletion=complete_model,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the result, warnings and errors.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what is done.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Offline = Annotated[
+    bool, typer.Option("--offline", envvar=["MYCLI_OFFLINE", "HF_HUB_OFFLINE"], help="Never use the network.")
+]
+Device = Annotated[
+    str, typer.Option("--device", envvar="MYCLI_DEVICE", metavar="auto|cuda[:N]|cpu", help="Where to run.")
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--ctx", parser=parse_count, metavar="N", help="Context in tokens, such as 8k.", show_default="fits"),
+]
+_OURS = "the model's"
+Temperature = Annotated[float | None, typer.Option("-t", "--temperature", help="0 is greedy.", show_default=_OURS)]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS)
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the likeliest that make up this share.", show_default=_OURS)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Drop tokens below this share of the likeliest.", show_default=_OURS)
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=_OURS)
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="random")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations and cache.")
+]
