@@ -1,65 +1,13 @@
-"""What this machine has: memory that may really be used, the CPU, and NVIDIA GPUs as their driver reports them.
+"""What this machine has: memory that may really be used, what this process takes of it, and the CPU.
 
-Reads /proc, /sys/fs/cgroup and the driver's NVML library (https://docs.nvidia.com/deploy/nvml-api). Does not import
-torch, starts no process, makes no CUDA context, and does not know what a model needs.
+Reads /proc and /sys/fs/cgroup. Does not import torch, does not know GPUs or what a model needs.
 """
 
-import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from mycli.runtime.errors import ResourceError
-
-# Memory bandwidth in GB/s (10^9 bytes per second) from the makers' data sheets, by the name NVML gives, vendor removed.
-# An exact name only: the laptop part of the same number has half the bandwidth.
-BANDWIDTH: Mapping[str, float] = {
-    "A10": 600,
-    "A10G": 600,
-    "A40": 696,
-    "A100-PCIE-40GB": 1555,
-    "A100-SXM4-40GB": 1555,
-    "A100 80GB PCIe": 1935,
-    "A100-SXM4-80GB": 2039,
-    "B200": 8000,
-    "GH200 480GB": 4000,
-    "H20": 4000,
-    "H100 PCIe": 2000,
-    "H100 NVL": 3900,
-    "H100 80GB HBM3": 3350,
-    "H200": 4800,
-    "H200 NVL": 4800,
-    "L4": 300,
-    "L40": 864,
-    "L40S": 864,
-    "RTX 6000 Ada Generation": 960,
-    "RTX A6000": 768,
-    "RTX PRO 6000 Blackwell Server Edition": 1597,
-    "RTX PRO 6000 Blackwell Workstation Edition": 1792,
-    "RTX 3060": 360,
-    "RTX 3080": 760,
-    "RTX 3090": 936,
-    "RTX 3090 Ti": 1008,
-    "RTX 4060": 272,
-    "RTX 4060 Ti": 288,
-    "RTX 4070": 504,
-    "RTX 4070 SUPER": 504,
-    "RTX 4070 Ti": 504,
-    "RTX 4070 Ti SUPER": 672,
-    "RTX 4080": 717,
-    "RTX 4080 SUPER": 736,
-    "RTX 4090": 1008,
-    "RTX 5070": 672,
-    "RTX 5070 Ti": 896,
-    "RTX 5080": 960,
-    "RTX 5090": 1792,
-    "T4": 320,
-    "V100-SXM2-16GB": 900,
-    "V100-SXM2-32GB": 900,
-}
 
 
 @dataclass(frozen=True)
@@ -78,18 +26,6 @@ class Cpu:
     model: str
     cores: int
     flags: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU that CUDA would show this process; memory in bytes, other processes' use already taken off `free`."""
-
-    index: int
-    name: str
-    total: int
-    free: int
-    capability: tuple[int, int]
-    driver: str
 
 
 def _number(path: Path) -> int | None:
@@ -172,119 +108,20 @@ def cpu(root: Path = Path("/")) -> Cpu:
     return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
 
 
-def bandwidth(name: str) -> float | None:
-    """Data-sheet memory bandwidth of a GPU in GB/s by its NVML name; None for one that is not in the table."""
-    for vendor in ("NVIDIA ", "GeForce ", "Tesla "):
-        name = name.removeprefix(vendor)
-    return BANDWIDTH.get(name)
+def resident(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process holds now; 0 where /proc does not say."""
+    return _pairs(root / "proc/self/status").get("VmRSS", 0) * 1024
 
 
-_DRIVER_NOT_LOADED = 9  # the library is there, as in many container images, and no device
+def peak_resident(root: Path = Path("/")) -> int:
+    """The most it held since it began, or since `reset_peak`."""
+    return _pairs(root / "proc/self/status").get("VmHWM", 0) * 1024
 
 
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-class Nvml:
-    """The calls of NVML used here, on a library loaded by ctypes; each raises OSError with NVML's code."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        self._call("nvmlInit_v2")
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            raise OSError(code, f"{name} failed with NVML code {code}")
-
-    def _string(self, name: str, *arguments: Any) -> str:
-        buffer = ctypes.create_string_buffer(96)
-        self._call(name, *arguments, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
-
-    def handles(self) -> list[ctypes.c_void_p]:
-        """All devices, in NVML's (PCI bus) order."""
-        count = ctypes.c_uint()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        result = []
-        for index in range(count.value):
-            handle = ctypes.c_void_p()
-            self._call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
-            result.append(handle)
-        return result
-
-    def by_uuid(self, uuid: str) -> ctypes.c_void_p:
-        """A device or MIG instance by its whole UUID."""
-        handle = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
-        return handle
-
-    def uuid(self, handle: ctypes.c_void_p) -> str:
-        """GPU-xxxxxxxx-xxxx-..."""
-        return self._string("nvmlDeviceGetUUID", handle)
-
-    def describe(self, handle: ctypes.c_void_p, index: int) -> Gpu:
-        """The Gpu that CUDA would number `index`."""
-        memory, major, minor = _NvmlMemory(), ctypes.c_int(), ctypes.c_int()
-        self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-        name, driver = self._string("nvmlDeviceGetName", handle), self._string("nvmlSystemGetDriverVersion")
-        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
-
-    def close(self) -> None:
-        """Undo nvmlInit."""
-        self._call("nvmlShutdown")
-
-
-def _visible(nvml: Nvml, setting: str | None) -> list[ctypes.c_void_p]:
-    """The devices CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, everything after the first bad entry is cut."""
-    handles = nvml.handles()
-    if setting is None:
-        return handles
-    chosen: list[ctypes.c_void_p] = []
-    for entry in (part.strip() for part in setting.split(",")):
-        if entry.startswith("MIG-"):
-            try:
-                chosen.append(nvml.by_uuid(entry))
-                continue
-            except OSError:
-                break
-        if entry.startswith("GPU-"):
-            matches = [handle for handle in handles if nvml.uuid(handle).startswith(entry)]
-        else:
-            matches = handles[int(entry) : int(entry) + 1] if entry.isdecimal() else []
-        if len(matches) != 1:
-            break
-        chosen += matches
-    return chosen
-
-
-def _load_nvml() -> Any:
-    return ctypes.CDLL("libnvidia-ml.so.1")
-
-
-def gpus(environment: Mapping[str, str] | None = None, load: Callable[[], Any] = _load_nvml) -> list[Gpu]:
-    """The NVIDIA GPUs visible to this process; empty without a driver. `environment` is os.environ unless given.
-
-    NVML counts by PCI bus. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID; on a machine with different GPUs the
-    numbers may differ. Raises ResourceError where a driver is installed but does not answer.
-    """
-    setting = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+def reset_peak(root: Path = Path("/")) -> bool:
+    """Let `peak_resident` begin anew; False where the kernel does not allow it (proc(5), clear_refs)."""
     try:
-        library = load()
+        (root / "proc/self/clear_refs").write_text("5")
     except OSError:
-        return []
-    try:
-        try:
-            nvml = Nvml(library)
-        except OSError as error:
-            if error.errno == _DRIVER_NOT_LOADED:
-                return []
-            raise
-        try:
-            return [nvml.describe(handle, index) for index, handle in enumerate(_visible(nvml, setting))]
-        finally:
-            nvml.close()
-    except OSError as error:
-        raise ResourceError(f"the NVIDIA driver does not answer: {error.strerror}", "nvidia-smi shows more") from None
+        return False
+    return True
