@@ -1,8 +1,8 @@
 """How fast a model is: prompts and replies of synthetic tokens through the one generator, timed.
 
-Follows llama-bench's tests (pp: tokens of a prompt per second; tg: tokens generated per second; depth: tokens already in
-the cache). Every repetition is kept, so that two runs can be compared with an interval. Knows the generator and clocks;
-does not print and does not know file formats.
+Follows llama-bench's tests (pp: tokens of a prompt per second; tg: tokens generated per second; depth: tokens already
+in the cache). Every repetition is kept, so that two runs can be compared with an interval. Knows the generator and
+clocks; does not print and does not know file formats.
 """
 
 import math
@@ -20,7 +20,7 @@ from mycli.runtime.machine import peak_resident, reset_peak
 from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
 
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a little too wide.
+# Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
 T_975 = (
     (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
     + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
@@ -29,7 +29,7 @@ T_975 = (
 
 
 @dataclass(frozen=True)
-class Test:
+class Trial:
     """One row: `prompt` tokens are prefilled or `generate` tokens made (the other is 0), `depth` tokens lie before."""
 
     prompt: int
@@ -56,7 +56,7 @@ class Result:
     `warmup_seconds` is the first run, which compiles, allocates and is not counted; `peak_bytes` of process or device.
     """
 
-    test: Test
+    trial: Trial
     rates: tuple[float, ...]
     first_token_seconds: tuple[float, ...]
     token_seconds: tuple[float, ...]
@@ -75,10 +75,10 @@ class Result:
 
     def read_rate(self, plan: Plan) -> float | None:
         """GB/s of weights and cache that generating read; None for a prompt, which is not bound by reading."""
-        if not self.test.generate:
+        if not self.trial.generate:
             return None
-        middle = self.test.depth + self.test.generate // 2
-        return bytes_per_step(plan, middle) * self.mean / self.test.batch / 1e9
+        middle = self.trial.depth + self.trial.generate // 2
+        return bytes_per_step(plan, middle) * self.mean / self.trial.batch / 1e9
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -89,26 +89,26 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def grid(
     prompts: Sequence[int], generates: Sequence[int], depths: Sequence[int], batches: Sequence[int]
-) -> list[Test]:
+) -> list[Trial]:
     """Every combination: for each batch and depth, the prompts and then the replies; a length of 0 asks for none."""
-    tests = []
+    trials = []
     for batch in batches:
         for depth in depths:
-            tests += [Test(count, 0, depth, batch) for count in prompts if count]
-            tests += [Test(0, count, depth, batch) for count in generates if count]
-    return tests
+            trials += [Trial(count, 0, depth, batch) for count in prompts if count]
+            trials += [Trial(0, count, depth, batch) for count in generates if count]
+    return trials
 
 
 class _Runner:
     """One test on one model: the session with its cache, and synthetic text that no repetition can reuse."""
 
-    def __init__(self, model: Transformer, test: Test, seed: int) -> None:
-        self._test = test
+    def __init__(self, model: Transformer, trial: Trial, seed: int) -> None:
+        self._trial = trial
         self._vocab = model.config.vocab_size
         self._random = random.Random(seed)
-        self._session = Session(model, test.capacity, test.batch)
-        self._sampler = Sampler(Sampling(), self._vocab, model.device, test.batch)
-        self._depth = self._tokens(test.depth)
+        self._session = Session(model, trial.capacity, trial.batch)
+        self._sampler = Sampler(Sampling(), self._vocab, model.device, trial.batch)
+        self._depth = self._tokens(trial.depth)
         if self._depth:
             self._session.prefill(self._depth)
         self._last = -1
@@ -118,23 +118,23 @@ class _Runner:
 
     def once(self) -> list[float]:
         """Seconds per token of one repetition; the first holds the prefill of what is not yet in the cache."""
-        fresh = self._tokens(self._test.prompt or 1)
+        fresh = self._tokens(self._trial.prompt or 1)
         if fresh[0] == self._last:  # an equal token would be taken from the cache
             fresh[0] = (fresh[0] + 1) % self._vocab
         self._last = fresh[0]
-        for _ in self._session.generate([*self._depth, *fresh], self._sampler, self._test.generate or 1):
+        for _ in self._session.generate([*self._depth, *fresh], self._sampler, self._trial.generate or 1):
             pass
         return self._session.timing.token_seconds
 
 
 def run(
     model: Transformer,
-    test: Test,
+    trial: Trial,
     repetitions: int,
     seed: int = 0,
     progress: Callable[[int], None] = lambda repetition: None,
 ) -> Result:
-    """Run `test` once to warm up and `repetitions` times for the record; greedy, no stop token, monotonic clock.
+    """Run `trial` once to warm up and `repetitions` times for the record; greedy, no stop token, monotonic clock.
 
     A prompt's rate is its tokens over the time to the first token, sampling included. A reply's rate counts every
     decoding step: the prompt before it is one token, all the rest lies in the cache.
@@ -144,19 +144,19 @@ def run(
         torch.cuda.reset_peak_memory_stats(model.device)
     else:
         reset_peak()
-    runner = _Runner(model, test, seed)
+    runner = _Runner(model, trial, seed)
     warmup = sum(runner.once())
     rates, first, tokens = [], [], []
     for repetition in range(repetitions):
         progress(repetition)
         seconds = runner.once()
-        rates.append((test.prompt or test.generate) * test.batch / sum(seconds))
-        if test.prompt:
+        rates.append((trial.prompt or trial.generate) * trial.batch / sum(seconds))
+        if trial.prompt:
             first.append(seconds[0])
         else:
             tokens += seconds
     peak = torch.cuda.max_memory_allocated(model.device) if cuda else peak_resident()
-    return Result(test, tuple(rates), tuple(first), tuple(tokens), warmup, peak)
+    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, peak)
 
 
 @dataclass(frozen=True)
