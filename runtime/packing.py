@@ -7,10 +7,12 @@ byte layout itself is in `mycli.runtime.packed`. Does not import torch.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mycli.runtime.errors import ModelError
-from mycli.runtime.fields import Fields
+from mycli.runtime.config import ModelConfig, parse_config
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.fields import Fields, read_object
 
 BITS = (8, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
@@ -47,6 +49,35 @@ class Packing:
     def name(self) -> str:
         """As in model names: int4-g128, int8-channel."""
         return f"int{self.bits}-" + ("channel" if self.group_size is None else f"g{self.group_size}")
+
+
+def parse_packing(name: str) -> Packing:
+    """The inverse of `Packing.name`; the method in front of a model's name (gptq-int4-g128) is allowed.
+
+    Raises UsageError listing what exists.
+    """
+    match = re.fullmatch(r"(?:[a-z]+-)?int([2348])(?:-(?:g(32|64|128)|channel))?", name)
+    if not match:
+        raise UsageError(
+            f"{name}: not a quantization scheme",
+            "bits 8, 4, 3 or 2, and a group of 32, 64, 128 or channel: int4-g128, int8-channel",
+        )
+    bits, group, channel = int(match[1]), match[2], name.endswith("-channel")
+    return Packing(bits, None if channel else int(group or 128))
+
+
+def linear_names(config: ModelConfig) -> list[str]:
+    """Names of all linears that a checkpoint of `config` may hold quantized, the head included."""
+    blocks = (config.block_linears(layer) for layer in range(config.layers))
+    names = [linear.name for block in blocks for group in block.values() for linear in group]
+    return names if config.tie_embeddings else [*names, config.head().name]
+
+
+def describe(folder: Path) -> tuple[ModelConfig, dict[str, Packing]]:
+    """What the model in `folder` is, and which of its linears are packed how, from config.json alone."""
+    raw = read_object(folder / "config.json")
+    config = parse_config(raw)
+    return config, read_quantization(raw, linear_names(config))
 
 
 def _read_weights(weights: Fields) -> Packing:

@@ -1,0 +1,229 @@
+"""How much memory a model takes, what of it fits, and how fast it could decode at best: numbers in, numbers out.
+
+One small function per part, each with its formula; the preflight of every load (`mycli.runtime.fit`) runs the same.
+Sizes are bytes; R is the rows of the largest pass, the tokens of a prefill chunk times the batch. Knows shapes,
+packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from mycli.runtime.config import Dtype, ModelConfig
+from mycli.runtime.packing import Packing
+
+GIB = 1 << 30
+BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
+PREFILL_CHUNK = 512  # tokens of the prompt that go through the model at once
+DEFAULT_CONTEXT = 8192
+# What a process takes beside the model. CPU: Python, torch and its libraries (256 MiB with torch 2.13 on Linux) and
+# what the C library keeps of freed memory (64 MiB: twice glibc's largest mmap threshold). CUDA: context, cuBLAS
+# workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
+CPU_RUNTIME = 320 << 20
+CUDA_RUNTIME = 512 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run. `dtype` is of activations and dense weights, `kv` of the cache; None: as in config.json."""
+
+    config: ModelConfig
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+    context: int = DEFAULT_CONTEXT
+    batch: int = 1
+    dtype: Dtype | None = None
+    kv: Dtype | None = None
+    gpu: bool = False
+    draft: "Plan | None" = None
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one activation or dense weight."""
+        return BYTES[self.dtype or self.config.dtype]
+
+    @property
+    def rows(self) -> int:
+        """R: rows of the largest pass."""
+        return min(self.context, PREFILL_CHUNK) * self.batch
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What one pass needs beside weights and cache, in bytes: the parts that live at its peak."""
+
+    activations: int
+    dequantization: int
+    logits: int
+    mask: int
+    rope: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.dequantization + self.logits + self.mask + self.rope
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted memory in bytes. `weights`: the blocks with scales, norms, biases; `draft`: a whole second model.
+
+    `runtime` is the process itself: Python and torch on the CPU, the CUDA context on a GPU.
+    """
+
+    weights: int
+    embeddings: int
+    cache: int
+    draft: int
+    workspace: Workspace
+    runtime: int
+
+    @property
+    def needed(self) -> int:
+        """What a process that already runs torch must still allocate."""
+        return self.weights + self.embeddings + self.cache + self.draft + self.workspace.total
+
+    @property
+    def total(self) -> int:
+        """Everything, from a machine where nothing runs yet."""
+        return self.needed + self.runtime
+
+
+def block_bytes(plan: Plan, layer: int) -> int:
+    """One block: its linears, norms and biases.
+
+    A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales.
+    """
+    size, total = plan.value_bytes, 0
+    for name, shape in plan.config.block_tensors(layer):
+        packing = plan.packings.get(name.removesuffix(".weight"))
+        total += packing.bytes(shape[0], shape[1], size) if packing else prod(shape) * size
+    return total
+
+
+def weight_bytes(plan: Plan) -> int:
+    """All blocks and the last norm."""
+    return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm(plan)
+
+
+def _norm(plan: Plan) -> int:
+    return plan.config.hidden_size * plan.value_bytes
+
+
+def head_bytes(plan: Plan) -> int:
+    """The output projection [vocab, hidden], read whole for every token; with tied embeddings, the embedding itself."""
+    head = plan.config.head()
+    packing = plan.packings.get(head.name)
+    if packing:
+        return packing.bytes(head.out_features, head.in_features, plan.value_bytes)
+    return head.out_features * head.in_features * plan.value_bytes
+
+
+def embedding_bytes(plan: Plan) -> int:
+    """Embedding [vocab, hidden], dense, and the head: shared when tied, unless the head is a packed copy of its own."""
+    table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
+    shared = plan.config.tie_embeddings and plan.config.head().name not in plan.packings
+    return table if shared else table + head_bytes(plan)
+
+
+def cache_positions(context: int) -> int:
+    """`context` rounded up to whole blocks of the cache."""
+    return -(-context // CACHE_BLOCK) * CACHE_BLOCK
+
+
+def cache_bytes(plan: Plan, context: int | None = None) -> int:
+    """2 (keys, values) x layers x kv_heads x head_dim x positions x batch x bytes of a value.
+
+    A sliding window does not make it smaller: the cache keeps every position.
+    """
+    config, value = plan.config, BYTES[plan.kv or plan.dtype or plan.config.dtype]
+    positions = cache_positions(plan.context if context is None else context)
+    return 2 * config.layers * config.kv_heads * config.head_dim * positions * plan.batch * value
+
+
+def activation_bytes(plan: Plan) -> int:
+    """The larger of the two halves of a block, R rows of: residual, normed copy, and
+
+    attention: q, k, v as projected; q and k rotated; the heads' output; the projected output.
+    MLP: gate and up; silu(gate); their product; the output.
+    """
+    config = plan.config
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = (query + 2 * key) + (query + key) + query + config.hidden_size
+    mlp = 4 * config.intermediate_size + config.hidden_size
+    return plan.rows * (2 * config.hidden_size + max(attention, mlp)) * plan.value_bytes
+
+
+def dequantization_bytes(plan: Plan) -> int:
+    """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense."""
+    largest = 0
+    for layer in range(plan.config.layers):
+        for group in plan.config.block_linears(layer).values():
+            packed = [spec for spec in group if spec.name in plan.packings]
+            largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
+    return largest * plan.value_bytes
+
+
+def logits_bytes(plan: Plan) -> int:
+    """Last token only: batch x vocab logits, as computed and in fp32, and four fp32-sized copies while drawing."""
+    return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
+
+
+def mask_bytes(plan: Plan) -> int:
+    """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values."""
+    if plan.context <= PREFILL_CHUNK:
+        return 0
+    return PREFILL_CHUNK * plan.context * (1 + plan.value_bytes)
+
+
+def rope_bytes(plan: Plan) -> int:
+    """Cosines and sines: 2 x context x head_dim / 2 values."""
+    return plan.context * plan.config.head_dim * plan.value_bytes
+
+
+def estimate(plan: Plan) -> Estimate:
+    """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
+    draft = 0
+    if plan.draft is not None:
+        second = replace(plan.draft, context=plan.context, batch=plan.batch)
+        draft = weight_bytes(second) + embedding_bytes(second) + cache_bytes(second)
+    workspace = Workspace(
+        activations=activation_bytes(plan),
+        dequantization=dequantization_bytes(plan),
+        logits=logits_bytes(plan),
+        mask=mask_bytes(plan),
+        rope=rope_bytes(plan),
+    )
+    runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
+    return Estimate(weight_bytes(plan), embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
+
+
+def longest_context(plan: Plan, free: int) -> int:
+    """The longest context, at most the model's, whose total fits into `free` bytes; 0 where not one block does."""
+
+    def fits(context: int) -> bool:
+        return estimate(replace(plan, context=context)).total <= free
+
+    low, high = 0, plan.config.max_context  # every part grows with the context, so bisect
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low if low == plan.config.max_context else low // CACHE_BLOCK * CACHE_BLOCK
+
+
+def bytes_per_step(plan: Plan, depth: int) -> int:
+    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
+    config, value = plan.config, BYTES[plan.kv or plan.dtype or plan.config.dtype]
+    positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
+    cached = 2 * config.kv_heads * config.head_dim * positions * plan.batch * value
+    return weight_bytes(plan) + head_bytes(plan) + cached
+
+
+def tokens_per_second(plan: Plan, depth: int, gigabytes_per_second: float) -> float:
+    """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
+    return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them: 5.13 GiB."""
+    return f"{size / GIB:.2f} GiB"

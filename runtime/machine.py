@@ -1,0 +1,127 @@
+"""What this machine has: memory that may really be used, what this process takes of it, and the CPU.
+
+Reads /proc and /sys/fs/cgroup. Does not import torch, does not know GPUs or what a model needs.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Main memory in bytes. `available` is what a process may still take without swapping or being killed."""
+
+    total: int
+    available: int
+    limit: str  # what bounds it: "machine", or the cgroup folder (a container's limit)
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """`cores` counts the logical CPUs this process may run on; `flags` are the kernel's names (avx512_vnni, asimd)."""
+
+    model: str
+    cores: int
+    flags: frozenset[str]
+
+
+def _number(path: Path) -> int | None:
+    """The integer in a file of /sys; None where the file is missing, unreadable, or says "max"."""
+    try:
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _pairs(path: Path) -> dict[str, int]:
+    """ "key value" or "key: value kB" lines of /proc and /sys, as they stand; empty where the file is missing."""
+    pairs = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        words = line.split()
+        if len(words) >= 2 and words[1].isdigit():
+            pairs[words[0].rstrip(":")] = int(words[1])
+    return pairs
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Every memory cgroup this process is in, innermost first, as (folder, limit file, usage file, cache key)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may be the host's: only what exists here counts, up to the mount itself.
+        folder = mount / path.strip("/")
+        for level in (folder, *folder.parents):
+            yield (level, *names)
+            if level == mount:
+                break
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """The memory of the machine, or of the tightest cgroup around this process; `root` is for tests.
+
+    Within a cgroup: limit - (usage - inactive file pages), since those pages are given back when memory is asked for.
+    """
+    info = _pairs(root / "proc/meminfo")
+    total, available = info.get("MemTotal", 0) * 1024, info.get("MemAvailable", 0) * 1024
+    if not total:  # no /proc, as on macOS: nothing says what is in use
+        total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    best = Memory(total, available, "machine")
+    for folder, limit_file, usage_file, cache_key in _cgroups(root):
+        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
+        if limit is None or usage is None or limit >= total:
+            continue
+        free = max(0, limit - usage + _pairs(folder / "memory.stat").get(cache_key, 0))
+        if min(free, limit) < best.available:
+            best = Memory(limit, min(free, limit), str(folder))
+    return best
+
+
+def cpu(root: Path = Path("/")) -> Cpu:
+    """The CPU as /proc/cpuinfo describes its first core; empty strings where it does not."""
+    fields: dict[str, str] = {}
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", ""))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
+
+
+def resident(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process holds now; 0 where /proc does not say."""
+    return _pairs(root / "proc/self/status").get("VmRSS", 0) * 1024
+
+
+def peak_resident(root: Path = Path("/")) -> int:
+    """The most it held since it began, or since `reset_peak`."""
+    return _pairs(root / "proc/self/status").get("VmHWM", 0) * 1024
+
+
+def reset_peak(root: Path = Path("/")) -> bool:
+    """Let `peak_resident` begin anew; False where the kernel does not allow it (proc(5), clear_refs)."""
+    try:
+        (root / "proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""The NVIDIA GPUs that CUDA would show this process, as the driver's NVML library reports them, without torch.
+
+Follows https://docs.nvidia.com/deploy/nvml-api. Starts no process and makes no CUDA context.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mycli.runtime.errors import ResourceError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that CUDA would show this process; memory in bytes, other processes' use already taken off `free`."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+    capability: tuple[int, int]
+    driver: str
+
+
+_DRIVER_NOT_LOADED = 9  # the library is there, as in many container images, and no device
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class Nvml:
+    """The calls of NVML used here, on a library loaded by ctypes; each raises OSError with NVML's code."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._call("nvmlInit_v2")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise OSError(code, f"{name} failed with NVML code {code}")
+
+    def _string(self, name: str, *arguments: Any) -> str:
+        buffer = ctypes.create_string_buffer(96)
+        self._call(name, *arguments, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def handles(self) -> list[ctypes.c_void_p]:
+        """All devices, in NVML's (PCI bus) order."""
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        result = []
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            self._call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
+            result.append(handle)
+        return result
+
+    def by_uuid(self, uuid: str) -> ctypes.c_void_p:
+        """A device or MIG instance by its whole UUID."""
+        handle = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+        return handle
+
+    def uuid(self, handle: ctypes.c_void_p) -> str:
+        """GPU-xxxxxxxx-xxxx-..."""
+        return self._string("nvmlDeviceGetUUID", handle)
+
+    def describe(self, handle: ctypes.c_void_p, index: int) -> Gpu:
+        """The Gpu that CUDA would number `index`."""
+        memory, major, minor = _NvmlMemory(), ctypes.c_int(), ctypes.c_int()
+        self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+        name, driver = self._string("nvmlDeviceGetName", handle), self._string("nvmlSystemGetDriverVersion")
+        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
+
+    def close(self) -> None:
+        """Undo nvmlInit."""
+        self._call("nvmlShutdown")
+
+
+def _visible(nvml: Nvml, setting: str | None) -> list[ctypes.c_void_p]:
+    """The devices CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, everything after the first bad entry is cut."""
+    handles = nvml.handles()
+    if setting is None:
+        return handles
+    chosen: list[ctypes.c_void_p] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):
+            try:
+                chosen.append(nvml.by_uuid(entry))
+                continue
+            except OSError:
+                break
+        if entry.startswith("GPU-"):
+            matches = [handle for handle in handles if nvml.uuid(handle).startswith(entry)]
+        else:
+            matches = handles[int(entry) : int(entry) + 1] if entry.isdecimal() else []
+        if len(matches) != 1:
+            break
+        chosen += matches
+    return chosen
+
+
+def _load_nvml() -> Any:
+    return ctypes.CDLL("libnvidia-ml.so.1")
+
+
+def gpus(environment: Mapping[str, str] | None = None, load: Callable[[], Any] = _load_nvml) -> list[Gpu]:
+    """The NVIDIA GPUs visible to this process; empty without a driver. `environment` is os.environ unless given.
+
+    NVML counts by PCI bus. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID; on a machine with different GPUs the
+    numbers may differ. Raises ResourceError where a driver is installed but does not answer.
+    """
+    setting = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    try:
+        library = load()
+    except OSError:
+        return []
+    try:
+        try:
+            nvml = Nvml(library)
+        except OSError as error:
+            if error.errno == _DRIVER_NOT_LOADED:
+                return []
+            raise
+        try:
+            return [nvml.describe(handle, index) for index, handle in enumerate(_visible(nvml, setting))]
+        finally:
+            nvml.close()
+    except OSError as error:
+        raise ResourceError(f"the NVIDIA driver does not answer: {error.strerror}", "nvidia-smi shows more") from None
