@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mycli.runtime.detokenizer import Detokenizer
@@ -99,6 +99,7 @@ letters = st.text("ab", max_size=12)
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), letters, st.lists(st.integers(0, 12), max_size=5))
+@example(["aba", "b"], "aba", [])
 def test_stops_do_not_depend_on_the_cuts(stops: list[str], text: str, cuts: list[int]) -> None:
     assert cut_anywhere(stops, text, cuts) == first_completed(stops, text)
 

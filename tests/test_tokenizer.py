@@ -124,8 +124,9 @@ def control_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 @given(text=hostile, system=hostile)
 def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, system: str) -> None:  # C12, C13
     ours, _ = pair
-    roles = ("system", "user", "assistant", "user")
-    spelled = [Message(role, part) for role, part in zip(roles, (system, text, system, text), strict=True)]  # type: ignore[arg-type]  # a Role
+    said = text.replace("[PAD151646]", "")  # not special: in what the assistant said it is a token
+    parts = {"system": system, "user": text, "assistant": said, "tool": text}
+    spelled = [Message(role, part) for role, part in parts.items()]  # type: ignore[arg-type]  # keys are roles
     harmless = [Message(message.role, "x") for message in spelled]
     assert control_ids(ours, ours.chat(spelled)) == control_ids(ours, ours.chat(harmless))
 
