@@ -69,7 +69,7 @@ def build(selected: frozenset[str]) -> typer.Typer:
 
 
 def program(selected: frozenset[str]) -> Any:
-    """`build` as the parser runs it. Every option can be set by MYCLI_COMMAND_OPTION: docs say so once, not each line."""
+    """`build` as the parser runs it, without the environment variable beside every option: the docs give the rule."""
     group: Any = typer.main.get_command(build(selected))
     for command in (group, *group.commands.values()):
         for parameter in command.params:
