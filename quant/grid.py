@@ -153,3 +153,16 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
     for _ in range(_REFITS):
         consider(_storable(_refit(part, best, half, weights, buffer), grid))
     return best
+
+
+def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
+    """||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
+    lost = total = 0.0
+    rows = max(1, _CHUNK // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        end = start + rows
+        part = weight[start:end].float()
+        restored = dequantize(Quantized(quantized.codes[start:end], quantized.scales[start:end]), grid)
+        lost += float((restored - part).square().sum(dtype=torch.float64))
+        total += float(part.square().sum(dtype=torch.float64))
+    return lost / total if total else 0.0
