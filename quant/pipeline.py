@@ -28,11 +28,10 @@ from mycli.runtime.device import TORCH_DTYPES, Placement
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.fields import Fields, read_object
 from mycli.runtime.hub import Source
-from mycli.runtime.load import describe
 from mycli.runtime.machine import memory
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packed import pack
-from mycli.runtime.packing import Packing, write_quantization
+from mycli.runtime.packing import Packing, describe, write_quantization
 from mycli.runtime.tokenizer import Tokenizer
 
 Report = Literal["none", "quick", "full"]

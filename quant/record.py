@@ -59,7 +59,7 @@ def _version() -> str:
     try:
         return metadata.version("mycli-llm")
     except metadata.PackageNotFoundError:  # run from a checkout, nothing installed
-        return "unknown"
+        return "0+checkout"
 
 
 def encode(

@@ -15,8 +15,8 @@ from mycli.quant.progress import Progress, silent
 from mycli.runtime.attention import visible
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.device import Placement
-from mycli.runtime.load import describe
 from mycli.runtime.manifest import Manifest
+from mycli.runtime.packing import describe
 from mycli.runtime.rope import Rope
 from mycli.runtime.transformer import Block, Masks, Transformer
 
