@@ -20,6 +20,8 @@ from mycli.runtime.errors import ExitCode
 COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit; made for pipes."),
+    "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
+    "eval": ("evaluate", "Score a model on a text, alone or against another."),
 }
 
 
