@@ -197,11 +197,15 @@ def estimate(plan: Plan) -> Estimate:
     return Estimate(weight_bytes(plan), embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
 
 
-def longest_context(plan: Plan, free: int) -> int:
-    """The longest context, at most the model's, whose total fits into `free` bytes; 0 where not one block does."""
+def longest_context(plan: Plan, free: int, started: bool = False) -> int:
+    """The longest context, at most the model's, that fits into `free` bytes; 0 where not one block does.
+
+    `started`: the process runs already, so what it takes itself is no longer in `free`.
+    """
 
     def fits(context: int) -> bool:
-        return estimate(replace(plan, context=context)).total <= free
+        result = estimate(replace(plan, context=context))
+        return (result.needed if started else result.total) <= free
 
     low, high = 0, plan.config.max_context  # every part grows with the context, so bisect
     while low < high:

@@ -185,6 +185,13 @@ def test_longest_context_fits_and_one_block_more_does_not(free: int, name: str) 
         assert estimate(replace(model, context=longest + CACHE_BLOCK + 1)).total > free
 
 
+def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
+    model = plan("Llama-3.1-8B", INT4)
+    free = estimate(replace(model, context=4096)).needed
+    assert longest_context(model, free, started=True) == 4096
+    assert longest_context(model, free) < 4096
+
+
 def test_memory_has_its_unit() -> None:
     assert gib(5.125 * GIB) == "5.12 GiB" and gib(11.5e6) == "0.0107 GiB"
 
