@@ -20,6 +20,9 @@ from mycli.runtime.errors import ExitCode
 COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit; made for pipes."),
+    "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "bench": ("bench", "Measure how fast a model is."),
+    "doctor": ("doctor", "Check that everything works on this machine."),
 }
 
 
