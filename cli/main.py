@@ -22,6 +22,9 @@ COMMANDS = {
     "run": ("run", "Answer one prompt and exit; made for pipes."),
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
+    "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "bench": ("bench", "Measure how fast a model is."),
+    "doctor": ("doctor", "Check that everything works on this machine."),
 }
 
 

@@ -1,6 +1,8 @@
 """`mycli chat` in a real pseudo-terminal, and fed from a pipe."""
 
+import json
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
