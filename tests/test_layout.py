@@ -16,9 +16,7 @@ from tests.conftest import ROOT
 
 PARTS = ("cli", "quant", "runtime")
 MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"}, "runtime": {"runtime"}}
-DATA = (
-    ROOT / "runtime" / "pico"
-)  # its training programs are a record, not a part of the package
+DATA = ROOT / "runtime" / "pico"  # its training programs are a record, not a part of the package
 PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {

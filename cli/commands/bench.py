@@ -203,7 +203,7 @@ def _parse_share(text: str | None) -> float | None:
 
 
 @command
-def command(
+def bench(
     call: Call,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False)],
     prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",

@@ -11,7 +11,8 @@ from mycli.cli.command import Call, command
 from mycli.cli.loading import parse_dtype
 from mycli.cli.output import gib
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context, tokens_per_second
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, tokens_per_second
+from mycli.runtime.estimate import estimate as predict
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
 from mycli.runtime.hub import resolve, state
 from mycli.runtime.packing import describe, parse_packing
@@ -143,12 +144,12 @@ def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
 
 def _card(call: Call, subject: _Subject) -> None:
     parameters = f"{subject.plan.config.parameters():,} parameters"
-    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, estimate(subject.plan)))
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, predict(subject.plan)))
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
     if call.out.json_mode:
-        call.out.json(_as_json(subject, estimate(subject.plan), ranks))
+        call.out.json(_as_json(subject, predict(subject.plan), ranks))
         return
     _card(call, subject)
     if ranks is not None:
@@ -165,7 +166,7 @@ def _table(call: Call, subject: _Subject) -> None:
         choices = [(subject.scheme, plan)]
     else:
         choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
-    rows = [(name, [estimate(replace(one, context=c)).total for c in contexts]) for name, one in choices]
+    rows = [(name, [predict(replace(one, context=c)).total for c in contexts]) for name, one in choices]
     if call.out.json_mode:
         table = [
             {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
@@ -193,7 +194,7 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     commands.append(f"mycli chat {name} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
     if call.out.json_mode:
-        call.out.json({**_as_json(fitted, estimate(plan), None), "commands": commands})
+        call.out.json({**_as_json(fitted, predict(plan), None), "commands": commands})
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -244,7 +245,7 @@ def _wish(plan: Plan, quant: str | None, head: str | None) -> Scheme:
 
 
 @command
-def command(
+def estimate(
     call: Call,
     model: options.Model,
     ctx: options.Context = None,
