@@ -105,7 +105,9 @@ def plan(source: Source, recipe: Recipe) -> Plan:
     raw = read_object(source.folder / "config.json")
     if raw.has("quantization_config"):
         method = raw.object("quantization_config").text("quant_method", "unknown method")
-        raise ModelError(f"{source.name} is quantized already ({method})", "quantize the model it was made from")
+        raise ModelError(
+            f"{record.label(source)} is quantized already ({method})", "quantize the model it was made from"
+        )
     config = parse_config(raw)
     packings = recipe.packings(config)
     manifest = Manifest.open(source.folder)
@@ -241,7 +243,8 @@ def _companions(folder: Path) -> list[Path]:
 
 def _source_files(folder: Path) -> list[Path]:
     """What the result depends on: weights, config and the files copied."""
-    return [*folder.glob("*.safetensors"), folder / "config.json", *_companions(folder)]
+    weights = {entry.file for entry in Manifest.open(folder).tensors.values()}
+    return [*(folder / name for name in weights), folder / "config.json", *_companions(folder)]
 
 
 def _measure(work: Plan, folder: Path, placement: Placement, report: Report, progress: Progress) -> Evaluation:

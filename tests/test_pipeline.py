@@ -62,7 +62,7 @@ def source(tmp_path: Path) -> Source:
         shutil.copy(PICO / name, folder / name)
     (folder / "LICENSE").write_text("as is")
     (folder / "README.md").write_text("about the original")
-    return Source("small", folder, "someone/small", "0" * 40)
+    return Source("someone/small", folder, "someone/small", "0" * 40)
 
 
 def write_config(folder: Path, **changes: Any) -> None:
@@ -211,7 +211,7 @@ def test_one_tensor_is_in_memory_at_a_time(source: Source, tmp_path: Path, monke
 @pytest.mark.parametrize("fault", ["E6-quantized-input"])
 def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str) -> None:
     make(source, tmp_path / "out")
-    with pytest.raises(ModelError, match=r"again is quantized already \(compressed-tensors\)"):
+    with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
         plan(Source("again", tmp_path / "out", None, None), GROUP_32)
     write_config(source.folder, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelError, match=r"quantized already \(gptq\)"):
