@@ -145,6 +145,8 @@ def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureF
     ]
     asked = answer(capsys, llama, "--fit", "--gpu", "24GiB", "--quant", "int8-channel", "--ctx", "16k")
     assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
+    small = answer(capsys, llama, "--quant", "int4-g64", "--head", "int8", "--fit", "--gpu", "8GiB")
+    assert "--bits 4 --group 64 --head int8 -o" in small["commands"][0] and small["scheme"] == "int4-g64+int8-g64"
     assert call(llama, "--fit", "--gpu", "2GiB") == ExitCode.RESOURCES
     assert "2.00 GiB" in capsys.readouterr().err
 
@@ -187,6 +189,9 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--tol", "much"], ExitCode.USAGE),
         (["--tol", "nan%"], ExitCode.USAGE),
         (["--dtype", "fp8"], ExitCode.USAGE),
+        (["--head", "int8"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int3"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.MODEL),

@@ -1,5 +1,6 @@
 """`mycli estimate`: how much memory a model takes, whether it fits, and how fast it could decode at best."""
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_cont
 from mycli.runtime.estimate import estimate as predict
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
 from mycli.runtime.hub import resolve, state
-from mycli.runtime.packing import describe, parse_packing
+from mycli.runtime.packing import Packing, describe, parse_packing
 from mycli.runtime.target import Target, find_target
 from mycli.runtime.tensor_parallel import obstacles
 
@@ -27,6 +28,7 @@ EXAMPLES = (
     "mycli estimate pico --quant int4-g128 --tp 2 --json",
     "mycli estimate pico --verify --device cpu",
 )
+HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
 BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
 
@@ -190,8 +192,8 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     name, commands = subject.model, []
     if scheme.packing is not None:
         name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
-        commands.append(f"{quantize_command(scheme, subject.model)} -o {name}")
-    commands.append(f"mycli chat {name} --ctx {plan.context}")
+        commands.append(f"{quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
+    commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
     if call.out.json_mode:
         call.out.json({**_as_json(fitted, predict(plan), None), "commands": commands})
@@ -238,10 +240,16 @@ def _plan(call: Call, folder: Path, ctx: int | None, batch: int, dtype: str, dra
     return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second)
 
 
-def _wish(plan: Plan, quant: str | None, head: str | None) -> Scheme:
-    if plan.packings and (quant or head):
+def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
+    if plan.packings and (quant or head != "keep"):
         raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
-    return Scheme(parse_packing(quant) if quant else None, parse_packing(head) if head else None)
+    if head not in HEADS:
+        raise UsageError(f"--head {head}: not a choice", f"choose from {', '.join(HEADS)}")
+    if quant is None and HEADS[head]:
+        raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
+    packing = parse_packing(quant) if quant else None
+    bits = HEADS[head]
+    return Scheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 
 @command
@@ -255,9 +263,8 @@ def estimate(
         str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
     ] = None,
     head: Annotated[
-        str | None,
-        typer.Option("--head", metavar="SCHEME", help="The output projection: int8, int4.", show_default="kept"),
-    ] = None,
+        str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
+    ] = "keep",
     draft: Annotated[str | None, typer.Option("--draft", metavar="MODEL", help="A second model beside it.")] = None,
     gpu: Annotated[
         int | None,
@@ -279,7 +286,7 @@ def estimate(
     """Say how much memory MODEL takes, whether it fits, and how fast it could be. Needs config.json only."""
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
-    if verify and (gpu or quant or head or draft):
+    if verify and (gpu or quant or head != "keep" or draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
     tolerance = _parse_tolerance(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(device, state())
