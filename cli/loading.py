@@ -1,10 +1,10 @@
-"""What `run`, `chat` and others do before the first token: resolve, place, check memory, load, and announce each choice."""
+"""What `run` and `chat` do before the first token: resolve, place, check memory, load, and announce each choice."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.runtime.config import Dtype
+from mycli.runtime.config import Dtype, load_config
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
@@ -47,11 +47,8 @@ def load(call: Call, model: str, *, device: str, dtype: str, context: int | None
     from mycli.runtime.load import plan_memory
 
     source = resolve(model, offline=call.offline)
-    wanted = parse_dtype(dtype)
-    from mycli.runtime.load import describe
-
-    config, _ = describe(source.folder)
-    placement = place(config, device, wanted)
+    config = load_config(source.folder)
+    placement = place(config, device, parse_dtype(dtype))
     for note in placement.notes:
         call.out.note(note)
     capacity = plan_memory(source.folder, placement, context)
@@ -71,7 +68,9 @@ def choose_sampling(defaults: "GenerationDefaults", **flags: float | int | None)
     if defaults.do_sample is not False:
         # A file that recommends only top-p or top-k samples at temperature 1, as transformers does.
         recommended = {
-            "temperature": defaults.temperature if defaults.temperature is not None else float(bool(defaults.do_sample)),
+            "temperature": defaults.temperature
+            if defaults.temperature is not None
+            else float(bool(defaults.do_sample)),
             "top_k": defaults.top_k,
             "top_p": defaults.top_p,
             "min_p": defaults.min_p,

@@ -16,10 +16,15 @@ from mycli.cli.output import Output
 from mycli.cli.settings import config_path, read_settings
 from mycli.runtime.errors import ExitCode
 
-# name -> (module, one line for the list of commands), in the order a newcomer needs them
+# name -> (file and function, one line for the list of commands), in the order a newcomer needs them
 COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit; made for pipes."),
+    "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
+    "eval": ("evaluate", "Score a model on a text, alone or against another."),
+    "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "bench": ("bench", "Measure how fast a model is."),
+    "doctor": ("doctor", "Check that everything works on this machine."),
 }
 
 
@@ -49,7 +54,7 @@ def _main(version: Version = False) -> None:
 
 def _load(name: str) -> tuple[Any, str]:
     module = importlib.import_module(f"mycli.cli.commands.{COMMANDS[name][0]}")
-    return module.command, "Examples:\n\n\b\n" + "\n".join(module.EXAMPLES)
+    return getattr(module, COMMANDS[name][0]), "Examples:\n\n\b\n" + "\n".join(module.EXAMPLES)
 
 
 def build(selected: frozenset[str]) -> typer.Typer:
@@ -68,9 +73,18 @@ def build(selected: frozenset[str]) -> typer.Typer:
     return app
 
 
+def program(selected: frozenset[str]) -> Any:
+    """`build` as the parser runs it, without the environment variable beside every option: the docs give the rule."""
+    group: Any = typer.main.get_command(build(selected))
+    for command in (group, *group.commands.values()):
+        for parameter in command.params:
+            parameter.show_envvar = False
+    return group
+
+
 def option_names(name: str) -> frozenset[str]:
     """Parameters of a command that config.toml may set: its options, not its arguments."""
-    command = typer.main.get_command(build(frozenset({name}))).commands[name]  # type: ignore[attr-defined]  # a group
+    command = program(frozenset({name})).commands[name]
     return frozenset(p.name for p in command.params if p.param_type_name == "option" and p.name != "help")
 
 
@@ -78,10 +92,9 @@ def _run(arguments: list[str]) -> None:
     completing = "_MYCLI_COMPLETE" in os.environ
     named = next((word for word in arguments if not word.startswith("-")), "")
     selected = frozenset(COMMANDS) if completing else frozenset({named} & COMMANDS.keys())
-    app = build(selected)
     path = config_path()
     defaults = read_settings(path, {name: option_names(name) for name in COMMANDS}) if path.exists() else {}
-    app(arguments, prog_name="mycli", default_map=defaults)
+    program(selected).main(arguments, prog_name="mycli", default_map=defaults)
 
 
 def main(arguments: list[str] | None = None) -> None:

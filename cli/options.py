@@ -16,7 +16,7 @@ _MEMORY = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 
 
 def parse_count(text: str) -> int:
     """`4096`, `4k` (4,096) or `1M` (1,048,576) as an integer. Raises typer.BadParameter."""
-    match = re.fullmatch(r"(\d{1,12})\s*([kKmM]?)", str(text).strip())
+    match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", str(text).strip())
     if not match:
         raise typer.BadParameter(f"{text!r} is not a count such as 4096, 32k or 1M")
     return int(match[1]) * _FACTORS[match[2].lower()]
@@ -24,7 +24,7 @@ def parse_count(text: str) -> int:
 
 def parse_memory(text: str) -> int:
     """`24GiB`, `24GB` or bytes as an integer. Raises typer.BadParameter."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
     if not match or match[2].lower() not in _MEMORY:
         raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB")
     return int(float(match[1]) * _MEMORY[match[2].lower()])

@@ -1,1 +1,1 @@
-"""What makes a packed model and measures its quality, with the runtime as its instrument. Never prints."""
+"""What makes quantized models and measures them. Uses the runtime to measure; knows nothing of a terminal."""

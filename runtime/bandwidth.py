@@ -1,4 +1,4 @@
-"""How fast memory can be read: data sheets of GPUs, and what `doctor` and `bench` measured here and wrote down.
+"""How fast memory can be read: data sheets of GPUs, and what `doctor` measured here and wrote down.
 
 Knows names of devices and GB/s (10^9 bytes per second). Does not measure, and does not import torch.
 """

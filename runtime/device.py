@@ -6,6 +6,7 @@ import torch
 
 from mycli.runtime.config import Dtype, ModelConfig
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.machine import memory
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -65,3 +66,8 @@ def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None)
     if chosen.type == "cuda" and wanted == "bfloat16" and torch.cuda.get_device_capability(chosen) < (8, 0):
         return Placement(chosen, torch.float16, (*notes, "this GPU has no bfloat16: activations are float16"))
     return Placement(chosen, TORCH_DTYPES[wanted], notes)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on `device`, whatever others hold."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory().available

@@ -26,20 +26,19 @@ CUDA_RUNTIME = 512 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. `dtype` is of activations and dense weights, `kv` of the cache; None: as in config.json."""
+    """What is to be run. `dtype` is of activations, dense weights and the cache; None: as in config.json."""
 
     config: ModelConfig
     packings: Mapping[str, Packing] = field(default_factory=dict)
     context: int = DEFAULT_CONTEXT
     batch: int = 1
     dtype: Dtype | None = None
-    kv: Dtype | None = None
     gpu: bool = False
     draft: "Plan | None" = None
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation or dense weight."""
+        """Bytes of one activation, dense weight or value of the cache."""
         return BYTES[self.dtype or self.config.dtype]
 
     @property
@@ -131,14 +130,14 @@ def cache_positions(context: int) -> int:
     return -(-context // CACHE_BLOCK) * CACHE_BLOCK
 
 
-def cache_bytes(plan: Plan, context: int | None = None) -> int:
+def cache_bytes(plan: Plan) -> int:
     """2 (keys, values) x layers x kv_heads x head_dim x positions x batch x bytes of a value.
 
     A sliding window does not make it smaller: the cache keeps every position.
     """
-    config, value = plan.config, BYTES[plan.kv or plan.dtype or plan.config.dtype]
-    positions = cache_positions(plan.context if context is None else context)
-    return 2 * config.layers * config.kv_heads * config.head_dim * positions * plan.batch * value
+    config = plan.config
+    values = 2 * config.layers * config.kv_heads * config.head_dim * cache_positions(plan.context) * plan.batch
+    return values * plan.value_bytes
 
 
 def activation_bytes(plan: Plan) -> int:
@@ -198,11 +197,15 @@ def estimate(plan: Plan) -> Estimate:
     return Estimate(weight_bytes(plan), embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
 
 
-def longest_context(plan: Plan, free: int) -> int:
-    """The longest context, at most the model's, whose total fits into `free` bytes; 0 where not one block does."""
+def longest_context(plan: Plan, free: int, started: bool = False) -> int:
+    """The longest context, at most the model's, that fits into `free` bytes; 0 where not one block does.
+
+    `started`: the process runs already, so what it takes itself is no longer in `free`.
+    """
 
     def fits(context: int) -> bool:
-        return estimate(replace(plan, context=context)).total <= free
+        result = estimate(replace(plan, context=context))
+        return (result.needed if started else result.total) <= free
 
     low, high = 0, plan.config.max_context  # every part grows with the context, so bisect
     while low < high:
@@ -213,9 +216,9 @@ def longest_context(plan: Plan, free: int) -> int:
 
 def bytes_per_step(plan: Plan, depth: int) -> int:
     """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
-    config, value = plan.config, BYTES[plan.kv or plan.dtype or plan.config.dtype]
+    config = plan.config
     positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
-    cached = 2 * config.kv_heads * config.head_dim * positions * plan.batch * value
+    cached = 2 * config.kv_heads * config.head_dim * positions * plan.batch * plan.value_bytes
     return weight_bytes(plan) + head_bytes(plan) + cached
 
 
@@ -225,5 +228,6 @@ def tokens_per_second(plan: Plan, depth: int, gigabytes_per_second: float) -> fl
 
 
 def gib(size: float) -> str:
-    """Bytes as people read them: 5.13 GiB."""
-    return f"{size / GIB:.2f} GiB"
+    """Bytes as people read them, with enough digits for small things: 5.11 GiB, 0.0107 GiB."""
+    value = size / GIB
+    return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"

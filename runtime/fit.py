@@ -58,18 +58,20 @@ def fit(plan: Plan, free: int, context: int | None, choices: Sequence[Scheme]) -
     """The first of `choices` (best first) that holds `context` tokens in `free` bytes; None where none does.
 
     With `context` None, the usual context decides and is then stretched as far as memory goes; where nothing holds the
-    usual one, the last choice with whatever it holds.
+    usual one, the last choice with whatever it holds. A dense choice keeps the packings that `plan` has.
     """
+
+    def under(scheme: Scheme, tokens: int) -> Plan:
+        return replace(plan, packings=scheme.packings(plan.config) or plan.packings, context=tokens)
+
     wanted = context or min(DEFAULT_CONTEXT, plan.config.max_context)
     for scheme in choices:
-        candidate = replace(plan, packings=scheme.packings(plan.config), context=wanted)
-        if estimate(candidate).total <= free:
-            return (candidate if context else replace(candidate, context=longest_context(candidate, free))), scheme
-    if context:
+        if estimate(under(scheme, wanted)).total <= free:
+            return under(scheme, context or longest_context(under(scheme, wanted), free)), scheme
+    longest = longest_context(under(choices[-1], wanted), free)
+    if context or longest < min(SHORTEST_CONTEXT, plan.config.max_context):
         return None
-    last = replace(plan, packings=choices[-1].packings(plan.config))
-    longest = longest_context(last, free)
-    return (replace(last, context=longest), choices[-1]) if longest >= SHORTEST_CONTEXT else None
+    return under(choices[-1], longest), choices[-1]
 
 
 def _changes(plan: Plan, free: int) -> Iterator[tuple[str, Plan]]:

@@ -1,9 +1,12 @@
 """From a folder to a model that can run: every check that needs no memory first, then tensors straight into place."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.device import Placement
+from mycli.runtime.device import TORCH_DTYPES, Placement, free_memory
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Plan, longest_context
+from mycli.runtime.fit import SHORTEST_CONTEXT, preflight
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packing import describe
 from mycli.runtime.transformer import Transformer
@@ -17,3 +20,24 @@ def load_model(folder: Path, placement: Placement) -> Transformer:
     model = Transformer(config)
     model.load(Checkpoint(manifest), packings, placement.device, placement.dtype)
     return model
+
+
+def plan_memory(folder: Path, placement: Placement, context: int | None, sequences: int = 1) -> int:
+    """The context in tokens to make a cache for `sequences`, after checking that everything fits the free memory.
+
+    `context` None: the model's own context, but at most `DEFAULT_CONTEXT`, or less where memory is short. Raises
+    ResourceError with what is needed, what is free and the smallest change that fits.
+    """
+    config, packings = describe(folder)
+    device = placement.device
+    dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == placement.dtype)
+    free = free_memory(device)
+    usual = min(config.max_context, DEFAULT_CONTEXT)
+    plan = Plan(config, packings, usual, sequences, dtype, gpu=device.type == "cuda")
+    if context is None:
+        fitting = longest_context(plan, free, started=True)
+        plan = replace(plan, context=min(usual, max(fitting, SHORTEST_CONTEXT)))
+    else:
+        plan = replace(plan, context=context)
+    preflight(plan, free, "main memory" if device.type == "cpu" else str(device))
+    return plan.context

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mycli.runtime.config import ModelConfig, parse_config
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
-from mycli.runtime.estimate import GIB, Plan, estimate
+from mycli.runtime.estimate import GIB, Plan, estimate, gib
 from mycli.runtime.fields import Fields
 from mycli.runtime.fit import Scheme, fit, preflight, quantize_command, remedy, schemes
 from mycli.runtime.packing import Packing
@@ -102,7 +102,7 @@ def test_out_of_memory_names_needed_free_and_the_smallest_change(plan: Plan, fre
         preflight(plan, int(free * GIB), "cuda:0", started=False)
     assert caught.value.exit_code == ExitCode.RESOURCES
     assert f"{estimate(plan).total / GIB:.2f} GiB needed" in caught.value.message
-    assert f"{free:.2f} GiB free" in caught.value.message
+    assert f"{gib(free * GIB)} free" in caught.value.message
     assert change in caught.value.hint
 
 

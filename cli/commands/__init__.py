@@ -1,5 +1,5 @@
 """One file per command: parse, call one function, print.
 
-A file defines `command(call, ...)`, decorated with `mycli.cli.command.command`, and lists `EXAMPLES` for its help page;
+A file defines a function of its own name, `(call, ...)`, decorated with `mycli.cli.command.command`, and `EXAMPLES`;
 lines that start with "mycli" are run by the tests. Slow imports (torch, huggingface_hub) stand inside functions.
 """

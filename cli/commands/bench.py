@@ -1,0 +1,255 @@
+"""`mycli bench`: how fast models are on this machine, in the manner of llama-bench, and whether they became slower."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.loading import parse_dtype
+from mycli.cli.output import SCHEMA_VERSION, gib
+from mycli.runtime.errors import GateError, ModelError, UsageError
+from mycli.runtime.fields import Fields, read_object
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
+    from mycli.runtime.bench import Change, Result, Trial
+    from mycli.runtime.device import Placement
+    from mycli.runtime.estimate import Plan
+
+EXAMPLES = (
+    "mycli bench pico -p 64 -n 16 -r 2",
+    "mycli bench pico -p 64 -n 16 -d 0,128 -b 1,2 -r 2 -o csv",
+    "mycli bench pico -p 64 -n 16 -r 3 --save before.json",
+    "mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
+)
+FORMATS = ("md", "json", "jsonl", "csv")
+BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
+COLUMNS = ("model", "size", "bpw", "device", "kv", "test", "t/s", "TTFT p50", "TPOT p50/p99", "of bandwidth", "peak")
+KEY = ("model", "test", "device", "dtype")  # what must agree for two results to be compared
+Row = dict[str, Any]
+
+
+def _row(common: Mapping[str, Any], result: "Result", plan: "Plan", bandwidth: float) -> Row:
+    from mycli.runtime.bench import percentile
+
+    read = result.read_rate(plan)
+    first, each = result.first_token_seconds, result.token_seconds
+    return {
+        **common,
+        "test": result.trial.name,
+        "tokens_per_second": result.mean,
+        "sigma": result.sigma,
+        "samples": list(result.rates),
+        "ttft_p50_seconds": percentile(first, 0.5) if first else None,
+        "tpot_p50_seconds": percentile(each, 0.5) if each else None,
+        "tpot_p99_seconds": percentile(each, 0.99) if each else None,
+        "bandwidth_share": read / bandwidth if read is not None else None,
+        "bandwidth_gb_per_second": bandwidth,
+        "peak_bytes": result.peak_bytes,
+        "warmup_seconds": result.warmup_seconds,
+    }
+
+
+def _milliseconds(*seconds: float | None) -> str:
+    return "/".join(f"{1e3 * value:.1f}" for value in seconds if value is not None) + " ms" if seconds[0] else ""
+
+
+def _cells(row: Row) -> list[str]:
+    share = row["bandwidth_share"]
+    return [
+        row["model"],
+        gib(row["size_bytes"]),
+        f"{row['bits_per_weight']:.2f}",
+        row["device"],
+        row["dtype"],
+        row["test"],
+        f"{row['tokens_per_second']:.2f} ± {row['sigma']:.2f}",
+        _milliseconds(row["ttft_p50_seconds"]),
+        _milliseconds(row["tpot_p50_seconds"], row["tpot_p99_seconds"]),
+        "" if share is None else f"{share:.0%}",
+        gib(row["peak_bytes"]),
+    ]
+
+
+def _measure(call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str) -> list[Row]:
+    """All trials of one model, the largest memory need checked before anything is loaded."""
+    import time
+
+    from mycli.runtime import bench
+    from mycli.runtime.device import TORCH_DTYPES, place
+    from mycli.runtime.estimate import Plan
+    from mycli.runtime.hub import resolve
+    from mycli.runtime.load import load_model, plan_memory
+    from mycli.runtime.packing import describe
+
+    source = resolve(model, offline=call.offline)
+    config, packings = describe(source.folder)
+    placement = place(config, device, parse_dtype(dtype))
+    for note in placement.notes:
+        call.out.note(note)
+    for trial in trials:
+        if trial.capacity > config.max_context:
+            problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
+            raise UsageError(problem, "choose smaller -p, -n or -d")
+        plan_memory(source.folder, placement, trial.capacity, trial.batch)
+    began = time.perf_counter()
+    transformer = load_model(source.folder, placement)
+    loaded = time.perf_counter() - began
+    bandwidth = _bandwidth(placement)
+    common = {
+        "model": source.name,
+        "size_bytes": transformer.nbytes,
+        "bits_per_weight": 8 * transformer.nbytes / config.parameters(),
+        "device": str(placement.device),
+        "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[
+            str(placement.dtype).removeprefix("torch.")
+        ],
+        "load_seconds": loaded,
+    }
+    name = next(name for name, value in TORCH_DTYPES.items() if value == placement.dtype)
+    rows = []
+    with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
+        for trial in trials:
+            bar.describe(f"{source.name} {trial.name}")
+            result = bench.run(transformer, trial, repetitions, progress=lambda _: bar.advance(1))
+            rows.append(_row(common, result, Plan(config, packings, trial.capacity, trial.batch, name), bandwidth))
+            call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
+    call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
+    return rows
+
+
+def _bandwidth(placement: "Placement") -> float:
+    from mycli.runtime.bench import measure_bandwidth
+    from mycli.runtime.device import free_memory
+
+    return measure_bandwidth(placement.device, min(BANDWIDTH_BYTES, free_memory(placement.device) // 4))
+
+
+def _print(call: Call, rows: Sequence[Row], style: str) -> None:
+    if style == "json":
+        call.out.json({"results": list(rows)})
+    elif style == "jsonl":
+        for row in rows:
+            call.out.json(row)
+    elif style == "csv":
+        text = io.StringIO()
+        flat = [{**row, "samples": " ".join(map(str, row["samples"]))} for row in rows]
+        writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        call.out.result(text.getvalue().rstrip("\n"))
+    else:
+        call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10))
+
+
+def _read(path: Path) -> dict[tuple[str, ...], list[float]]:
+    """Samples of an earlier run by `KEY`. Raises ModelError where the file was not written by --save."""
+    found = read_object(path, limit=1 << 24)
+    results: dict[tuple[str, ...], list[float]] = {}
+    for value in found.array("results", dict):
+        row = Fields(value, f"{path.name}: results")
+        samples = row.array("samples", float)
+        if not samples or min(samples) <= 0:
+            raise row.fail("samples", "must be rates above 0", "mycli bench --save writes such a file")
+        results[tuple(row.text(key) for key in KEY)] = samples
+    if not results:
+        raise ModelError(f"{path.name}: holds no results", "mycli bench --save writes such a file")
+    return results
+
+
+def _compare(call: Call, rows: Sequence[Row], path: Path, style: str) -> "list[tuple[Row, Change]]":
+    """Show each result against the one of the same name in `path`."""
+    from mycli.runtime.bench import compare
+
+    old = _read(path)
+    pairs = [(row, old[key]) for row in rows if (key := tuple(row[name] for name in KEY)) in old]
+    if not pairs:
+        raise UsageError(f"{path.name} has none of these tests", "compare the same models, tests, device and dtype")
+    changes = [(row, compare(before, row["samples"])) for row, before in pairs]
+    if style == "md":
+        cells = [
+            [
+                row["model"],
+                row["test"],
+                f"{sum(before) / len(before):.2f}",
+                f"{row['tokens_per_second']:.2f}",
+                f"{change.relative:+.1%}",
+                f"{change.low:+.1%} to {change.high:+.1%}",
+            ]
+            for (row, before), (_, change) in zip(pairs, changes, strict=True)
+        ]
+        call.out.table(["model", "test", "t/s before", "t/s now", "change", "95 %"], cells, right=(2, 3, 4, 5))
+    else:
+        for row, change in changes:
+            row["change"] = change.relative
+            # One run on a side bounds nothing, and JSON has no infinity.
+            row["change_95"] = [change.low, change.high] if math.isfinite(change.low) else None
+    return changes
+
+
+def _parse_share(text: str | None) -> float | None:
+    if text is None:
+        return None
+    number = text.removesuffix("%")
+    if not text.endswith("%") or not number.replace(".", "", 1).isdecimal():
+        raise UsageError(f"--fail-on-regress {text}: not a percentage", "write it as 5%")
+    return float(number) / 100
+
+
+@command
+def command(
+    call: Call,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False)],
+    prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",
+    generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
+    depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
+    batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at once.")] = "1",
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="|".join(FORMATS), help="How to print.")] = "md",
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep the results.")] = None,
+    compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Against kept results.")] = None,
+    fail_on_regress: Annotated[
+        str | None, typer.Option("--fail-on-regress", metavar="5%", help="End with 6 where a test is slower by more.")
+    ] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Measure tokens per second of prompts (pp) and replies (tg) on synthetic tokens."""
+    style = "json" if call.out.json_mode else output
+    if style not in FORMATS:
+        raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")
+    limit = _parse_share(fail_on_regress)
+    if limit is not None and compare is None:
+        raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
+    from mycli.runtime.bench import grid
+
+    lengths = [options.parse_counts(text) for text in (prompt, generate, depth, batch)]
+    if not all(lengths[3]):
+        raise UsageError(f"-b {batch}: a batch of none", "count from 1")
+    trials = grid(*lengths)
+    if not trials:
+        raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
+    if compare is not None:
+        _read(compare)  # a bad file is told before minutes of work
+    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype)]
+    changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
+    _print(call, rows, style)
+    if compare is not None and style == "md":
+        changes = _compare(call, rows, compare, style)
+    if save is not None:
+        save.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "results": rows}, indent=1) + "\n")
+    slower = [
+        f"{row['model']} {row['test']} {change.relative:+.1%}"
+        for row, change in changes
+        if limit is not None and change.regressed(limit)
+    ]
+    if slower:
+        raise GateError(
+            "slower than before: " + ", ".join(slower), f"see {compare}; other work on the machine counts too"
+        )

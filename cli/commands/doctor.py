@@ -1,0 +1,119 @@
+"""`mycli doctor`: what this machine is, whether every kernel is right here, and how fast memory can be read."""
+
+from typing import TYPE_CHECKING, Any
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.output import gib
+from mycli.runtime.bandwidth import datasheet, remember
+from mycli.runtime.errors import GateError, ResourceError
+from mycli.runtime.hub import state
+from mycli.runtime.machine import cpu, memory
+from mycli.runtime.nvml import gpus
+from mycli.runtime.target import cpu_name
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
+    from mycli.runtime.device import Placement
+    from mycli.runtime.doctor import KernelFinding
+
+EXAMPLES = ("mycli doctor", "mycli doctor --device cpu --json")
+# What kernels look for, as the kernel of Linux names it.
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
+BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
+
+
+def _facts() -> list[tuple[str, str]]:
+    from mycli.runtime.doctor import versions
+
+    processor, main = cpu(), memory()
+    features = " ".join(name for name in CPU_FEATURES if name in processor.flags)
+    rows = [("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
+    rows.append(("CPU", f"{cpu_name()}, {processor.cores} cores, {features}"))
+    bound = "" if main.limit == "machine" else f" (limit of {main.limit})"
+    rows.append(("memory", f"{gib(main.available)} free of {gib(main.total)}{bound}"))
+    try:
+        found = gpus()
+    except ResourceError as error:  # what is broken is what doctor is for
+        return [*rows, ("GPU", error.message)]
+    for gpu in found:
+        capability = ".".join(map(str, gpu.capability))
+        text = f"{gpu.name}, compute {capability}, {gib(gpu.free)} free of {gib(gpu.total)}, driver {gpu.driver}"
+        rows.append((f"cuda:{gpu.index}", text))
+    return rows
+
+
+def _bandwidth(placement: "Placement") -> tuple[str, float]:
+    """Measure, and write down for `estimate`: the device's name and GB/s."""
+    import torch
+
+    from mycli.runtime.bench import measure_bandwidth
+    from mycli.runtime.device import free_memory
+
+    device = placement.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    measured = measure_bandwidth(device, min(BANDWIDTH_BYTES, free_memory(device) // 4))
+    remember(state(), name, measured)
+    return name, measured
+
+
+def _kernel_row(one: "KernelFinding") -> list[str]:
+    if one.error is None:
+        return [one.packing, one.kernel, "declined", one.reason]
+    verdict = ("used" if one.used else "correct") if one.ok else "WRONG"
+    return [one.packing, one.kernel, verdict, f"relative error {one.error:.1e}"]
+
+
+def _as_json(
+    facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, found: "list[KernelFinding]", reply: str
+) -> dict[str, Any]:
+    return {
+        "facts": dict(facts),
+        "device": str(placement.device),
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "bandwidth_gb_per_second": bandwidth,
+        "kernels": [
+            {
+                "packing": f.packing,
+                "kernel": f.kernel,
+                "used": f.used,
+                "error": f.error,
+                "declined": f.reason,
+                "ok": f.ok,
+            }
+            for f in found
+        ],
+        "reply": reply,
+    }
+
+
+@command
+def command(call: Call, device: options.Device = "auto") -> None:
+    """Check versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong."""
+    facts = _facts()
+    if not call.out.json_mode:
+        call.out.card("this machine", facts)
+    from mycli.runtime.device import place
+    from mycli.runtime.doctor import ANSWER, QUESTION, check_kernels, golden_reply
+    from mycli.runtime.hub import resolve
+    from mycli.runtime.packing import describe
+
+    config, _ = describe(resolve("pico", offline=True).folder)
+    placement = place(config, device)
+    for note in placement.notes:
+        call.out.note(note)
+    name, bandwidth = _bandwidth(placement)
+    found = list(check_kernels(placement.device, placement.dtype))
+    reply = golden_reply(placement)
+    if call.out.json_mode:
+        call.out.json(_as_json(facts, placement, bandwidth, found, reply))
+    else:
+        sheet = datasheet(name)
+        share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
+        rows = [("runs on", f"{placement.device}, {placement.dtype}"), ("bandwidth", f"{bandwidth:.1f} GB/s{share}")]
+        call.out.card("the device", [*rows, (QUESTION, reply)])
+        call.out.table(["packing", "kernel", "verdict", "why"], [_kernel_row(one) for one in found])
+    problems = [f"{one.kernel} is wrong on {one.packing}" for one in found if not one.ok]
+    if reply != ANSWER:
+        problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
+    if problems:
+        raise GateError("; ".join(problems), "do not trust replies of this installation; please report it")

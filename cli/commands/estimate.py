@@ -1,0 +1,303 @@
+"""`mycli estimate`: how much memory a model takes, whether it fits, and how fast it could decode at best."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.loading import parse_dtype
+from mycli.cli.output import gib
+from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context, tokens_per_second
+from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
+from mycli.runtime.hub import resolve, state
+from mycli.runtime.packing import describe, parse_packing
+from mycli.runtime.target import Target, find_target
+from mycli.runtime.tensor_parallel import obstacles
+
+EXAMPLES = (
+    "mycli estimate pico",
+    "mycli estimate pico --quant int4-g128 --ctx 2k",
+    "mycli estimate pico --table",
+    "mycli estimate pico --gpu 24GiB --fit",
+    "mycli estimate pico --quant int4-g128 --tp 2 --json",
+    "mycli estimate pico --verify --device cpu",
+)
+CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
+BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model, how its weights are held, and where it would run."""
+
+    model: str
+    folder: Path
+    plan: Plan
+    target: Target
+    packed: bool  # the folder holds packed tensors
+    wish: Scheme  # what --quant and --head ask for
+
+    @property
+    def scheme(self) -> str:
+        """int4-g128, several joined by +, or the dtype of a dense model."""
+        names = sorted({packing.name for packing in self.plan.packings.values()})
+        return "+".join(names) or self.plan.dtype or self.plan.config.dtype
+
+
+def _number(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
+
+
+def _ceilings(subject: _Subject) -> dict[int, float]:
+    """Tokens per second by depth: an empty and a full cache. Empty where the bandwidth is unknown."""
+    bandwidth = subject.target.bandwidth
+    if bandwidth is None:
+        return {}
+    return {depth: tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
+
+
+def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
+    return [
+        f"{one.where}: {one.problem}" + (f" ({one.layers} layers)" if one.layers > 1 else "")
+        for one in obstacles(subject.plan.config, subject.plan.packings, ranks)
+    ]
+
+
+def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str, Any]:
+    plan, target, space = subject.plan, subject.target, result.workspace
+    found: dict[str, Any] = {
+        "model": subject.model,
+        "scheme": subject.scheme,
+        "parameters": plan.config.parameters(),
+        "context": plan.context,
+        "batch": plan.batch,
+        "device": target.place,
+        "device_name": target.name,
+        "bytes": {
+            "weights": result.weights,
+            "embeddings_and_head": result.embeddings,
+            "cache": result.cache,
+            "draft": result.draft,
+            "workspace": space.total,
+            "runtime": result.runtime,
+            "total": result.total,
+            "free": target.free,
+        },
+        "workspace_bytes": {
+            "activations": space.activations,
+            "dequantization": space.dequantization,
+            "logits": space.logits,
+            "mask": space.mask,
+            "rope": space.rope,
+        },
+        "fits": result.total <= target.free,
+        "longest_context": longest_context(plan, target.free),
+        "bandwidth_gb_per_second": target.bandwidth,
+        "bandwidth_source": target.bandwidth_source,
+        "ceiling_tokens_per_second": [{"depth": d, "rate": rate} for d, rate in _ceilings(subject).items()],
+    }
+    if ranks is not None:
+        lines = _obstacle_lines(subject, ranks)
+        found["tensor_parallel"] = {"ranks": ranks, "possible": not lines, "obstacles": lines}
+    return found
+
+
+def _verdict(subject: _Subject, result: Estimate) -> str:
+    spare = subject.target.free - result.total
+    if spare >= 0:
+        return f"fits, {gib(spare)} to spare"
+    return f"does not fit: {gib(-spare)} too much; {remedy(subject.plan, subject.target.free)}"
+
+
+def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
+    plan, target = subject.plan, subject.target
+    space, longest = result.workspace, longest_context(plan, target.free)
+    per_token = result.cache // (plan.context * plan.batch) / 1024
+    rows = [
+        ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme})"),
+        ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
+        ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token)"),
+        (
+            "workspace",
+            f"{gib(space.total)}  (passes {gib(space.activations)}, dequantization {gib(space.dequantization)})",
+        ),
+        ("CUDA context" if target.gpu else "Python and torch", gib(result.runtime)),
+        ("total", gib(result.total)),
+        ("free", f"{gib(target.free)} on {target.place} ({target.name})"),
+        ("verdict", _verdict(subject, result)),
+        (
+            "longest context",
+            f"{longest} tokens" + (", the model's limit" if longest == plan.config.max_context else ""),
+        ),
+    ]
+    if plan.draft is not None:
+        rows.insert(3, ("draft", gib(result.draft)))
+    speeds = [f"{_number(rate)} tok/s {f'at {d} tokens' if d else 'empty'}" for d, rate in _ceilings(subject).items()]
+    source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
+    return [*rows, ("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT)]
+
+
+def _card(call: Call, subject: _Subject) -> None:
+    parameters = f"{subject.plan.config.parameters():,} parameters"
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, estimate(subject.plan)))
+
+
+def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
+    if call.out.json_mode:
+        call.out.json(_as_json(subject, estimate(subject.plan), ranks))
+        return
+    _card(call, subject)
+    if ranks is not None:
+        lines = _obstacle_lines(subject, ranks)
+        answer = f"tensor parallel over {ranks} GPUs (vLLM, SGLang with Marlin): " + ("no" if lines else "yes")
+        call.out.result("\n".join([answer, *(f"  {line}" for line in lines)]))
+
+
+def _table(call: Call, subject: _Subject) -> None:
+    plan, free = subject.plan, subject.target.free
+    limit = plan.config.max_context
+    contexts = sorted({*(c for c in CONTEXTS if c <= limit), min(limit, CONTEXTS[-1]), plan.context})
+    if subject.packed or plan.packings:
+        choices = [(subject.scheme, plan)]
+    else:
+        choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
+    rows = [(name, [estimate(replace(one, context=c)).total for c in contexts]) for name, one in choices]
+    if call.out.json_mode:
+        table = [
+            {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
+            for name, totals in rows
+            for context, total in zip(contexts, totals, strict=True)
+        ]
+        call.out.json({"model": subject.model, "free_bytes": free, "table": table})
+        return
+    cells = [[name, *(gib(total) + ("" if total <= free else " !") for total in totals)] for name, totals in rows]
+    call.out.table(["scheme", *map(str, contexts)], cells, right=range(1, len(contexts) + 1))
+    call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
+
+
+def _fit(call: Call, subject: _Subject, context: int | None) -> None:
+    plan, free = subject.plan, subject.target.free
+    fixed = subject.packed or subject.wish != Scheme()
+    found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
+    if found is None:
+        raise ResourceError(f"{subject.model}: no choice fits into {gib(free)}", remedy(plan, free))
+    plan, scheme = found
+    name, commands = subject.model, []
+    if scheme.packing is not None:
+        name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
+        commands.append(f"{quantize_command(scheme, subject.model)} -o {name}")
+    commands.append(f"mycli chat {name} --ctx {plan.context}")
+    fitted = replace(subject, plan=plan)
+    if call.out.json_mode:
+        call.out.json({**_as_json(fitted, estimate(plan), None), "commands": commands})
+        return
+    _card(call, fitted)
+    call.out.result("\n".join(commands))
+
+
+def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> None:
+    from mycli.runtime.device import place
+    from mycli.runtime.footprint import check, measure
+
+    placement = place(subject.plan.config, device, subject.plan.dtype)
+    for note in placement.notes:
+        call.out.note(note)
+    plan = replace(subject.plan, gpu=placement.device.type == "cuda")
+    parts = measure(subject.folder, plan, placement)
+    if call.out.json_mode:
+        compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
+        call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
+    else:
+        rows = [[p.name, gib(p.predicted), gib(p.actual), f"{p.error:+.1%}"] for p in parts]
+        call.out.table(["part", "predicted", "actual", "error"], rows, right=(1, 2, 3))
+    check(parts, tolerance)
+
+
+def _parse_tolerance(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1
+    if not 0 < value <= 1:
+        raise UsageError(f"--tol {text}: not a share", "give a percentage such as 3%")
+    return value
+
+
+def _plan(call: Call, folder: Path, ctx: int | None, batch: int, dtype: str, draft: str | None, gpu: bool) -> Plan:
+    config, packings = describe(folder)
+    if (ctx or 1) > config.max_context:
+        problem = f"--ctx {ctx} is more than the {config.max_context} tokens this model was made for"
+        raise UsageError(problem, f"ask for at most {config.max_context}")
+    context = ctx or min(DEFAULT_CONTEXT, config.max_context)
+    second = Plan(*describe(resolve(draft, offline=call.offline).folder)) if draft else None
+    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second)
+
+
+def _wish(plan: Plan, quant: str | None, head: str | None) -> Scheme:
+    if plan.packings and (quant or head):
+        raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
+    return Scheme(parse_packing(quant) if quant else None, parse_packing(head) if head else None)
+
+
+@command
+def command(
+    call: Call,
+    model: options.Model,
+    ctx: options.Context = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+    dtype: options.Dtype = "auto",
+    quant: Annotated[
+        str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option("--head", metavar="SCHEME", help="The output projection: int8, int4.", show_default="kept"),
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", metavar="MODEL", help="A second model beside it.")] = None,
+    gpu: Annotated[
+        int | None,
+        typer.Option("--gpu", parser=options.parse_memory, metavar="SIZE", help="As if a GPU had this free: 24GiB."),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option("--bandwidth", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Say whether vLLM can split it over N GPUs.", metavar="N")
+    ] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Choose scheme and context that fit; print the commands.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Schemes by contexts.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Load it, run it, and compare.")] = False,
+    tol: Annotated[str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates.")] = "3%",
+    device: options.Device = "auto",
+) -> None:
+    """Say how much memory MODEL takes, whether it fits, and how fast it could be. Needs config.json only."""
+    if fit + table + verify > 1:
+        raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
+    if verify and (gpu or quant or head or draft):
+        raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
+    tolerance = _parse_tolerance(tol)
+    target = Target("gpu", "as given", True, gpu) if gpu else find_target(device, state())
+    for note in target.notes:
+        call.out.note(note)
+    if bandwidth is not None:
+        target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
+    folder = resolve(model, offline=call.offline).folder
+    plan = _plan(call, folder, ctx, batch, dtype, draft, target.gpu)
+    wish = _wish(plan, quant, head)
+    packed = bool(plan.packings)
+    subject = _Subject(
+        model, folder, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish
+    )
+    if table:
+        _table(call, subject)
+    elif fit:
+        _fit(call, subject, ctx)
+    elif verify:
+        _verify(call, subject, device, tolerance)
+    else:
+        _show(call, subject, tp)

@@ -1,0 +1,156 @@
+"""mycli quantize: a smaller copy of a model, with a card that says what it cost."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.measures import rows
+from mycli.cli.output import gib
+from mycli.cli.stages import stages
+from mycli.runtime.errors import ExitCode, GateError, UsageError
+
+if TYPE_CHECKING:
+    from mycli.quant.pipeline import Outcome, Plan
+
+EXAMPLES = [
+    "mycli quantize pico",
+    "mycli quantize pico --bits 8 --group channel -o pico-int8",
+    "mycli quantize pico --bits 3 --group 64 --dry-run",
+]
+
+WORST = 5
+
+Method = Annotated[str, typer.Option(help="How codes are chosen: rtn rounds to the nearest, and needs no data.")]
+Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
+Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
+Scales = Annotated[
+    str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
+]
+Head = Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")]
+Report = Annotated[str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")]
+MaxKl = Annotated[float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")]
+Out = Annotated[Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+
+
+def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise UsageError(f"--{flag} {value}: not a choice", f"choose from {', '.join(allowed)}")
+    return value
+
+
+def _parse_group(text: str) -> int | None:
+    if text == "channel":
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--group {text}: not a group size", "choose from 32, 64, 128, channel")
+    return int(text)
+
+
+def _show_plan(call: Call, work: "Plan", target: Path) -> None:
+    size = work.size
+    if call.out.json_mode:
+        call.out.json(
+            {"folder": str(target), "name": work.recipe.name, "size": asdict(size), "memory_bytes": work.memory_bytes}
+        )
+        return
+    call.out.card(
+        f"{target.name} (nothing is written)",
+        [
+            ("folder", str(target)),
+            ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
+            ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+            ("memory", f"{gib(work.memory_bytes)} beyond the program's own"),
+        ],
+    )
+
+
+def _show_outcome(call: Call, outcome: "Outcome") -> None:
+    size, card = outcome.size, outcome.card
+    if call.out.json_mode:
+        call.out.json(
+            {
+                "folder": str(outcome.folder),
+                "size": asdict(size),
+                "card": None if card is None else asdict(card),
+                "layers": [asdict(layer) for layer in outcome.layers],
+            }
+        )
+        return
+    worst = sorted(outcome.layers, key=lambda layer: -layer.error)[:WORST]
+    call.out.card(
+        outcome.folder.name,
+        [
+            ("folder", str(outcome.folder)),
+            ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
+            ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+            *([] if card is None else rows(card)),
+            ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
+        ],
+    )
+
+
+@command
+def quantize(
+    call: Call,
+    model: options.Model,
+    method: Method = "rtn",
+    bits: Bits = 4,
+    group: Group = "128",
+    scales: Scales = "mse",
+    head: Head = "keep",
+    report: Report = "quick",
+    max_kl: MaxKl = None,
+    device: options.Device = "auto",
+    output: Out = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a quantized copy of MODEL and measure what it lost.
+
+    The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
+    its recipe, card and checksums lie in its mycli.json.
+    """
+    from mycli.quant import pipeline
+    from mycli.quant.recipe import Recipe
+    from mycli.runtime.device import place
+    from mycli.runtime.hub import home, resolve
+
+    if max_kl is not None and report == "none":
+        raise UsageError("--max-kl needs a measurement", "drop --report none")
+    recipe = Recipe(
+        method,
+        bits,
+        _parse_group(group),
+        _choice("scales", scales, ("mse", "absmax")),  # type: ignore[arg-type]  # checked here
+        _choice("head", head, ("keep", "int8", "int4")),  # type: ignore[arg-type]  # checked here
+    )
+    _choice("report", report, ("quick", "full", "none"))
+    source = resolve(model, offline=call.offline)
+    work = pipeline.plan(source, recipe)
+    target = output or home() / "models" / f"{source.name.split('@')[0].rsplit('/', 1)[-1]}-{recipe.name}"
+    if dry_run:
+        _show_plan(call, work, target)
+        return
+    # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
+    placement = place(work.config, device, "float32")
+    for note in placement.notes:
+        call.out.note(note)
+    with stages(call.out) as progress:
+        outcome = pipeline.quantize(work, target, placement, report=report, overwrite=overwrite, progress=progress)  # type: ignore[arg-type]  # checked above
+    _show_outcome(call, outcome)
+    card = outcome.card
+    if max_kl is not None and card is not None and card.divergence is not None and card.divergence.kl.value > max_kl:
+        if call.out.json_mode:
+            raise SystemExit(ExitCode.GATE)  # the one object is out
+        raise GateError(
+            f"the mean KL of {card.divergence.kl.value:.4g} is above --max-kl {max_kl:g}",
+            f"more --bits or a smaller --group; the model is kept in {target}",
+        )
+    if output is None and not call.out.json_mode:
+        call.out.note(f"talk with it: mycli chat {target.name}")

@@ -1,0 +1,32 @@
+"""How measured quality is written, the same wherever it is shown. Does not measure."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mycli.quant.evaluate import Estimate, Evaluation
+
+
+def _plus_minus(estimate: "Estimate", digits: str) -> str:
+    error = "" if estimate.error is None else f" ± {estimate.error:{digits}}"
+    return f"{estimate.value:{digits}}{error}"
+
+
+def rows(result: "Evaluation") -> list[tuple[str, str]]:
+    """Names and values for a card."""
+    bos = "BOS once" if result.begins_with_bos else "no BOS"
+    protocol = f"{result.windows} windows of {result.context} tokens, {bos}, {result.dtype}"
+    found = result.divergence
+    if found is None:
+        return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]
+    reference = f"{found.reference_perplexity.value:.2f} → "
+    percent = _plus_minus(found.same_top1, ".1%")
+    return [
+        ("perplexity", reference + _plus_minus(result.perplexity, ".2f")),
+        (
+            "KL divergence",
+            f"mean {_plus_minus(found.kl, '.2g')}, median {found.kl_median:.2g}, 99% {found.kl_p99:.2g}"
+            f", max {found.kl_max:.2g}",
+        ),
+        ("same top token", f"{percent}, RMS Δp {found.rms_dp:.2%}"),
+        ("measured on", protocol),
+    ]

@@ -1,0 +1,38 @@
+"""Where a prompt comes from: the command line, a file or standard input, always as valid text."""
+
+import sys
+from pathlib import Path
+
+from mycli.runtime.errors import UsageError
+
+MAX_BYTES = 1 << 26
+
+
+def decode(data: bytes, source: str, errors: str = "strict") -> str:
+    """`data` as text. Raises UsageError naming the first byte that is not UTF-8, unless `errors` is replace."""
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{source}: more than {MAX_BYTES} bytes", "shorten it")
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{source}: not UTF-8 at byte {error.start}", "convert it, or pass --encoding-errors replace"
+        ) from None
+
+
+def read_prompt(words: str | None, file: Path | None, errors: str) -> str:
+    """The prompt of `mycli run`: text, `-` or nothing for standard input, or a file; a file and text are joined."""
+    parts = []
+    if file is not None:
+        try:
+            with file.open("rb") as opened:
+                parts.append(decode(opened.read(MAX_BYTES + 1), str(file), errors))
+        except OSError as error:
+            raise UsageError(f"{file}: {error.strerror}", "name a file that can be read") from None
+    if words == "-" or (words is None and file is None):
+        if sys.stdin.isatty():
+            raise UsageError("there is no prompt", 'mycli run MODEL "a question", or pipe a text into it')
+        parts.append(decode(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input", errors))
+    elif words is not None:
+        parts.append(words)
+    return "\n".join(part.removesuffix("\n") for part in parts)

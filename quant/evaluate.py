@@ -1,0 +1,205 @@
+"""How good a model is on a text: perplexity, and how far its distributions lie from a reference model's.
+
+Protocol: the text is tokenized once, as the model's tokenizer does by default (which decides about BOS), cut into
+non-overlapping windows of equal length, the tail dropped; every token of a window but the first is scored, given those
+before it in the window. Perplexity is exp of the mean. Standard errors take windows as the independent unit, since
+tokens of one window are not. Both models are streamed; logits exist for a slice of one window at a time.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.quant.progress import Progress, silent
+from mycli.quant.streaming import StreamedModel
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
+
+_LOGITS = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
+_STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token windows int64 [windows, context], and whether the first token is the model's BOS."""
+
+    windows: Tensor
+    begins_with_bos: bool
+    sha256: str  # of the text as bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error; `error` is None where one window gives none."""
+
+    value: float
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Of a model Q from a reference P, over all scored tokens; natural logarithms."""
+
+    kl: Estimate  # mean of KL(P || Q), the whole vocabulary
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top1: Estimate  # share of tokens where both find the same most likely
+    rms_dp: float  # root mean square of the change in probability of the token that came
+    reference_perplexity: Estimate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured, with the protocol that makes it comparable."""
+
+    perplexity: Estimate
+    divergence: Divergence | None
+    windows: int
+    context: int
+    scored_tokens: int
+    begins_with_bos: bool
+    dtype: str
+    text_sha256: str
+
+
+def held_out_text() -> str:
+    """The text beside the embedded model, which it was not trained on."""
+    return (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text(encoding="utf-8")
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises NotFoundError or UsageError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file", "") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}", "convert it with iconv") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "") from None
+
+
+def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> Text:
+    """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError where there is not one window."""
+    if context < 2:
+        raise UsageError(f"--ctx {context}: a window needs two tokens", "")
+    ids: list[int] = []
+    for start in range(0, len(text), MAX_TEXT):
+        if limit is not None and len(ids) >= limit:
+            break
+        ids += tokenizer.encode(text[start : start + MAX_TEXT], add_special=start == 0)
+    count = min(len(ids), limit or len(ids)) // context
+    if count == 0:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, fewer than one window of {context}",
+            "take a longer text or a smaller --ctx",
+        )
+    windows = torch.tensor(ids[: count * context], dtype=torch.int64).view(count, context)
+    begins = tokenizer.bos is not None and ids[0] == tokenizer.bos
+    return Text(windows, begins, hashlib.sha256(text.encode()).hexdigest())
+
+
+def evaluate(
+    model: StreamedModel, text: Text, reference: StreamedModel | None = None, progress: Progress = silent
+) -> Evaluation:
+    """Scores of `model` on `text`, and its divergence from `reference` where one is given.
+
+    Raises UsageError for windows longer than a model's context or vocabularies that differ, ModelError for logits that
+    are not finite.
+    """
+    models = [model] if reference is None else [model, reference]
+    windows, context = text.windows.shape
+    for each in models:
+        if context > each.config.max_context:
+            raise UsageError(
+                f"windows of {context} tokens; the model takes {each.config.max_context}", "a smaller --ctx"
+            )
+        if each.config.vocab_size != model.config.vocab_size:
+            raise UsageError(
+                f"vocabularies of {model.config.vocab_size} and {each.config.vocab_size} tokens cannot be compared", ""
+            )
+    row_bytes = context * sum(each.config.hidden_size * each.placement.dtype.itemsize for each in models)
+    scores = []
+    at_once = max(1, _STREAM_BYTES // row_bytes)
+    for start in range(0, windows, at_once):
+        part = text.windows[start : start + at_once]
+        streams = [each.hidden(part, progress) for each in models]
+        for index, tokens in enumerate(part):
+            scores.append(_score(models, [stream[index] for stream in streams], tokens))
+            progress("windows", len(scores), windows)
+    columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
+    return Evaluation(
+        perplexity=_perplexity(columns["nll"]),
+        divergence=None if reference is None else _divergence(columns),
+        windows=windows,
+        context=context,
+        scored_tokens=windows * (context - 1),
+        begins_with_bos=text.begins_with_bos,
+        dtype=str(model.placement.dtype).removeprefix("torch."),
+        text_sha256=text.sha256,
+    )
+
+
+def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Per scored token of one window, fp32 [context - 1] each; streams [context, hidden] per model."""
+    rows = max(1, _LOGITS // models[0].config.vocab_size)
+    parts: list[dict[str, Tensor]] = []
+    for start in range(0, len(tokens) - 1, rows):
+        end = min(start + rows, len(tokens) - 1)
+        targets = tokens[start + 1 : end + 1].unsqueeze(1)
+        logs = [_log_probabilities(model, stream[start:end]) for model, stream in zip(models, streams, strict=True)]
+        chosen = [each.gather(1, targets.to(each.device)).squeeze(1).cpu() for each in logs]
+        part = {"nll": -chosen[0]}
+        if len(logs) == 2:
+            ours, theirs = logs[0], logs[1].to(logs[0].device)
+            part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
+            part["dp"] = chosen[0].exp() - chosen[1].exp()
+            part["reference_nll"] = -chosen[1]
+            # Rounding can put a divergence of zero a hair below it.
+            part["kl"] = ours.neg_().add_(theirs).mul_(theirs.exp()).sum(1).clamp_(min=0).cpu()
+        parts.append(part)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
+    logits = model.logits(hidden)
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{model.folder}: logits are not finite in {model.placement.dtype}",
+            "--dtype float32 tells whether the precision or the model is at fault",
+        )
+    return logits.log_softmax(1)
+
+
+def _estimate(values: Tensor) -> Estimate:
+    """The mean of [windows, tokens] and its standard error over windows."""
+    means = values.double().mean(1)
+    error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else None
+    return Estimate(float(means.mean()), error)
+
+
+def _perplexity(nll: Tensor) -> Estimate:
+    mean = _estimate(nll)
+    value = math.exp(mean.value)
+    return Estimate(value, None if mean.error is None else value * mean.error)
+
+
+def _divergence(columns: dict[str, Tensor]) -> Divergence:
+    kl = columns["kl"].double().flatten()
+    ordered = kl.sort().values
+    return Divergence(
+        kl=_estimate(columns["kl"]),
+        kl_median=float(ordered[(len(ordered) - 1) // 2]),
+        kl_p99=float(ordered[math.ceil(0.99 * len(ordered)) - 1]),
+        kl_max=float(ordered[-1]),
+        same_top1=_estimate(columns["same"]),
+        rms_dp=float(columns["dp"].double().square().mean().sqrt()),
+        reference_perplexity=_perplexity(columns["reference_nll"]),
+    )

@@ -1,0 +1,248 @@
+"""From the folder of a model to the folder of its quantized copy, one linear in memory at a time.
+
+Checks come first: shapes, disk and memory, before the first second of work. Then read, solve, pack and write, tensor by
+tensor; then the copy is opened again, measured, described in `mycli.json`, and appears by one rename. Knows no scheme
+by name and nothing of a terminal.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mycli.quant import record, schemes
+from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
+from mycli.quant.grid import Grid, Quantized, relative_error
+from mycli.quant.progress import Progress, silent
+from mycli.quant.recipe import Recipe
+from mycli.quant.record import Layer, Size
+from mycli.quant.streaming import StreamedModel
+from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
+from mycli.runtime.config import ModelConfig, Shape, parse_config
+from mycli.runtime.device import TORCH_DTYPES, Placement
+from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.fields import Fields, read_object
+from mycli.runtime.hub import Source
+from mycli.runtime.machine import memory
+from mycli.runtime.manifest import Manifest
+from mycli.runtime.packed import pack
+from mycli.runtime.packing import Packing, describe, write_quantization
+from mycli.runtime.tokenizer import Tokenizer
+
+Report = Literal["none", "quick", "full"]
+
+QUICK_TOKENS = 8192
+REPORT_CONTEXT = 512
+# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+)
+MAX_COMPANION_BYTES = 128 << 20
+_WORKSPACE = 256 << 20  # of the search, packing and buffers, whatever the model
+_PACK_WEIGHTS = 1 << 22  # packed at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What quantizing will write and need, known before any tensor is read."""
+
+    source: Source
+    recipe: Recipe
+    raw: Fields  # config.json of the source
+    config: ModelConfig
+    packings: Mapping[str, Packing]
+    tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
+    memory_bytes: int  # beyond the program itself
+
+    @property
+    def size(self) -> Size:
+        """Of the result, exact."""
+        total = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.tensors)
+        names = tuple(f"{name}.weight" for name in self.packings)
+        inside = sum(d.itemsize * math.prod(s) for name, d, s in self.tensors if name.startswith(names))
+        quantized = sum(math.prod(shape) for name, shape in self.config.tensors() if name in names)
+        parameters = self.config.parameters()
+        return Size(total, parameters, 8 * total / parameters, quantized, 8 * inside / quantized)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was made. `layers` in order of execution; `card` None where no report was asked for."""
+
+    folder: Path
+    size: Size
+    layers: tuple[Layer, ...]
+    card: Evaluation | None
+
+
+def plan(source: Source, recipe: Recipe) -> Plan:
+    """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
+
+    Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
+    does not fit its shapes.
+    """
+    schemes.load(recipe.method)
+    raw = read_object(source.folder / "config.json")
+    if raw.has("quantization_config"):
+        method = raw.object("quantization_config").text("quant_method", "unknown method")
+        raise ModelError(f"{source.name} is quantized already ({method})", "quantize the model it was made from")
+    config = parse_config(raw)
+    packings = recipe.packings(config)
+    manifest = Manifest.open(source.folder)
+    manifest.check(config, {})
+    checkpoint = Checkpoint(manifest)
+    scale_dtype = TORCH_DTYPES[config.dtype]
+    tensors: list[tuple[str, torch.dtype, Shape]] = []
+    peak = 0
+    for name, shape in config.tensors():
+        dtype = checkpoint.dtype(name)
+        linear = name.removesuffix(".weight")
+        packing = packings.get(linear)
+        held = dtype.itemsize * math.prod(shape)
+        if packing is None:
+            tensors.append((name, dtype, shape))
+        else:
+            rows, columns = shape
+            words, groups = packing.words(columns), packing.groups(columns)
+            tensors += [
+                (f"{linear}.weight_packed", torch.int32, (rows, words)),
+                (f"{linear}.weight_scale", scale_dtype, (rows, groups)),
+                (f"{linear}.weight_shape", torch.int64, (2,)),
+            ]
+            held += rows * (columns + 4 * words + scale_dtype.itemsize * groups)
+        peak = max(peak, held)
+    return Plan(source, recipe, raw, config, packings, tuple(tensors), peak + _WORKSPACE)
+
+
+def preflight(work: Plan, target: Path) -> None:
+    """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
+    resolved, folder = target.resolve(), work.source.folder.resolve()
+    if resolved == folder or folder in resolved.parents:
+        raise UsageError(f"{target} lies within the model to be quantized", "choose another -o")
+    parent = next(path for path in resolved.parents if path.exists())
+    companions = sum(path.stat().st_size for path in _companions(work.source.folder))
+    needed, free = work.size.bytes + companions + (16 << 20), shutil.disk_usage(parent).free
+    if needed > free:
+        raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", "free some space, or choose another -o")
+    available = memory().available
+    if work.memory_bytes > available:
+        raise ResourceError(
+            f"{work.memory_bytes / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
+            "close other programs",
+        )
+
+
+def quantize(
+    work: Plan,
+    target: Path,
+    placement: Placement,
+    *,
+    report: Report = "quick",
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Outcome:
+    """Do what `plan` said; `placement` is where to solve, and where and in which dtype to measure.
+
+    Nothing appears at `target` before all is written, measured and flushed. Raises what reading, solving and measuring
+    raise, and UsageError or ResourceError from `preflight`.
+    """
+    preflight(work, target)
+    with CheckpointWriter(target, work.tensors, overwrite=overwrite) as writer:
+        layers = _write_tensors(work, writer, placement.device, progress)
+        for path in _companions(work.source.folder):
+            writer.add_file(path.name, path.read_bytes())
+        writer.add_file("config.json", _config(work))
+        # Opened as any reader would, while it can still be thrown away.
+        config, packings = describe(writer.folder)
+        Manifest.open(writer.folder).check(config, packings)
+        card = None if report == "none" else _measure(work, writer.folder, placement, report, progress)
+        written = (path for path in writer.folder.iterdir() if path.is_file())
+        digests = record.digests(written), record.digests(_source_files(work.source.folder))
+        writer.add_file(
+            record.FILE, record.encode(work.recipe, work.source, work.size, layers, card, digests[1], digests[0])
+        )
+        writer.finish()
+    return Outcome(target, work.size, layers, card)
+
+
+def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, progress: Progress) -> tuple[Layer, ...]:
+    scheme = schemes.load(work.recipe.method)
+    checkpoint = Checkpoint(Manifest.open(work.source.folder))
+    layers: list[Layer] = []
+    for name, _ in work.config.tensors():
+        linear = name.removesuffix(".weight")
+        packing = work.packings.get(linear)
+        tensor = checkpoint.read(name)
+        if packing is None:
+            writer.write(name, tensor)
+            continue
+        grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+        weight = tensor.to(device)
+        try:
+            solved = scheme.solve(weight, grid, None)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error.message}", error.hint) from error
+        layers.append(Layer(linear, packing.name, relative_error(weight, solved, grid)))
+        _write_packed(writer, linear, solved, packing)
+        progress("quantizing", len(layers), len(work.packings))
+    return tuple(layers)
+
+
+def _write_packed(writer: CheckpointWriter, linear: str, solved: Quantized, packing: Packing) -> None:
+    codes = solved.codes.cpu()
+    rows, columns = codes.shape
+    packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)
+    at_once = max(1, _PACK_WEIGHTS // columns)
+    for start in range(0, rows, at_once):
+        packed[start : start + at_once] = pack(codes[start : start + at_once], packing.bits)
+    writer.write(f"{linear}.weight_packed", packed)
+    writer.write(f"{linear}.weight_scale", solved.scales.cpu())
+    writer.write(f"{linear}.weight_shape", torch.tensor([rows, columns]))
+
+
+def _config(work: Plan) -> bytes:
+    kept = [] if "lm_head" in work.packings else ["lm_head"]
+    values = {**work.raw.values, "quantization_config": write_quantization(work.packings, kept)}
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _companions(folder: Path) -> list[Path]:
+    """The files to copy. Raises ModelError for one that is absurdly large."""
+    files = [path for name in COMPANIONS if (path := folder / name).is_file()]
+    for path in files:
+        if path.stat().st_size > MAX_COMPANION_BYTES:
+            raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
+    return files
+
+
+def _source_files(folder: Path) -> list[Path]:
+    """What the result depends on: weights, config and the files copied."""
+    return [*folder.glob("*.safetensors"), folder / "config.json", *_companions(folder)]
+
+
+def _measure(work: Plan, folder: Path, placement: Placement, report: Report, progress: Progress) -> Evaluation:
+    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    context = min(REPORT_CONTEXT, work.config.max_context)
+    text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if report == "quick" else None)
+    model, reference = StreamedModel(folder, placement), StreamedModel(work.source.folder, placement)
+    return evaluate(model, text, reference, progress)

@@ -1,0 +1,67 @@
+"""What a person asks of quantization, and which linears of a model it concerns. Knows shapes; touches no tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mycli.quant.grid import Search
+from mycli.runtime.config import LinearSpec, ModelConfig
+from mycli.runtime.errors import UsageError
+from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+
+Head = Literal["keep", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the bytes of the result, besides the source. `group` None: one scale per output row.
+
+    Norms, biases and embeddings are kept; so is the head, unless `head` says how many bits it gets.
+    """
+
+    method: str = "rtn"
+    bits: int = 4
+    group: int | None = 128
+    scales: Search = "mse"
+    head: Head = "keep"
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise UsageError(f"--bits {self.bits}: not a width", f"there are: {', '.join(map(str, BITS))}")
+        if self.group is not None and self.group not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise UsageError(f"--group {self.group}: not a group size", f"there are: {sizes}, channel")
+
+    @property
+    def name(self) -> str:
+        """States facts, as `rtn-int4-g128`; what is not the default is said too."""
+        scales = "-absmax" if self.scales == "absmax" else ""
+        head = "" if self.head == "keep" else f"-head-{self.head}"
+        return f"{self.method}{scales}-{Packing(self.bits, self.group).name}{head}"
+
+    def packings(self, config: ModelConfig) -> dict[str, Packing]:
+        """The packing of each linear that gets one, in order of execution.
+
+        Raises UsageError where the group size does not divide the inputs of one of them, or a tied head is asked for.
+        """
+        blocks = (config.block_linears(layer) for layer in range(config.layers))
+        linears = [linear for block in blocks for group in block.values() for linear in group]
+        packings = {linear.name: Packing(self.bits, self.group) for linear in linears}
+        if self.head != "keep":
+            if config.tie_embeddings:
+                raise UsageError(
+                    f"--head {self.head}: the head is the embedding of this model, which is kept", "--head keep"
+                )
+            linears.append(config.head())
+            packings["lm_head"] = Packing(int(self.head.removeprefix("int")), self.group)
+        self._require_divisible(linears)
+        return packings
+
+    def _require_divisible(self, linears: Sequence[LinearSpec]) -> None:
+        for linear in linears:
+            if self.group is not None and linear.in_features % self.group:
+                fitting = [size for size in GROUP_SIZES if all(each.in_features % size == 0 for each in linears)]
+                raise UsageError(
+                    f"--group {self.group} does not divide the {linear.in_features} inputs of {linear.name}",
+                    f"--group {max(fitting)}" if fitting else "--group channel",
+                )

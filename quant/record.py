@@ -1,0 +1,90 @@
+"""`mycli.json`: what a quantized model was made from and how, and what was measured on it; written beside the weights.
+
+A file of our own, because readers of the checkpoint refuse unknown keys in theirs. It holds no time and no machine:
+the same source, recipe and versions give the same bytes.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycli.quant.evaluate import Evaluation
+from mycli.quant.recipe import Recipe
+from mycli.runtime.hub import Source
+
+FILE = "mycli.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One quantized linear. `error`: squared error of the weights over their squared norm."""
+
+    name: str
+    packing: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of all tensors of the result; bits per weight over all parameters, and over the quantized ones."""
+
+    bytes: int
+    parameters: int
+    bits_per_weight: float
+    quantized_parameters: int
+    quantized_bits_per_weight: float
+
+
+def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file by its name, sorted."""
+    result = {}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            result[path.name] = {
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+                "bytes": path.stat().st_size,
+            }
+    return result
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mycli-llm")
+    except metadata.PackageNotFoundError:  # run from a checkout, nothing installed
+        return "0+checkout"
+
+
+def encode(
+    recipe: Recipe,
+    source: Source,
+    size: Size,
+    layers: Iterable[Layer],
+    card: Evaluation | None,
+    source_files: Mapping[str, Any],
+    files: Mapping[str, Any],
+) -> bytes:
+    """The file as bytes. `card` is None where no report was asked for; the digests come from `digests`."""
+    group = "channel" if recipe.group is None else recipe.group
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "recipe": {**asdict(recipe), "group": group},
+        "source": {"name": source.name, "repo": source.repo, "revision": source.revision, "files": source_files},
+        "versions": {
+            "mycli": _version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "size": asdict(size),
+        "card": None if card is None else asdict(card),
+        "layers": [asdict(layer) for layer in layers],
+        "files": files,
+    }
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()

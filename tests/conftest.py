@@ -1,0 +1,51 @@
+"""What several test files need: the shipped model, and mycli as a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PICO = ROOT / "runtime" / "pico" / "pico"
+
+Mycli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Folders of its own for every test, no terminal habits, no network."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MYCLI_", "HF_", "XDG_"))}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT / ".links"),
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "80",
+    }
+
+
+@pytest.fixture
+def mycli(environment: dict[str, str]) -> Mycli:
+    """Run the command line: mycli("run", "pico", "Hi", input=..., env=...)."""
+
+    def run(
+        *arguments: str, input: str | None = None, env: dict[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "mycli.cli", *arguments],
+            input=input,
+            stdin=subprocess.DEVNULL if input is None else None,
+            env={**environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run

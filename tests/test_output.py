@@ -1,0 +1,117 @@
+"""The printer: what goes where, what is hidden from whom, and that nothing raw reaches a terminal."""
+
+import io
+import json
+
+import pytest
+
+from mycli.cli.output import Output, gib
+from mycli.runtime.errors import ModelError
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def streams(terminal: bool = False) -> tuple[io.StringIO, io.StringIO]:
+    return (Screen(), Screen()) if terminal else (io.StringIO(), io.StringIO())
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_a_model_writes_escape_sequences(terminal: bool) -> None:
+    """C21: cleaned for a terminal, byte for byte in a pipe, raw only when asked for."""
+    out, err = streams(terminal)
+    output = Output(stdout=out, stderr=err)
+    for piece in ("\x1b", "]0;owned", "\x07", "ok\n"):
+        output.stream(piece)
+    assert out.getvalue() == ("^[]0;owned^Gok\n" if terminal else "\x1b]0;owned\x07ok\n")
+    output.stream("\x1b[1m", raw=True)
+    assert out.getvalue().endswith("\x1b[1m")
+
+
+def test_names_in_messages_cannot_act_on_a_terminal_or_forge_lines() -> None:
+    """C22: errors, warnings, notes, cards and tables."""
+    out, err = streams(terminal=True)
+    output = Output(stdout=out, stderr=err, environment={"NO_COLOR": "1"})
+    evil = "a\x1b[2Jb\nerror: forged"
+    output.error(ModelError(evil, evil))
+    output.warn("x\x1b[2J")
+    output.note("x\x9b2J")
+    output.card("title", [("name", evil)])
+    output.table(["name"], [[evil]])
+    assert "\x1b" not in out.getvalue() + err.getvalue() and "\x9b" not in err.getvalue()
+    assert sum(line.startswith("error:") for line in err.getvalue().splitlines()) == 1
+    assert not any(line.startswith("error:") for line in out.getvalue().splitlines())
+
+
+def test_an_error_is_a_line_of_cause_and_one_of_what_to_do() -> None:
+    out, err = streams()
+    Output(stdout=out, stderr=err).error(ModelError("config.json: bad", "mycli pull it"))
+    assert (out.getvalue(), err.getvalue()) == ("", "error: config.json: bad\n  try: mycli pull it\n")
+
+
+def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:
+    out, err = streams()
+    output = Output(json_mode=True, stdout=out, stderr=err)
+    output.error(ModelError("bad", "try"))
+    output.bug(ValueError("boom"))
+    first, second = (json.loads(line) for line in out.getvalue().splitlines())
+    assert first == {"schema_version": 1, "error": {"message": "bad", "hint": "try", "exit_code": 3}}
+    assert second["error"]["exit_code"] == 1 and "boom" in second["error"]["message"]
+    assert err.getvalue() == ""
+
+
+def test_quiet_hides_notes_but_not_warnings_and_verbose_shows_details() -> None:
+    _, err = streams()
+    quiet = Output(quiet=True, verbose=True, stderr=err)
+    quiet.note("note"), quiet.footer("footer"), quiet.detail("detail"), quiet.warn("careful")
+    assert err.getvalue() == "warning: careful\n"
+    _, err = streams()
+    Output(stderr=err).detail("detail")
+    assert err.getvalue() == ""
+    Output(verbose=True, stderr=err).detail("detail")
+    assert err.getvalue() == "detail\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+    ids=str,
+)
+def test_colour(environment: dict[str, str], terminal: bool, expected: bool) -> None:
+    out, err = streams(terminal)
+    output = Output(stdout=out, stderr=err, environment=environment)
+    assert output.decorated() is expected
+    output.footer("dim")
+    assert ("\x1b[2m" in err.getvalue()) is expected
+
+
+def test_a_table_is_markdown_and_aligned() -> None:
+    out, _ = streams()
+    Output(stdout=out).table(["test", "t/s"], [["pp512", "7.1"], ["tg128", "123.45"]], right=(1,))
+    assert out.getvalue() == ("| test  |    t/s |\n| ----- | -----: |\n| pp512 |    7.1 |\n| tg128 | 123.45 |\n")
+
+
+@pytest.mark.parametrize(("verbose", "terminal"), [(False, False), (False, True), (True, False)])
+def test_progress_never_fails_and_is_silent_in_a_pipe(verbose: bool, terminal: bool) -> None:
+    out, err = streams(terminal)
+    output = Output(verbose=verbose, stdout=out, stderr=err, environment={})
+    with output.progress("loading\x1b[2J", 10, "layers") as bar:
+        bar.advance(5)
+        bar.describe("more\x1b[2J")
+    assert out.getvalue() == ""
+    assert "\x1b[2J" not in err.getvalue()
+    if not (verbose or terminal):
+        assert err.getvalue() == ""
+
+
+def test_memory_has_its_unit() -> None:
+    assert [gib(1 << 30), gib(5.5 * (1 << 30)), gib(11_547_040)] == ["1.00 GiB", "5.50 GiB", "0.0108 GiB"]

@@ -1,0 +1,47 @@
+"""A streamed model computes what the whole one computes, with one layer in memory."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycli.quant import streaming
+from mycli.quant.streaming import StreamedModel
+from mycli.runtime.batch import Batch
+from mycli.runtime.device import Placement
+from mycli.runtime.load import load_model
+from mycli.runtime.rope import Rope
+from mycli.runtime.transformer import Block
+
+PICO = Path(__file__).parent.parent / "runtime" / "pico" / "pico"
+FP32 = Placement(torch.device("cpu"), torch.float32)
+
+
+def test_logits_equal_those_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "TOKENS_AT_ONCE", 80)  # two windows at a time, then one
+    tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
+    whole = load_model(PICO, FP32)
+    expected = whole(Batch(tokens, 0, "all"), Rope(whole.config, 40, FP32.device, FP32.dtype))
+    model = StreamedModel(PICO, FP32)
+    logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
+    assert expected is not None
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Block]] = []
+    load = Block.load
+
+    def watched(self: Block, *arguments: object) -> None:
+        gc.collect()
+        assert not any(ref() is not None for ref in alive), "a layer was kept while the next was read"
+        alive.append(weakref.ref(self))
+        load(self, *arguments)  # type: ignore[arg-type]  # passed through
+
+    monkeypatch.setattr(Block, "load", watched)
+    calls: list[tuple[str, int, int]] = []
+    StreamedModel(PICO, FP32).hidden(torch.zeros(1, 4, dtype=torch.int64), lambda *step: calls.append(step))
+    assert len(alive) == 6
+    assert calls == [("layers", layer, 6) for layer in range(1, 7)]
