@@ -194,7 +194,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
-        (["--draft", "/nowhere"], ExitCode.MODEL),
+        (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )
