@@ -105,7 +105,9 @@ def plan(source: Source, recipe: Recipe) -> Plan:
     raw = read_object(source.folder / "config.json")
     if raw.has("quantization_config"):
         method = raw.object("quantization_config").text("quant_method", "unknown method")
-        raise ModelError(f"{source.name} is quantized already ({method})", "quantize the model it was made from")
+        raise ModelError(
+            f"{record.label(source)} is quantized already ({method})", "quantize the model it was made from"
+        )
     config = parse_config(raw)
     packings = recipe.packings(config)
     manifest = Manifest.open(source.folder)
@@ -186,26 +188,30 @@ def quantize(
 
 
 def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, progress: Progress) -> tuple[Layer, ...]:
-    scheme = schemes.load(work.recipe.method)
     checkpoint = Checkpoint(Manifest.open(work.source.folder))
     layers: list[Layer] = []
     for name, _ in work.config.tensors():
         linear = name.removesuffix(".weight")
-        packing = work.packings.get(linear)
-        tensor = checkpoint.read(name)
-        if packing is None:
-            writer.write(name, tensor)
-            continue
-        grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
-        weight = tensor.to(device)
-        try:
-            solved = scheme.solve(weight, grid, None)
-        except ModelError as error:
-            raise ModelError(f"{name}: {error.message}", error.hint) from error
-        layers.append(Layer(linear, packing.name, relative_error(weight, solved, grid)))
-        _write_packed(writer, linear, solved, packing)
-        progress("quantizing", len(layers), len(work.packings))
+        if linear in work.packings:
+            layers.append(_quantize_linear(work, checkpoint, writer, linear, device))
+            progress("quantizing", len(layers), len(work.packings))
+        else:
+            writer.write(name, checkpoint.read(name))
     return tuple(layers)
+
+
+def _quantize_linear(
+    work: Plan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
+) -> Layer:
+    packing = work.packings[linear]
+    grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+    weight = checkpoint.read(f"{linear}.weight").to(device)
+    try:
+        solved = schemes.load(work.recipe.method).solve(weight, grid, None)
+    except ModelError as error:
+        raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
+    _write_packed(writer, linear, solved, packing)
+    return Layer(linear, packing.name, relative_error(weight, solved, grid))
 
 
 def _write_packed(writer: CheckpointWriter, linear: str, solved: Quantized, packing: Packing) -> None:
@@ -237,7 +243,8 @@ def _companions(folder: Path) -> list[Path]:
 
 def _source_files(folder: Path) -> list[Path]:
     """What the result depends on: weights, config and the files copied."""
-    return [*folder.glob("*.safetensors"), folder / "config.json", *_companions(folder)]
+    weights = {entry.file for entry in Manifest.open(folder).tensors.values()}
+    return [*(folder / name for name in weights), folder / "config.json", *_companions(folder)]
 
 
 def _measure(work: Plan, folder: Path, placement: Placement, report: Report, progress: Progress) -> Evaluation:

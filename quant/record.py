@@ -43,6 +43,11 @@ class Size:
     quantized_bits_per_weight: float
 
 
+def label(source: Source) -> str:
+    """A short name that does not depend on where the model lies: the repository, or the last part of the folder."""
+    return source.repo or source.folder.resolve().name
+
+
 def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and sha256 of each file by its name, sorted."""
     result = {}
@@ -76,7 +81,7 @@ def encode(
     record = {
         "schema_version": SCHEMA_VERSION,
         "recipe": {**asdict(recipe), "group": group},
-        "source": {"name": source.name, "repo": source.repo, "revision": source.revision, "files": source_files},
+        "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
         "versions": {
             "mycli": _version(),
             "torch": torch.__version__,

@@ -119,10 +119,9 @@ def head_bytes(plan: Plan) -> int:
 
 
 def embedding_bytes(plan: Plan) -> int:
-    """Embedding [vocab, hidden], dense, and the head: shared when tied, unless the head is a packed copy of its own."""
+    """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor."""
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
-    shared = plan.config.tie_embeddings and plan.config.head().name not in plan.packings
-    return table if shared else table + head_bytes(plan)
+    return table if plan.config.tie_embeddings else table + head_bytes(plan)
 
 
 def cache_positions(context: int) -> int:

@@ -3,6 +3,7 @@
 Knows plans and their estimates. Does not import torch and does not know how much memory is free: the caller says.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,11 +27,16 @@ class Scheme:
         return self.packing.name if self.packing else config.dtype
 
     def packings(self, config: ModelConfig) -> dict[str, Packing]:
-        """The packing of each linear. Raises UsageError naming the first that the group size does not divide."""
+        """The packing of each linear.
+
+        Raises UsageError naming the first that the group size does not divide, or for a tied head: it is the embedding.
+        """
         result: dict[str, Packing] = {}
         for layer in range(config.layers if self.packing else 0):
             for spec in (spec for group in config.block_linears(layer).values() for spec in group):
                 result[spec.name] = _checked(self.packing, spec.name, spec.in_features)
+        if self.head and config.tie_embeddings:
+            raise UsageError("the head of this model is its embedding, which is kept", "leave out --head")
         if self.head:
             result[config.head().name] = _checked(self.head, config.head().name, config.hidden_size)
         return result
@@ -95,7 +101,7 @@ def quantize_command(scheme: Scheme, model: str = "MODEL") -> str:
     """How `scheme` is made."""
     assert scheme.packing is not None
     group = scheme.packing.group_size or "channel"
-    command = f"mycli quantize {model} --bits {scheme.packing.bits} --group {group}"
+    command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
     return command + (f" --head int{scheme.head.bits}" if scheme.head else "")
 
 

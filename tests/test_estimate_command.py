@@ -145,6 +145,8 @@ def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureF
     ]
     asked = answer(capsys, llama, "--fit", "--gpu", "24GiB", "--quant", "int8-channel", "--ctx", "16k")
     assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
+    small = answer(capsys, llama, "--quant", "int4-g64", "--head", "int8", "--fit", "--gpu", "8GiB")
+    assert "--bits 4 --group 64 --head int8 -o" in small["commands"][0] and small["scheme"] == "int4-g64+int8-g64"
     assert call(llama, "--fit", "--gpu", "2GiB") == ExitCode.RESOURCES
     assert "2.00 GiB" in capsys.readouterr().err
 
@@ -159,9 +161,10 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
     assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
 
 
-def test_verify_compares_with_a_real_process(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "pico", "--verify", "--device", "cpu")
-    errors = {part["part"]: part["error"] for part in found["parts"]}
+def test_verify_compares_with_a_real_process() -> None:
+    command = [sys.executable, "-m", "mycli.cli", "estimate", "pico", "--verify", "--device", "cpu", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    errors = {part["part"]: part["error"] for part in json.loads(done.stdout)["parts"]}
     assert all(abs(errors[part]) <= 0.03 for part in ("weights", "embeddings and head", "cache"))
     assert errors["total"] <= 0.03
 
@@ -186,6 +189,9 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--tol", "much"], ExitCode.USAGE),
         (["--tol", "nan%"], ExitCode.USAGE),
         (["--dtype", "fp8"], ExitCode.USAGE),
+        (["--head", "int8"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int3"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.MODEL),

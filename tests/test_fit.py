@@ -42,8 +42,14 @@ def test_schemes_use_the_largest_group_that_divides() -> None:
 def test_a_group_that_does_not_divide_names_the_linear() -> None:
     with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of model.layers.0.self_attn.q_proj"):
         Scheme(Packing(4, 128)).packings(published("SmolLM2-135M"))
+    untied = replace(published("SmolLM2-135M"), tie_embeddings=False)
     with pytest.raises(UsageError, match="lm_head"):
-        Scheme(None, Packing(4, 128)).packings(published("SmolLM2-135M"))
+        Scheme(None, Packing(4, 128)).packings(untied)
+
+
+def test_a_tied_head_is_not_quantized() -> None:
+    with pytest.raises(UsageError, match="embedding"):
+        Scheme(Packing(4, 64), Packing(8, 64)).packings(published("SmolLM2-135M"))
 
 
 @pytest.mark.parametrize(
@@ -118,4 +124,4 @@ def test_a_proposed_context_really_fits(free: int) -> None:
 
 def test_quantize_command_can_be_run() -> None:
     scheme = Scheme(Packing(4, None), Packing(8, None))
-    assert quantize_command(scheme, "m") == "mycli quantize m --bits 4 --group channel --head int8"
+    assert quantize_command(scheme, "a b") == "mycli quantize 'a b' --bits 4 --group channel --head int8"

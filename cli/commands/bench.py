@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
     "mycli bench pico -p 64 -n 16 -d 0,128 -b 1,2 -r 2 -o csv",
-    "mycli bench pico -p 64 -n 16 -r 3 --save before.json",
-    "mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
+    "mycli bench pico -p 64 -n 16 -r 3 --save before.json && mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
 )
 FORMATS = ("md", "json", "jsonl", "csv")
 BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
@@ -203,7 +202,7 @@ def _parse_share(text: str | None) -> float | None:
 
 
 @command
-def command(
+def bench(
     call: Call,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False)],
     prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",

@@ -87,7 +87,7 @@ def _as_json(
 
 
 @command
-def command(call: Call, device: options.Device = "auto") -> None:
+def doctor(call: Call, device: options.Device = "auto") -> None:
     """Check versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong."""
     facts = _facts()
     if not call.out.json_mode:

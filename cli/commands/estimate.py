@@ -1,5 +1,6 @@
 """`mycli estimate`: how much memory a model takes, whether it fits, and how fast it could decode at best."""
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +12,11 @@ from mycli.cli.command import Call, command
 from mycli.cli.loading import parse_dtype
 from mycli.cli.output import gib
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context, tokens_per_second
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, tokens_per_second
+from mycli.runtime.estimate import estimate as predict
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
 from mycli.runtime.hub import resolve, state
-from mycli.runtime.packing import describe, parse_packing
+from mycli.runtime.packing import Packing, describe, parse_packing
 from mycli.runtime.target import Target, find_target
 from mycli.runtime.tensor_parallel import obstacles
 
@@ -26,6 +28,7 @@ EXAMPLES = (
     "mycli estimate pico --quant int4-g128 --tp 2 --json",
     "mycli estimate pico --verify --device cpu",
 )
+HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
 BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
 
@@ -143,12 +146,12 @@ def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
 
 def _card(call: Call, subject: _Subject) -> None:
     parameters = f"{subject.plan.config.parameters():,} parameters"
-    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, estimate(subject.plan)))
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, predict(subject.plan)))
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
     if call.out.json_mode:
-        call.out.json(_as_json(subject, estimate(subject.plan), ranks))
+        call.out.json(_as_json(subject, predict(subject.plan), ranks))
         return
     _card(call, subject)
     if ranks is not None:
@@ -165,7 +168,7 @@ def _table(call: Call, subject: _Subject) -> None:
         choices = [(subject.scheme, plan)]
     else:
         choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
-    rows = [(name, [estimate(replace(one, context=c)).total for c in contexts]) for name, one in choices]
+    rows = [(name, [predict(replace(one, context=c)).total for c in contexts]) for name, one in choices]
     if call.out.json_mode:
         table = [
             {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
@@ -189,11 +192,11 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     name, commands = subject.model, []
     if scheme.packing is not None:
         name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
-        commands.append(f"{quantize_command(scheme, subject.model)} -o {name}")
-    commands.append(f"mycli chat {name} --ctx {plan.context}")
+        commands.append(f"{quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
+    commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
     if call.out.json_mode:
-        call.out.json({**_as_json(fitted, estimate(plan), None), "commands": commands})
+        call.out.json({**_as_json(fitted, predict(plan), None), "commands": commands})
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -237,26 +240,31 @@ def _plan(call: Call, folder: Path, ctx: int | None, batch: int, dtype: str, dra
     return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second)
 
 
-def _wish(plan: Plan, quant: str | None, head: str | None) -> Scheme:
-    if plan.packings and (quant or head):
+def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
+    if plan.packings and (quant or head != "keep"):
         raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
-    return Scheme(parse_packing(quant) if quant else None, parse_packing(head) if head else None)
+    if head not in HEADS:
+        raise UsageError(f"--head {head}: not a choice", f"choose from {', '.join(HEADS)}")
+    if quant is None and HEADS[head]:
+        raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
+    packing = parse_packing(quant) if quant else None
+    bits = HEADS[head]
+    return Scheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 
 @command
-def command(
+def estimate(
     call: Call,
     model: options.Model,
-    ctx: options.Context = None,
+    context: options.Context = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
     dtype: options.Dtype = "auto",
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
     ] = None,
     head: Annotated[
-        str | None,
-        typer.Option("--head", metavar="SCHEME", help="The output projection: int8, int4.", show_default="kept"),
-    ] = None,
+        str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
+    ] = "keep",
     draft: Annotated[str | None, typer.Option("--draft", metavar="MODEL", help="A second model beside it.")] = None,
     gpu: Annotated[
         int | None,
@@ -278,7 +286,7 @@ def command(
     """Say how much memory MODEL takes, whether it fits, and how fast it could be. Needs config.json only."""
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
-    if verify and (gpu or quant or head or draft):
+    if verify and (gpu or quant or head != "keep" or draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
     tolerance = _parse_tolerance(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(device, state())
@@ -287,7 +295,7 @@ def command(
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
     folder = resolve(model, offline=call.offline).folder
-    plan = _plan(call, folder, ctx, batch, dtype, draft, target.gpu)
+    plan = _plan(call, folder, context, batch, dtype, draft, target.gpu)
     wish = _wish(plan, quant, head)
     packed = bool(plan.packings)
     subject = _Subject(
@@ -296,7 +304,7 @@ def command(
     if table:
         _table(call, subject)
     elif fit:
-        _fit(call, subject, ctx)
+        _fit(call, subject, context)
     elif verify:
         _verify(call, subject, device, tolerance)
     else:

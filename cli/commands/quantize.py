@@ -118,6 +118,7 @@ def quantize(
     """
     from mycli.quant import pipeline
     from mycli.quant.recipe import Recipe
+    from mycli.quant.record import label
     from mycli.runtime.device import place
     from mycli.runtime.hub import home, resolve
 
@@ -133,7 +134,7 @@ def quantize(
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     work = pipeline.plan(source, recipe)
-    target = output or home() / "models" / f"{source.name.split('@')[0].rsplit('/', 1)[-1]}-{recipe.name}"
+    target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if dry_run:
         _show_plan(call, work, target)
         return

@@ -1,0 +1,108 @@
+"""mycli quantize and mycli eval as a person and a program call them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.main import main
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Standard output under --json: exactly one object."""
+    value: dict[str, Any] = json.loads(text)
+    assert value["schema_version"] == 1
+    return value
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    return tmp_path / "home"
+
+
+def test_default_name_card_and_round_trip(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "quantize", "pico")
+    folder = home / "models" / "pico-rtn-int4-g128"
+    assert code == 0 and (folder / "model.safetensors").is_file()
+    assert str(folder) in out
+    for part in ("6.29 bits per weight", "4.126 bits", "KL divergence", "same top token", "worst layers", "no BOS"):
+        assert part in out
+    assert "mycli chat pico-rtn-int4-g128" in err
+
+    code, out, _ = call(capsys, "eval", "pico-rtn-int4-g128", "--ref", "pico", "--tokens", "2k", "--json")
+    result = parsed(out)
+    assert code == 0 and (result["windows"], result["context"]) == (4, 512)
+    assert 0.02 < result["divergence"]["kl"]["value"] < 0.05
+    assert 0.8 < result["divergence"]["same_top1"]["value"] < 0.95
+
+
+def test_int8_keeps_the_top_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "quantize", "pico", "--bits", "8", "-o", str(tmp_path / "out"), "--json")
+    divergence = parsed(out)["card"]["divergence"]
+    assert code == 0 and divergence["same_top1"]["value"] >= 0.985 and divergence["kl"]["value"] < 1e-3
+
+
+def test_dry_run_tells_the_exact_size_and_writes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("quantize", "pico", "--bits", "3", "--group", "64")
+    code, out, _ = call(capsys, *arguments, "--dry-run", "--json")
+    promised = parsed(out)["size"]["bytes"]
+    assert code == 0 and not home.exists()
+    code, out, _ = call(capsys, *arguments, "--report", "none", "--json")
+    result = parsed(out)
+    assert code == 0 and result["card"] is None and result["size"]["bytes"] == promised
+    header = int.from_bytes((Path(result["folder"]) / "model.safetensors").open("rb").read(8), "little")
+    assert (Path(result["folder"]) / "model.safetensors").stat().st_size == promised + 8 + header
+
+
+def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("quantize", "pico", "--bits", "2", "--max-kl", "0.1", "--overwrite", "-o", str(tmp_path / "out"))
+    code, out, err = call(capsys, *arguments)
+    assert code == 6 and "above --max-kl 0.1" in err and "KL divergence" in out
+    assert (tmp_path / "out" / "config.json").exists()
+    code, out, _ = call(capsys, *arguments, "--json")
+    assert code == 6 and parsed(out)["card"]["divergence"]["kl"]["value"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "5"], "--bits 5"),
+        (["--group", "100"], "--group 100"),
+        (["--group", "x"], "--group x"),
+        (["--method", "magic"], "--method magic"),
+        (["--scales", "x"], "--scales x"),
+        (["--head", "int2"], "--head int2"),
+        (["--head", "int8"], "the head is the embedding"),
+        (["--report", "x"], "--report x"),
+        (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_misuse_is_refused_before_any_work(
+    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = call(capsys, "quantize", "pico", *arguments)
+    assert code == 2 and message in err and out == ""
+    assert not home.exists()
+
+
+def test_eval_reads_a_text_and_refuses_what_it_cannot_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little child named Anna. " * 30)
+    code, out, _ = call(capsys, "eval", "pico", "--text", str(text), "--ctx", "32", "--dtype", "bf16")
+    assert code == 0 and "windows of 32 tokens" in out and "bfloat16" in out
+    code, _, err = call(capsys, "eval", "pico", "--text", str(text), "--ctx", "1k")
+    assert code == 2 and "fewer than one window" in err
+    code, _, err = call(capsys, "eval", "pico", "--text", str(tmp_path / "none.txt"))
+    assert code == 4 and "none.txt" in err
