@@ -169,6 +169,11 @@ class CheckpointWriter:
         return self._staging.target
 
     @property
+    def folder(self) -> Path:
+        """Where the files are until `finish`: a model like any other once all is written, so it can be tried first."""
+        return self._staging.folder
+
+    @property
     def stale(self) -> tuple[str, ...]:
         """Folders of killed runs that entering removed."""
         return self._staging.stale
@@ -179,7 +184,7 @@ class CheckpointWriter:
             with disk_errors(self.target):
                 for file, header in self._headers.items():
                     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                    self._files[file] = os.open(self._staging.folder / file, flags, 0o666)
+                    self._files[file] = os.open(self.folder / file, flags, 0o666)
                     os.truncate(self._files[file], self._sizes[file])
                     _write_all(self._files[file], memoryview(header), 0)
             if len(self._headers) > 1:
@@ -229,14 +234,14 @@ class CheckpointWriter:
         if Path(name).name != name or name in self._headers:
             raise ValueError(f"{name!r} is no name for another file")
         with disk_errors(self.target):
-            (self._staging.folder / name).write_bytes(data)
+            (self.folder / name).write_bytes(data)
 
     def hashes(self) -> dict[str, str]:
         """The sha256 of every file written so far, in hexadecimal, by name. All tensors must have been written."""
         self._check_complete()
         result = {}
         with disk_errors(self.target):
-            for path in sorted(self._staging.folder.iterdir()):
+            for path in sorted(self.folder.iterdir()):
                 with path.open("rb") as file:
                     result[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return result
@@ -244,7 +249,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Flush everything and rename the folder to its target. All tensors must have been written."""
         self._check_complete()
-        Manifest.open(self._staging.folder)  # what we wrote must pass our own reader before anyone sees it
+        Manifest.open(self.folder)  # what we wrote must pass our own reader before anyone sees it
         self._close()
         self._staging.commit()
 
