@@ -23,6 +23,11 @@ COMMANDS = {
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
     "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "pull": ("pull", "Fetch a model from the Hugging Face hub."),
+    "list": ("list_models", "List the models on this machine."),
+    "show": ("show", "Say what a model is, without loading it."),
+    "verify": ("verify", "Check the files of a model byte by byte."),
+    "rm": ("rm", "Delete a stored model."),
     "bench": ("bench", "Measure how fast a model is."),
     "doctor": ("doctor", "Check that everything works on this machine."),
 }
