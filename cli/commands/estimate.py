@@ -283,7 +283,10 @@ def estimate(
     tol: Annotated[str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates.")] = "3%",
     device: options.Device = "auto",
 ) -> None:
-    """Say how much memory MODEL takes, whether it fits, and how fast it could be. Needs config.json only."""
+    """Say how much memory a model takes and whether it fits.
+
+    Also how fast it could be at best. Needs config.json only.
+    """
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
     if verify and (gpu or quant or head != "keep" or draft):
