@@ -67,6 +67,17 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
+    """`value` and `schema_version` as one line of JSON, with escapes where `encoding` could not write it."""
+    whole = _finite({"schema_version": SCHEMA_VERSION, **value})
+    line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(encoding)
+        return line
+    except UnicodeEncodeError:
+        return json.dumps(whole, allow_nan=False)
+
+
 class Output:
     """Everything a command says. `json_mode`: one JSON object (or JSON lines) on stdout instead of text."""
 
@@ -121,14 +132,10 @@ class Output:
 
     def json(self, value: Mapping[str, Any]) -> None:
         """The answer, or one line of it, as an object with `schema_version`."""
-        whole = _finite({"schema_version": SCHEMA_VERSION, **value})
-        line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
-        try:
-            line.encode(self._stdout.encoding or "utf-8")
-            safe = line == sanitize(line) or not self._stdout.isatty()
-        except UnicodeEncodeError:
-            safe = False
-        self._stdout.write((line if safe else json.dumps(whole, allow_nan=False)) + "\n")
+        line = json_line(value, self._stdout.encoding or "utf-8")
+        if self._stdout.isatty() and line != sanitize(line):
+            line = json_line(value, "ascii")
+        self._stdout.write(line + "\n")
         self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -20,15 +20,20 @@ def decode(data: bytes, source: str, errors: str = "strict") -> str:
         ) from None
 
 
+def read_file(path: Path, errors: str = "strict") -> str:
+    """The text of a file, which may be a pipe. Raises UsageError naming it."""
+    try:
+        with path.open("rb") as file:
+            return decode(file.read(MAX_BYTES + 1), str(path), errors)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
+
+
 def read_prompt(words: str | None, file: Path | None, errors: str) -> str:
     """The prompt of `mycli run`: text, `-` or nothing for standard input, or a file; a file and text are joined."""
     parts = []
     if file is not None:
-        try:
-            with file.open("rb") as opened:
-                parts.append(decode(opened.read(MAX_BYTES + 1), str(file), errors))
-        except OSError as error:
-            raise UsageError(f"{file}: {error.strerror}", "name a file that can be read") from None
+        parts.append(read_file(file, errors))
     if words == "-" or (words is None and file is None):
         if sys.stdin.isatty():
             raise UsageError("there is no prompt", 'mycli run MODEL "a question", or pipe a text into it')

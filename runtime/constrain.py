@@ -1,4 +1,4 @@
-"""Constrained output: at every step only the tokens that can still lead to a text of a JSON schema or regular expression.
+"""Constrained output: at every step only tokens that can still lead to a text of a schema or expression.
 
 Built on llguidance, an optional dependency (extra `structured`). Knows tokens and grammars; does not know models,
 sampling settings or commands: `Sampler` takes a `Constraint` as an argument.
@@ -120,7 +120,7 @@ def _deeper_than(value: Any, depth: int) -> bool:
 
 
 class Constraint:
-    """Where the replies of one generation stand in a grammar: masks logits before a draw, then follows what is drawn."""
+    """Where the replies of one generation stand in a grammar: masks logits before a draw and follows what is drawn."""
 
     def __init__(self, kind: str, matchers: Sequence[Any]) -> None:
         self._kind = kind
@@ -132,7 +132,7 @@ class Constraint:
         return all(matcher.is_accepting() or matcher.stop_reason() == "EndOfSentence" for matcher in self._matchers)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits fp32 [sequences, vocab] with -inf for every token that leaves the grammar. Ended rows stay as they are.
+        """Logits fp32 [sequences, vocab] with -inf for what leaves the grammar. Ended rows stay as they are.
 
         Raises ModelError where no token can go on: the grammar and the vocabulary contradict each other here.
         """

@@ -1,4 +1,4 @@
-"""Constrained output: whatever is drawn is a text of the grammar, on real vocabularies, and hostile grammars are refused."""
+"""Constrained output: what is drawn is a text of the grammar, on real vocabularies; hostile grammars are refused."""
 
 import json
 import math
