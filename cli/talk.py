@@ -84,7 +84,7 @@ class Chat:
         return self.loaded.assistant.tokenizer.chat(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
-        """The ids to answer, fitting the context: UsageError with the numbers, or old turns are hidden and it says so."""
+        """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
         capacity = self.loaded.session.capacity
         ids = self.tokens()
         if self.overflow == "drop-oldest":
