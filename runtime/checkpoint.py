@@ -133,9 +133,9 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 class CheckpointWriter:
     """Writes a model folder whose tensors are known beforehand; a context that leaves all of it or nothing.
 
-    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from any
-    thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on entering
-    see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
+    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from
+    any thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on
+    entering see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
     """
 
     def __init__(
