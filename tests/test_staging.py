@@ -203,7 +203,7 @@ def test_failed_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pyt
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail_second)
-    with pytest.raises(UsageError, match="Input/output error"):
+    with pytest.raises(ResourceError, match="Input/output error"):
         fill(tmp_path / "out", "new", overwrite=True)
     assert names(tmp_path) == ["out"]
     assert (tmp_path / "out/config.json").read_text() == "old"
@@ -322,11 +322,8 @@ def test_interrupted_process_cleans_up(holder: "subprocess.Popen[str]", tmp_path
 
 def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
     """Another target whose name begins alike, its lock and its unfinished folder are not ours."""
-    others = [
-        ".out.partial-x.lock",
-        ".out.partial-1-0123456789ab.partial-2-0123456789ab",
-        ".out2.partial-1-0123456789ab",
-    ]
+    run = "partial-1-0123456789ab"
+    others = [".out.partial-x.lock", f".out.{run}.{run}", f".out2.{run}"]
     for name in [*others, f".out.{run}"]:
         (tmp_path / name).mkdir()
     with Staging(tmp_path / "out", 1) as staging:
