@@ -207,7 +207,7 @@ def _quantize_linear(
     grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
-        solved = schemes.load(work.recipe.method).solve(weight, grid, None)
+        solved = schemes.load(work.recipe.method).solve(weight, grid, None).quantized
     except ModelError as error:
         raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
     _write_packed(writer, linear, solved, packing)
