@@ -20,6 +20,7 @@ DATA = ROOT / "runtime" / "pico"  # its training programs are a record, not a pa
 PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
+    "cli/progress.py": "the printer's bar",
     "cli/prompt.py": "reads the prompt from standard input",
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }

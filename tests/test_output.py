@@ -48,7 +48,7 @@ def test_names_in_messages_cannot_act_on_a_terminal_or_forge_lines() -> None:
 def test_an_error_is_a_line_of_cause_and_one_of_what_to_do() -> None:
     out, err = streams()
     Output(stdout=out, stderr=err).error(ModelError("config.json: bad", "mycli pull it"))
-    assert (out.getvalue(), err.getvalue()) == ("", "error: config.json: bad\n  try: mycli pull it\n")
+    assert (out.getvalue(), err.getvalue()) == ("", "error: config.json: bad\nhint: mycli pull it\n")
 
 
 def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:

@@ -111,7 +111,7 @@ def quantize(
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a quantized copy of MODEL and measure what it lost.
+    """Make a smaller copy of a model, and measure what it lost.
 
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
     its recipe, card and checksums lie in its mycli.json.

@@ -33,7 +33,14 @@ def run(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("-n", parser=options.parse_count, metavar="N", help="Most tokens to write.", show_default="512"),
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            parser=options.parse_count,
+            metavar="N",
+            help="Most tokens to write.",
+            show_default="512",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -58,7 +65,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Answer one prompt and exit.
+    """Answer one prompt and exit; made for pipes.
 
     A model with a chat template is asked; one without, or with --raw, continues the text.
     """
