@@ -1,4 +1,4 @@
-"""What a model is shown so that the inputs of its layers can be observed: windows of tokens, equally long, never padded.
+"""What a model is shown to observe the inputs of its layers: windows of tokens, equally long, never padded.
 
 The text that comes with the package is mixed: prose, code, many languages, conversations through the model's own chat
 template, and rows of random tokens, which reach the whole vocabulary. It shares nothing with the held-out text of

@@ -25,11 +25,20 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Layer:
-    """One quantized linear. `error`: squared error of the weights over their squared norm."""
+    """One quantized linear. `error`: squared error of the weights over their squared norm.
+
+    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding on the same
+    grid; `damping` and `fallback` as in `schemes.Solution`, a fallback also where rounding came out better.
+    """
 
     name: str
     packing: str
     error: float
+    output_error: float | None = None
+    rounding_output_error: float | None = None
+    damping: float | None = None
+    dead_columns: int = 0
+    fallback: bool = False
 
 
 @dataclass(frozen=True)
