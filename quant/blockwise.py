@@ -54,7 +54,9 @@ class Solver:
             ours = Quantized(solution.quantized.codes[rows], solution.quantized.scales[rows])
             rounded = Quantized(round_to_grid(weight, ours.scales, grid), ours.scales)
             errors = [output_error(weight, each, grid, hessian) for each in (ours, rounded)]
-            fallback = solution.fallback or errors[0] > errors[1]
+            fallback = "Hessian not positive definite" if solution.fallback else None
+            if errors[0] > errors[1]:
+                fallback = "plain rounding is better"
             solved[name] = rounded if fallback else ours
             layers.append(
                 Layer(

@@ -47,7 +47,7 @@ def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -
 
 
 def refit_scales(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> Quantized:
-    """The scales of least error for these codes, row by row, rounded to their dtype; a row that would lose keeps its own.
+    """The scales of least error for these codes, rounded to their dtype; a row that would lose by it keeps its own.
 
     weight fp32 [N, K].
     """
