@@ -131,11 +131,11 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 class CheckpointWriter:
-    """Writes a model folder whose tensors are known beforehand; a context that leaves all of it or nothing.
+    """Writes a model folder whose tensors are known beforehand; a context that leaves all or nothing.
 
-    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from any
-    thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on entering
-    see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
+    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from
+    any thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on
+    entering see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class CheckpointWriter:
 
     def add_file(self, name: str, data: bytes) -> None:
         """Put another file into the folder, such as config.json; one of the same name is replaced."""
-        if Path(name).name != name or name in self._headers:
+        if Path(name).name != name or name in ("", "..", *self._headers):
             raise ValueError(f"{name!r} is no name for another file")
         with disk_errors(self.target):
             (self.folder / name).write_bytes(data)

@@ -107,7 +107,7 @@ class CpuKernel:
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
-        """Declines without a compiler, and where inputs are no multiple of 32. The first call in a process may build."""
+        """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
         library = native()
         return reason or (library if isinstance(library, str) else None)
@@ -129,10 +129,11 @@ class _TorchInt4:
 
     @property
     def nbytes(self) -> int:
-        return self._packed.nbytes + self._scales.nbytes
+        return int(self._packed.nbytes + self._scales.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self._group, self._scales)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self._group, self._scales)
+        return y
 
     def dequantize(self) -> Tensor:
         """What the operator makes of a unit matrix: each weight rounded to bf16, as by the reference."""

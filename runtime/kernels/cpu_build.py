@@ -48,10 +48,10 @@ class CWeight(ctypes.Structure):
 class Native:
     """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
 
-    shuffle: Callable[..., None]
-    dequantize: Callable[..., None]
+    shuffle: Callable[..., int | None]
+    dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
-    dense: Callable[..., None]
+    dense: Callable[..., int | None]
     read: Callable[..., int]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
@@ -99,7 +99,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str
 def _openmp() -> str:
     """The OpenMP library that torch has loaded into this process."""
     with open("/proc/self/maps") as maps:
-        loaded = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
+        loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
     torch_folder = str(Path(torch.__file__).parent)
     for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
         return path
@@ -114,7 +114,7 @@ def _processor() -> str:
 
 
 def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The library for this machine in `folder`, built unless it is there. Raises BuildError with the compiler's words."""
+    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
     if platform.system() != "Linux":
         raise BuildError(f"built on Linux only, not on {platform.system()}")
     compiler, version = find_compiler()
