@@ -494,38 +494,54 @@ struct Tiles {
 // As rows_int, for up to 16 rows: 8 activations, as high and low bytes, fill the rows of a tile; codes of 64 inputs, in
 // fours, are the other operand. Tiles(min(2 * rows, 16), 2 * rows - 16, min(segment, 64)) are configured.
 template <int B> void rows_tiles(const Weight& w, int64_t row_block, const Integers& x, int64_t rows, float (*y)[ROWS]) {
-    constexpr int RING = 4;  // tiles written ahead of those being multiplied
-    alignas(64) U tile[RING][2 * FOURS];
-    alignas(64) I part[2 * ROWS];
-    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group;
-    const int64_t per_tile = std::min<int64_t>(steps, 2);
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
+    constexpr int BATCH = 4;  // blocks: 128 inputs
+    alignas(64) U tile[2][BATCH * FOURS];
+    alignas(64) I part[2][BATCH][2 * ROWS];
+    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, blocks = w.inputs / INPUTS;
+    const int64_t per_tile = std::min<int64_t>(steps, 2), batches = (blocks + BATCH - 1) / BATCH;
+    const uint8_t* codes = w.codes + row_block * blocks * B * 64;
     F total[ROWS] = {};
-    int turn = 0;
-    for (int64_t s = 0; s < x.segments; s++) {
-        TILE_ZERO(0);
-        if (rows > 8) TILE_ZERO(2);
-        for (int64_t b = 0; b < steps; b += per_tile, turn = (turn + 1) % RING) {
-            const int8_t* at = x.bytes + s * segment + b * INPUTS;
-            for (int64_t i = 0; i < per_tile; i++, block += B * 64) {
-                prefetch<B>(block);
-                each_four<B>(block, 0, [&](int q, U codes) { tile[turn][i * FOURS + q] = codes; });
+    const auto unpack = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b++) {
+            U* to = &tile[i % 2][b % BATCH * FOURS];
+            prefetch<B>(codes + b * B * 64);
+            each_four<B>(codes + b * B * 64, 0, [&](int q, U four) { to[q] = four; });
+        }
+    };
+    const auto multiply = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
+            TILE_ZERO(0);
+            if (rows > 8) TILE_ZERO(2);
+            for (int64_t t = b; t < b + steps; t += per_tile) {
+                const int8_t* at = x.bytes + t * INPUTS;
+                TILE_LOAD(6, &tile[i % 2][t % BATCH * FOURS], 64);
+                TILE_LOAD(4, at, x.stride);
+                TILE_DOT_SU8(0, 4, 6);
+                if (rows > 8) {
+                    TILE_LOAD(5, at + 16 * x.stride, x.stride);
+                    TILE_DOT_SU8(2, 5, 6);
+                }
             }
-            TILE_LOAD(6, tile[turn], 64);
-            TILE_LOAD(4, at, x.stride);
-            TILE_DOT_SU8(0, 4, 6);
-            if (rows > 8) {
-                TILE_LOAD(5, at + 16 * x.stride, x.stride);
-                TILE_DOT_SU8(2, 5, 6);
+            TILE_STORE(part[i % 2][b % BATCH], 64, 0);
+            if (rows > 8) TILE_STORE(part[i % 2][b % BATCH] + 16, 64, 2);
+        }
+    };
+    const auto add = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
+            const int64_t s = b / steps;
+            const I* sums = part[i % 2][b % BATCH];
+            const F scale = (F)load_scales(w, (row_block * groups + s * segment / w.group) * ROWS);
+            for (int64_t m = 0; m < rows; m++) {
+                const I sum = sums[2 * m] * 256 + sums[2 * m + 1] - x.zeros[m * x.segments + s];
+                total[m] += __builtin_convertvector(sum, F) * (scale * x.units[m * x.segments + s]);
             }
         }
-        TILE_STORE(part, 64, 0);
-        if (rows > 8) TILE_STORE(part + 16, 64, 2);
-        const F scale = (F)load_scales(w, (row_block * groups + s * segment / w.group) * ROWS);
-        for (int64_t m = 0; m < rows; m++) {
-            const I sum = part[2 * m] * 256 + part[2 * m + 1] - x.zeros[m * x.segments + s];
-            total[m] += __builtin_convertvector(sum, F) * (scale * x.units[m * x.segments + s]);
-        }
+    };
+    // Tiles are loaded from memory once what was stored there has retired, so each stage works on another batch.
+    for (int64_t i = 0; i < batches + 2; i++) {
+        if (i < batches) unpack(i);
+        if (i >= 2) add(i - 2);
+        if (i >= 1 && i <= batches) multiply(i - 1);
     }
     memcpy(y, total, size_t(rows) * sizeof *y);
 }
