@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mycli.cli.command import Call
 from mycli.cli.conversation import Conversation
@@ -41,7 +41,7 @@ def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
 
 @dataclass
 class Chat:
-    """One conversation and how it is held. `arguments` go to the template; `session_file` is written after each turn."""
+    """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
 
     call: Call
     loaded: Loaded
@@ -51,7 +51,7 @@ class Chat:
     escapes: bool = False
     markdown: bool = False
     overflow: Overflow = "refuse"
-    arguments: dict[str, bool] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     session_file: Path | None = None
     last: "Reply | None" = None
     finished: bool = False
@@ -84,7 +84,7 @@ class Chat:
         return self.loaded.assistant.tokenizer.chat(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
-        """The ids to answer, fitting the context. Raises UsageError with the numbers, or hides old turns and says so."""
+        """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
         capacity = self.loaded.session.capacity
         ids = self.tokens()
         if self.overflow == "drop-oldest":
