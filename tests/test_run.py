@@ -1,6 +1,5 @@
 """`mycli run` as a pipe sees it: replies, prompts from everywhere, and every example of the help pages."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.main import COMMANDS
 from tests.conftest import Mycli
 
 GREEDY = ("--temperature", "0", "--device", "cpu", "-q")
@@ -95,23 +93,3 @@ def test_an_empty_prompt_is_answered_by_a_chat_model_and_refused_raw(mycli: Mycl
     """F3."""
     assert mycli("run", "pico", "", *GREEDY).returncode == 0
     assert mycli("run", "pico", "--raw", "", *GREEDY).returncode == 2
-
-
-def examples() -> list[str]:
-    modules = [importlib.import_module(f"mycli.cli.commands.{file}") for file, _ in COMMANDS.values()]
-    return [line for module in modules for line in module.EXAMPLES if "# not run" not in line]
-
-
-@pytest.mark.parametrize("line", examples(), ids=str)
-def test_the_examples_of_the_help_pages_run(line: str, environment: dict[str, str], tmp_path: Path) -> None:
-    script = f'mycli() {{ "{sys.executable}" -m mycli.cli "$@"; }}\n{line}'
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env=environment,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
