@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mycli.cli.answering import describe
 from mycli.cli.command import Call
 from mycli.cli.conversation import Conversation
 from mycli.cli.loading import Loaded
@@ -75,7 +76,10 @@ class Chat:
             if not instead:
                 self.conversation.reading.clear()
         self.last = reply
-        self.call.out.footer(self.statistics(reply))
+        if self.call.out.json_mode:
+            self.call.out.json({"model": self.loaded.source.name, **describe(reply, text)})
+        else:
+            self.call.out.footer(self.statistics(reply))
         if self.session_file is not None:
             self.conversation.save(self.session_file, self.loaded.source.name)
 
@@ -156,6 +160,8 @@ class _Display:
     def add(self, parts: Iterable[Part]) -> None:
         """Show more of the reply."""
         for part in parts:
+            if self._out.json_mode:  # the object comes at the end
+                continue
             if part.reasoning or not self._markdown:
                 self._out.stream(part.text, raw=self._escapes, dim=part.reasoning)
                 self._column = len(part.text) - part.text.rfind("\n") - 1
@@ -168,7 +174,7 @@ class _Display:
 
     def end(self) -> None:
         """The reply is over: the next word begins on a line of its own."""
-        if self._live is None:
-            self._out.result("")
-        else:
+        if self._live is not None:
             self._live.end()
+        elif not self._out.json_mode:
+            self._out.result("")

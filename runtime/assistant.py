@@ -40,14 +40,15 @@ class Assistant:
         return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
 
     @classmethod
-    def load(cls, folder: Path, placement: Placement) -> "Assistant":
+    def load(cls, folder: Path, placement: Placement, *, allow_nonfinite: bool = False) -> "Assistant":
         """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError."""
         config = load_config(folder)
         tokenizer = Tokenizer.load(folder, config.vocab_size)
         defaults, dropped = read_generation_config(folder, config.vocab_size)
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
-        model = load_model(folder, placement)
-        return cls(model, tokenizer, defaults, frozenset(ids), (*dropped, *missing))
+        warnings = [*dropped, *missing]
+        model = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=warnings.append)
+        return cls(model, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
 class Reply:

@@ -100,7 +100,7 @@ class Manifest:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         unexpected = [name for name in self.tensors if name not in expected and not name.endswith(_HARMLESS)]
         if unexpected:
-            raise _unexpected(unexpected)
+            raise _unexpected(unexpected, packings)
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise _missing(missing)
@@ -215,8 +215,13 @@ def _expected(
         yield f"{linear}.weight_shape", ((2,), ("I64", "I32"))
 
 
-def _unexpected(names: Sequence[str]) -> ModelError:
+def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelError:
     """The error for tensors that config.json does not promise, led by those that tell why."""
+    dense = [name for name in names if name.removesuffix(".weight") in packings]
+    if dense:
+        return ModelError(
+            f"{_listed(dense)}: not quantized, but quantization_config covers it", "list it in its ignore"
+        )
     for suffix, problem, hint in _TELLING:
         telling = [name for name in names if name.endswith(suffix)]
         if telling:

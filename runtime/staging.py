@@ -19,20 +19,22 @@ from typing import Self
 
 from mycli.runtime.errors import ResourceError, UsageError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What another path would cure; anything else is the disk's own trouble.
+_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _GIB = 1 << 30
 
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Failures of the disk below become a ResourceError (full) or a UsageError (not writable) that names `target`."""
+    """Within it an OSError becomes a UsageError (not a place to write to) or a ResourceError that names `target`."""
     try:
         yield
     except OSError as error:
         message = f"cannot write {target}: {error.strerror or error}"
-        if error.errno in _FULL:
-            raise ResourceError(message, "free some space, or choose a folder on another disk") from None
-        raise UsageError(message, "choose another folder for the output") from None
+        if error.errno in _PATH_ERRORS:
+            raise UsageError(message, "choose another folder for the output") from None
+        raise ResourceError(message, "free some space, or choose a folder on another disk") from None
 
 
 def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
@@ -70,8 +72,7 @@ class Staging:
         # The process is for a person to read: only the lock tells whether a run is alive.
         run = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.folder, self._replaced, self._lock_path = (
-            self.target.with_name(f".{self.target.name}.{kind}")
-            for kind in (f"partial-{run}", f"replaced-{run}", "lock")
+            self.target.parent / f".{self.target.name}.{kind}" for kind in (f"partial-{run}", f"replaced-{run}", "lock")
         )
 
     def __enter__(self) -> Self:

@@ -294,3 +294,12 @@ def test_a_model_without_a_template_is_refused_with_what_to_do(mycli: Mycli, tmp
     done = mycli("chat", str(folder), input="Hi\n")
     assert done.returncode == 2 and "no chat template" in done.stderr and "mycli run" in done.stderr
     assert mycli("run", str(folder), "Once upon a time", "-n", "4", "-q", "--device", "cpu").returncode == 0
+
+
+def test_json_is_an_object_for_each_reply(mycli: Mycli) -> None:
+    done = mycli(
+        "chat", "pico", "--json", "--device", "cpu", input="My name is Leo.\n/show\n/nonsense\nWhat is my name?\n"
+    )
+    first, error, second = map(json.loads, done.stdout.splitlines())
+    assert "Leo" in first["text"] and "Leo" in second["text"] and second["cached_tokens"] > 0
+    assert error["error"]["exit_code"] == 2 and "Settings" in done.stderr

@@ -1,0 +1,145 @@
+"""Quantizing block by block with data: each product of a block sees the inputs that the quantized model gives it.
+
+Two copies of one block are on the device at a time, the original and the one being quantized; the residual streams of
+both models lie on the host. Within a block the order is that of execution, qkv, o, gate_up, down: each is observed
+after those before it were quantized, and aims at what the original puts out. Knows no scheme by name and no files
+beyond the checkpoint read from.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mycli.quant import schemes
+from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
+from mycli.quant.observe import HELD, View, observe, require_finite
+from mycli.quant.progress import Progress, silent
+from mycli.quant.record import Layer
+from mycli.quant.refit import Moments, refit
+from mycli.quant.streaming import StreamedModel
+from mycli.runtime.device import TORCH_DTYPES
+from mycli.runtime.errors import ModelError
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packing import Packing
+from mycli.runtime.transformer import Block
+
+Sink = Callable[[str, Quantized], None]  # takes each linear by its name as soon as it is solved
+
+
+class Solver:
+    """Solves linears that share an input and a packing, and describes what came of it."""
+
+    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search) -> None:
+        self._scheme = schemes.load(method)
+        self._scale_dtype = scale_dtype
+        self._search = search
+
+    def solve(
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
+    ) -> tuple[dict[str, Quantized], list[Layer]]:
+        """weights [N, K] by name, stacked and solved as one, for the moments of most windows and of those held apart.
+
+        Where a linear came out worse than plain rounding with the same scales, it is rounded instead.
+        """
+        grid = Grid(packing, self._scale_dtype, self._search)
+        target, share = refit(torch.cat(list(weights.values())), fitted, held)
+        hessian = fitted.hessian + held.hessian
+        try:
+            solution = self._scheme.solve(target, grid, hessian)
+        except ModelError as error:
+            raise ModelError(f"{', '.join(weights)}: {error.message}", error.hint) from error
+        solved: dict[str, Quantized] = {}
+        layers: list[Layer] = []
+        start = 0
+        for name, weight in weights.items():
+            rows = slice(start, start + len(weight))
+            wanted, scales = target[rows], solution.quantized.scales[rows]
+            ours, rounded = Quantized(solution.quantized.codes[rows], scales), round_to_scales(wanted, scales, grid)
+            errors = [output_error(wanted, each, grid, hessian) for each in (ours, rounded)]
+            fallback = "Hessian not positive definite" if solution.fallback else None
+            if errors[0] > errors[1]:
+                fallback = "plain rounding is better"
+            solved[name] = rounded if fallback else ours
+            layers.append(
+                Layer(
+                    name,
+                    packing.name,
+                    relative_error(weight, solved[name], grid),
+                    output_error=min(errors),
+                    rounding_output_error=errors[1],
+                    refit=share,
+                    damping=solution.damping,
+                    dead_columns=solution.dead_columns,
+                    fallback=fallback,
+                )
+            )
+            start = rows.stop
+        return solved, layers
+
+
+def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
+    """Plain rounding with given scales."""
+    return Quantized(round_to_grid(weight, scales, grid), scales)
+
+
+def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
+    """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 where the output is zero."""
+    wanted = weight.float()
+    lost = dequantize(quantized, grid).sub_(wanted)
+    total = float((wanted @ hessian).mul_(wanted).sum(dtype=torch.float64))
+    return float((lost @ hessian).mul_(lost).sum(dtype=torch.float64)) / total if total > 0 else 0.0
+
+
+def quantize_blocks(
+    model: StreamedModel,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    windows: Tensor,
+    sink: Sink,
+    progress: Progress = silent,
+) -> list[Layer]:
+    """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq]."""
+    config, device = model.config, model.placement.device
+    surroundings = model.surroundings(windows.shape[1])
+    stream, full = model.embed(windows), model.embed(windows)
+    layers: list[Layer] = []
+
+    def take(result: tuple[dict[str, Quantized], list[Layer]]) -> dict[str, Quantized]:
+        for name, quantized in result[0].items():
+            sink(name, quantized)
+        layers.extend(result[1])
+        progress("quantizing", len(layers), len(packings))
+        return result[0]
+
+    for index in range(config.layers):
+        quantized, original = View(model.block(index), stream), View(model.block(index), full)
+        for product in Block.INPUTS:
+            linear = getattr(quantized.block, product)
+            assert isinstance(linear, Linear)
+            packing = packings[linear.specs[0].name]
+            moments = observe(quantized, original, product, surroundings, device)
+            solved = take(solver.solve(model.weights(linear.specs), packing, *moments))
+            _install(linear, solved, packing, TORCH_DTYPES[config.dtype])
+        for view in (quantized, original):
+            model.advance(view.block, view.stream, surroundings)
+    head = config.head()
+    if head.name in packings:
+        moments = _moments_of_head(model, stream, full)
+        take(solver.solve(model.weights([head]), packings[head.name], *moments))
+    return layers
+
+
+def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:
+    fitted, held = (Moments.zeros(stream.shape[2], model.placement.device) for _ in range(2))
+    for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):
+        x, y = model.normed(ours).float(), model.normed(theirs).float()
+        require_finite(x)
+        (held if index % HELD == HELD - 1 else fitted).add(x, y)
+    return fitted, held
+
+
+def _install(linear: Linear, solved: Mapping[str, Quantized], packing: Packing, dtype: torch.dtype) -> None:
+    """Let the block go on with the weights as every reader will see them, rounded to the scales' dtype."""
+    restored = [dequantize(each, Grid(packing, dtype)).to(dtype) for each in solved.values()]
+    linear.matmuls = (DenseMatmul(torch.cat(restored).to(linear.matmuls[0].dequantize().dtype)),)
