@@ -3,8 +3,8 @@
     PYTHONPATH=.links python -m tests.peers.quality_table [--bits 4 3] [--group 128] [--samples 128] [--tokens 16384]
 
 All rows see the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
-the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order, groups
-scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
+the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order,
+groups scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
 """
 
 import argparse
