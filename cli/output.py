@@ -67,6 +67,42 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
+    """`value` and `schema_version` as one line of JSON, with escapes where `encoding` could not write it."""
+    whole = _finite({"schema_version": SCHEMA_VERSION, **value})
+    line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(encoding)
+        return line
+    except UnicodeEncodeError:
+        return json.dumps(whole, allow_nan=False)
+
+
+class LiveMarkdown:
+    """A text on a terminal that grows, rendered as Markdown each time; its links are text, not escape sequences."""
+
+    def __init__(self, stream: TextIO, plain: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=stream, no_color=plain, highlight=False)
+        # Taller than the terminal, it ends in an ellipsis until it is complete: what has scrolled cannot be redrawn.
+        self._live = Live(console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
+        self._text = ""
+        self._live.start()
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        from rich.markdown import Markdown
+
+        self._text += text
+        self._live.update(Markdown(sanitize(self._text), hyperlinks=False))
+
+    def end(self) -> None:
+        """Show the whole."""
+        self._live.stop()
+
+
 class Output:
     """Everything a command says. `json_mode`: one JSON object (or JSON lines) on stdout instead of text."""
 
@@ -110,25 +146,31 @@ class Output:
 
     # Results
 
+    @property
+    def _text(self) -> TextIO:
+        """Where text of the answer goes: stdout is for objects alone where those were asked for."""
+        return self._stderr if self.json_mode else self._stdout
+
     def result(self, text: str) -> None:
         """A line or more of the answer."""
-        self._stdout.write((sanitize(text) if self._stdout.isatty() else text) + "\n")
+        self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
-    def stream(self, text: str, *, raw: bool = False) -> None:
+    def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
-        self._stdout.write(text if raw or not self._stdout.isatty() else sanitize(text))
-        self._stdout.flush()
+        shown = text if raw or not self._text.isatty() else sanitize(text)
+        self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
+        self._text.flush()
+
+    def markdown(self) -> "LiveMarkdown":
+        """Begin a text that is rendered as Markdown while it grows; for a terminal."""
+        return LiveMarkdown(self._stdout, plain=not self.decorated(self._stdout))
 
     def json(self, value: Mapping[str, Any]) -> None:
         """The answer, or one line of it, as an object with `schema_version`."""
-        whole = _finite({"schema_version": SCHEMA_VERSION, **value})
-        line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
-        try:
-            line.encode(self._stdout.encoding or "utf-8")
-            safe = line == sanitize(line) or not self._stdout.isatty()
-        except UnicodeEncodeError:
-            safe = False
-        self._stdout.write((line if safe else json.dumps(whole, allow_nan=False)) + "\n")
+        line = json_line(value, self._stdout.encoding or "utf-8")
+        if self._stdout.isatty() and line != sanitize(line):
+            line = json_line(value, "ascii")
+        self._stdout.write(line + "\n")
         self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:

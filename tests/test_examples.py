@@ -13,7 +13,7 @@ import pytest
 
 from mycli.cli.main import COMMANDS, main
 
-NETWORK = "# needs the network"
+NETWORK = "# needs the network"  # or a model that comes from there
 
 
 def parse(line: str) -> tuple[str, list[str]]:
@@ -48,7 +48,6 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     lines = import_module(f"mycli.cli.commands.{COMMANDS[name][0]}").EXAMPLES
     for line in (step for whole in lines if NETWORK not in whole for step in whole.split(" && ")):
         typed, words = parse(line)
-        assert name in words
         if "--verify" in words:  # measures what a process of its own takes
             done = subprocess.run([sys.executable, "-m", "mycli.cli", *words], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"

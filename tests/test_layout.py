@@ -25,7 +25,7 @@ PIPES = {
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }
 # A command that does not run a model starts without these.
-HEAVY = ("torch", "huggingface_hub", "tokenizers", "transformers", "triton")
+HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
 LIGHT = (
     "--help",
     "--version",
@@ -34,6 +34,7 @@ LIGHT = (
     "pull --help",
     "list",
     "show pico",
+    "show pico --json",
     "rm --help",
     "verify --help",
     "estimate pico",

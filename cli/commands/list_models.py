@@ -11,9 +11,10 @@ EXAMPLES = (
 
 @command
 def list_models(call: Call) -> None:
-    """Show the models on this machine: built in, quantized here, and in the Hugging Face cache.
+    """List the models on this machine.
 
-    What other tools left in that cache is shown too; the last column says what cannot be used and why.
+    Built in, quantized here, and in the Hugging Face cache. What other tools left in that cache is shown too; the last
+    column says what cannot be used and why.
     """
     from mycli.runtime.store import stored
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from mycli.runtime.download import Pull
 
 EXAMPLES = (
-    "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct             # not run by the tests: 270 MB",
-    "mycli pull Qwen/Qwen3-0.6B --dry-run                       # not run by the tests: needs a network",
-    "mycli pull Qwen/Qwen3-0.6B@main --json                     # not run by the tests: needs a network",
+    "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
+    "mycli pull Qwen/Qwen3-0.6B --dry-run  # needs the network",
+    "mycli pull Qwen/Qwen3-0.6B@main --json  # needs the network",
 )
 
 
@@ -62,8 +62,9 @@ def pull(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even where the disk seems too small.")] = False,
 ) -> None:
-    """Fetch a model of the hub: safetensors, JSON and templates of one commit, each checked by size and hash.
+    """Fetch a model from the Hugging Face hub.
 
+    Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
     What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
     """
     from mycli.runtime import download

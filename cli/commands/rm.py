@@ -9,9 +9,9 @@ from mycli.cli.command import Call, command
 from mycli.cli.output import gib
 
 EXAMPLES = (
-    "mycli quantize pico -o tiny && mycli rm tiny --yes         # not run by the tests: deletes",
-    "mycli rm Qwen/Qwen3-0.6B                                   # not run by the tests: deletes",
-    "mycli rm Qwen/Qwen3-0.6B@main --yes --json                 # not run by the tests: deletes",
+    "mycli quantize pico --report none && mycli rm pico-rtn-int4-g128 --yes",
+    "mycli rm Qwen/Qwen3-0.6B  # needs the network",
+    "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the network",
 )
 
 
@@ -21,9 +21,10 @@ def rm(
     model: options.Model,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a model that was pulled or quantized here; with @revision only what no other revision uses.
+    """Delete a stored model.
 
-    On a terminal it asks first. Folders that mycli did not store are left alone.
+    One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
+    first. Folders that mycli did not store are left alone.
     """
     from mycli.runtime.store import plan_removal, remove
 

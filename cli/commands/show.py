@@ -19,7 +19,7 @@ EXAMPLES = (
     "mycli show pico --template",
     "mycli show pico --tensors",
     "mycli show pico --json",
-    "mycli show Qwen/Qwen3-0.6B                                 # not run by the tests: needs a network",
+    "mycli show Qwen/Qwen3-0.6B  # needs the network",
 )
 
 
@@ -172,9 +172,10 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors with dtype, shape and file.")] = False,
     recipe: Annotated[bool, typer.Option("--recipe", help="Print how the model was quantized.")] = False,
 ) -> None:
-    """Say what a model is: shape, size, bits per weight, end tokens, sampling defaults, origin and quality card.
+    """Say what a model is, without loading it.
 
-    A model of the hub that is not here is looked at through its small files and the headers of its weights.
+    Shape, size, bits per weight, end tokens, sampling defaults, origin and quality card. A model of the hub that is not
+    here is looked at through its small files and the headers of its weights.
     """
     if template + tensors + recipe > 1:
         raise UsageError("--template, --tensors and --recipe each print something of their own", "give one of them")

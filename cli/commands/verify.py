@@ -9,9 +9,9 @@ from mycli.cli.command import Call, command
 from mycli.runtime.errors import ExitCode, GateError
 
 EXAMPLES = (
-    "mycli verify Qwen/Qwen3-0.6B                               # not run by the tests: needs that model",
-    "mycli verify Qwen/Qwen3-0.6B --drop && mycli pull Qwen/Qwen3-0.6B  # not run by the tests: needs a network",
-    "mycli verify my-model-gptq-int4-g128 --json                # not run by the tests: needs that model",
+    "mycli quantize pico --report none && mycli verify pico-rtn-int4-g128",
+    "mycli verify pico-rtn-int4-g128 --json",
+    "mycli verify Qwen/Qwen3-0.6B --drop && mycli pull Qwen/Qwen3-0.6B  # needs the network",
 )
 
 
@@ -23,7 +23,10 @@ def verify(
         bool, typer.Option("--drop", help="Delete damaged files of a hub model, so that pull fetches them again.")
     ] = False,
 ) -> None:
-    """Check size and hash of every file of a model that was pulled or quantized; exit 6 when one differs or lacks."""
+    """Check the files of a model byte by byte.
+
+    Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or lacks.
+    """
     from mycli.runtime import store
 
     source = store.find_stored(model)

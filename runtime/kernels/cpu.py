@@ -78,7 +78,7 @@ class _Shuffled:
 
     def _dense(self, x: Tensor) -> Tensor:
         """Many rows without AMX: a part of the weight at a time becomes dense, in a type that torch multiplies fast."""
-        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and self._library.bf16 else torch.float32
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and self._library.dense_bf16 else torch.float32
         given, outputs = x.to(dtype), self._shape[0]
         step = max(_ROWS, _PART // self._shape[1] // _ROWS * _ROWS)
         y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
@@ -166,7 +166,7 @@ def dense_rows(x: Tensor, weight: Tensor) -> Tensor | None:
     None where there is no native code for it, and torch has to multiply.
     """
     library = native()
-    if isinstance(library, str) or not library.bf16 or x.shape[0] > 4 or x.shape[1] % _INPUTS:
+    if isinstance(library, str) or not library.dense_bf16 or x.shape[0] > 4 or x.shape[1] % _INPUTS:
         return None
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return None

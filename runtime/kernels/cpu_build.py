@@ -53,8 +53,9 @@ class Native:
     matmul: Callable[..., int]
     dense: Callable[..., int | None]
     read: Callable[..., int]
-    bf16: bool  # takes bf16 activations, and has `dense`
-    amx: bool  # many rows at once without torch
+    bf16: bool  # `matmul` takes bf16 activations
+    amx: bool  # and many rows of them
+    dense_bf16: bool  # `dense` works, and torch multiplies bf16 fast
 
 
 def load_library(path: Path) -> Native:
@@ -76,6 +77,7 @@ def load_library(path: Path) -> Native:
         function("read_memory", c_int64, c_void_p, c_int64, c_int),
         bool(features & 1),
         bool(features & 2),
+        bool(features & 4),
     )
 
 

@@ -6,15 +6,19 @@
 //
 // Layout. A block is 16 output rows times 32 inputs: exactly `bits` vectors of 64 bytes, in the order
 // [rows / 16][inputs / 32][bits][32 words of 16 bits]. Word 2j+p holds codes of row j at inputs 2r+p, for as many pairs
-// r as fit: a vector shifted right by the position of r is a table index for vpermw, and what comes out (32 bf16, rows
-// side by side, inputs in pairs) is both an operand of the bf16 dot product and a row of an AMX tile.
-//    8 bits: pair r in vector r/2 at bit 8*(r%2), as signed bytes      4 bits: vector r/4, bit 4*(r%4)
-//    2 bits: vector r/8, bit 2*(r%8)                                   3 bits: vector r/5, bit 3*(r%5) for r < 15, and
-//    bit b of pair 15 in the top bit of vector b.
+// r as fit:
+//    8 bits: pair r in vector r/2 at bit 8*(r%2), as signed bytes      2 bits: vector r/8, bit 2*(r%8)
+//    4 bits: vector r/4, bit 4*(r%4)                                   3 bits: vector r/4, bit 0, 3, 8 or 11 for r < 12;
+//    bit b of the pairs 12 to 15 in bits 6, 7, 14 and 15 of vector b
+// Shifted and masked by bytes, a vector is an operand of an integer dot product (four inputs of each row side by side);
+// shifted by words, it is a table index for vpermw, and what comes out (32 bf16, inputs in pairs) a row of an AMX tile.
 // Scales are [rows / 16][groups][16] in their own type. Rows past the last are zero.
 //
-// Codes become bf16 exactly; a group is summed in fp32 and scaled once (with many rows in AMX tiles the scale is
-// multiplied in first, which gives the weight rounded to bf16, as the reference has it with bf16 scales).
+// Arithmetic. fp32 activations: exact codes, fp32 sums, scaled once a group. Few rows of bf16: activations become integers
+// of 16 bits, as two bytes, in units of a power of two for each segment of 32 to 128 inputs: what lies within 1/128 of the
+// largest of its segment keeps all its bits. A segment is summed exactly, then scaled; so a row's result does not depend
+// on the rows beside it, nor on which instructions summed it. Many rows of bf16: AMX tiles of bf16 with fp32 sums, the
+// scale multiplied into the weight first and rounded, as the reference has it with bf16 scales.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,14 +31,19 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define WIDTH 64  // bytes of a vector in integer dot products
+#elif defined(__AVX2__)
+#define WIDTH 32
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define BF16_DOT 1
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define AMX 1
 #endif
-#elif defined(__F16C__)
-#include <immintrin.h>
 #endif
 
 namespace {
@@ -42,7 +51,8 @@ namespace {
 enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2;
-constexpr int64_t AHEAD = 1024;  // bytes prefetched ahead of a stream of codes: the best of 0.25 to 16 KiB
+constexpr int64_t TILED = 3, MANY = 48;  // rows from which on AMX beats vectors, and bf16 tiles beat integer ones
+constexpr int64_t AHEAD = 4096;  // bytes prefetched ahead of a stream of codes
 
 struct Weight {  // mirrored by cpu.py
     const uint8_t* codes;
@@ -114,10 +124,12 @@ inline void store(void* out, int32_t type, int64_t index, float value) {
     else static_cast<uint16_t*>(out)[index] = type == BF16 ? to_bf16(value) : to_f16(value);
 }
 
-// Where pair r lies: (vector, first bit); the last pair of 3 bits is apart.
-template <int B> constexpr int PER_WORD = 16 / B;
+// Where pair r lies: its vector and first bit. Of 3 bits the last four pairs are apart, their bit b in vector b.
+template <int B> constexpr int PER_WORD = B == 3 ? 4 : 16 / B;
 template <int B> constexpr int vector_of(int r) { return r / PER_WORD<B>; }
-template <int B> constexpr int bit_of(int r) { return B * (r % PER_WORD<B>); }
+template <int B> constexpr int bit_of(int r) { return B == 3 ? 8 * (r % 4 / 2) + 3 * (r % 2) : B * (r % PER_WORD<B>); }
+constexpr int spread_bit_of(int r) { return 8 * (r % 4 / 2) + 6 + r % 2; }
+template <int B> constexpr bool spread(int r) { return B == 3 && r >= 12; }
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
@@ -136,9 +148,10 @@ template <int B> inline F8 pair_codes(const uint8_t* block, int r, int half, int
     const int shift = 16 * p;
     if (B == 8) return __builtin_convertvector((vector(r / 2) << (24 - shift - 8 * (r % 2))) >> 24, F8);
     I8 code;
-    if (B == 3 && r == 15)
-        code = ((vector(0) >> (15 + shift)) & 1) | ((vector(1) >> (14 + shift)) & 2) | ((vector(2) >> (13 + shift)) & 4);
-    else
+    if (spread<B>(r)) {
+        const int at = spread_bit_of(r) + shift;
+        code = ((vector(0) >> at) & 1) | ((vector(1) >> (at - 1)) & 2) | ((vector(2) >> (at - 2)) & 4);
+    } else
         code = (vector(vector_of<B>(r)) >> (bit_of<B>(r) + shift)) & ((1 << B) - 1);
     return __builtin_convertvector(code - (1 << (B - 1)), F8);
 }
@@ -173,7 +186,162 @@ template <int B, int M> void rows_f32(const Weight& w, int64_t row_block, const 
     memcpy(y, total, sizeof total);
 }
 
-// ---- AVX-512 with bf16 dot products ----
+// ---- Integer dot products: AVX-512 VNNI, AVX-VNNI or AVX2 ----
+
+#if WIDTH
+
+typedef uint16_t U __attribute__((vector_size(WIDTH), aligned(WIDTH)));
+typedef int32_t I __attribute__((vector_size(WIDTH), aligned(WIDTH)));
+typedef float F __attribute__((vector_size(WIDTH), aligned(WIDTH)));
+constexpr int LANES = WIDTH / 4, HALVES = ROWS / LANES, FOURS = INPUTS / 4;
+
+inline int64_t segment_of(const Weight& w) { return w.group % 128 == 0 ? 128 : w.group % 64 == 0 ? 64 : 32; }
+
+// The input at byte i of four q: bytes of a lane follow the words and bits of the layout.
+template <int B> constexpr int input_of(int q, int i) {
+    const int h = i % 2, r = B == 8 ? 2 * q + h : B == 2 ? 8 * (q / 4) + 4 * h + q % 4 : 4 * (q / 2) + 2 * h + q % 2;
+    return 2 * r + i / 2;
+}
+
+struct Order { uint16_t inputs[INPUTS]; };
+template <int B> constexpr Order make_order() {
+    Order order{};
+    for (int i = 0; i < INPUTS; i++) order.inputs[i] = uint16_t(input_of<B>(i / 4, i % 4));
+    return order;
+}
+
+// Activations as integers v = 256 * high + low: bytes [rows][high, low][stride], in each block in the order of the fours.
+struct Integers {
+    int8_t* bytes;
+    int64_t stride;  // inputs and a cache line: rows a power of two apart would share a few lines of the cache
+    float* units;    // [rows][segments], what the integers are multiples of
+    int32_t* zeros;  // [rows][segments], half the range of codes times the sum of the integers
+    int64_t segments;
+};
+
+inline float power_of_two(int exponent) {
+    const uint32_t word = uint32_t(127 + exponent) << 23;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+template <int B> void make_integers(const uint16_t* x, int64_t segment, int8_t* high, int64_t stride, float* unit, int32_t* zero) {
+    alignas(64) static constexpr Order order = make_order<B>();
+    uint16_t largest = 0;
+    for (int64_t i = 0; i < segment; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
+    // The largest becomes at most 32639: 127 * 256 + 127. What is not finite makes everything NaN.
+    const int exponent = std::max((largest + 1) / 128 - 127, -100);
+    const float scale = power_of_two(14 - exponent);
+    *unit = largest >= 0x7f80 ? from_bf16(0x7fc0) : power_of_two(exponent - 14);
+    int32_t sum = 0;
+    for (int64_t k = 0; k < segment; k += INPUTS) {
+        int8_t* to = high + k;
+#if WIDTH == 64
+        const __m512i pairs = _mm512_loadu_si512(x + k);
+        const __m512i lower = _mm512_cvtps_epi32(_mm512_mul_ps(
+            _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(pairs)), 16)), _mm512_set1_ps(scale)));
+        const __m512i upper = _mm512_cvtps_epi32(_mm512_mul_ps(
+            _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pairs, 1)), 16)), _mm512_set1_ps(scale)));
+        sum += _mm512_reduce_add_epi32(_mm512_add_epi32(lower, upper));
+        const __m512i words = _mm512_permutexvar_epi16(
+            _mm512_load_si512(order.inputs),
+            _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(lower)), _mm512_cvtepi32_epi16(upper), 1));
+        const __m512i rounded = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(rounded));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + stride), _mm512_cvtepi16_epi8(words));
+#else
+        for (int i = 0; i < INPUTS; i++) {
+            const int32_t v = int32_t(__builtin_rintf(from_bf16(x[k + order.inputs[i]]) * scale));
+            sum += v;
+            to[i] = int8_t((v + 128) >> 8);
+            to[stride + i] = int8_t(v);
+        }
+#endif
+    }
+    *zero = sum * (1 << (B - 1));
+}
+
+// sum + codes * four, for four codes and four activations of each row.
+template <int B> inline I dot(I sum, U codes, int32_t four) {
+#if WIDTH == 64
+    return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
+#else
+    const __m256i x = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
+    const auto add = [&](__m256i part, int weight) {
+        sum += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(part, x), _mm256_set1_epi16(int16_t(weight)));
+    };
+    if (B == 8) add((__m256i)(codes >> 4) & nibble, 16);  // in halves: a sum of two products must fit 16 bits
+    add(B == 8 ? (__m256i)codes & nibble : (__m256i)codes, 1);
+    return sum;
+#endif
+}
+
+// Calls use(q, codes of four q in the bytes of a lane) for q = 0..7, for the rows of one half.
+template <int B, class Use> inline __attribute__((always_inline)) void each_four(const uint8_t* block, int half, Use use) {
+    const auto vector = [&](int v) {
+        U lanes;
+        memcpy(&lanes, block + 64 * v + WIDTH * half, WIDTH);
+        return lanes;
+    };
+    constexpr int PER = FOURS / (B == 3 ? 4 : B);  // fours in a vector
+    constexpr uint16_t MASK = B == 8 ? 0xffff : ((1 << B) - 1) * 0x101;
+#pragma GCC unroll 8
+    for (int q = 0; q < FOURS; q++) {
+        if (B == 8) use(q, vector(q) ^ uint16_t(0x8080));
+        else if (B != 3 || q < 6) use(q, (vector(q / PER) >> (B * (q % PER))) & MASK);
+        else use(q, ((vector(0) >> q) & uint16_t(0x101)) | ((vector(1) >> (q - 1)) & uint16_t(0x202)) |
+                        ((vector(2) >> (q - 2)) & uint16_t(0x404)));
+    }
+}
+
+// y[m][0..15] of one row block for M rows of integers, of which rows past `rows` repeat the last.
+template <int B, int M> void rows_int(const Weight& w, int64_t row_block, const Integers& x, int64_t rows, float (*y)[ROWS]) {
+    constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
+    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group;
+    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
+    int64_t row[M];
+    for (int m = 0; m < M; m++) row[m] = std::min<int64_t>(m, rows - 1);
+    F total[HALVES][M] = {};
+    for (int64_t s = 0; s < x.segments; s++, block += steps * B * 64) {
+        float scales[ROWS];
+        for (int j = 0; j < ROWS; j++) scales[j] = load_scale(w, (row_block * groups + s * segment / w.group) * ROWS + j);
+#pragma GCC unroll 2
+        for (int half = 0; half < HALVES; half++) {
+            I high[M][CHAINS] = {}, low[M][CHAINS] = {};
+            for (int64_t b = 0; b < steps; b++) {
+                const int8_t* at = x.bytes + s * segment + b * INPUTS;
+#pragma GCC unroll 8
+                for (int v = 0; v < B && half == 0; v++) __builtin_prefetch(block + (b * B + v) * 64 + AHEAD);
+                each_four<B>(block + b * B * 64, half, [&](int q, U codes) {
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) {
+                        int32_t two[2];
+                        memcpy(&two[0], at + row[m] * 2 * x.stride + 4 * q, 4);
+                        memcpy(&two[1], at + (row[m] * 2 + 1) * x.stride + 4 * q, 4);
+                        high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
+                        low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+                    }
+                });
+            }
+            F scale;
+            memcpy(&scale, scales + half * LANES, sizeof scale);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
+                const I sum = high[m][0] * 256 + low[m][0] - x.zeros[row[m] * x.segments + s];
+                total[half][m] += __builtin_convertvector(sum, F) * (scale * x.units[row[m] * x.segments + s]);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < HALVES; half++) memcpy(y[m] + half * LANES, &total[half][m], WIDTH);
+}
+#endif
+
+// ---- bf16 on AVX-512 ----
 
 #if BF16_DOT
 
@@ -218,22 +386,21 @@ template <int B, class Use> inline __attribute__((always_inline)) void decode(co
             use(2 * i + 1, pair(_mm512_and_si512(_mm512_slli_epi32(a, 16), top), a));
         }
     } else {
-        constexpr int PER = PER_WORD<B>;
-#pragma GCC unroll 4
-        for (int i = 0; i < B; i++) {
-            const __m512i a = _mm512_loadu_si512(v + i);
-#pragma GCC unroll 8
-            for (int s = 0; s < PER; s++)
-                use(i * PER + s, _mm512_permutexvar_epi16(s ? _mm512_srli_epi16(a, B * s) : a, table));
-        }
-        if constexpr (B == 3) {
-            const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(v), 15);
-            const __m512i middle = _mm512_srli_epi16(_mm512_loadu_si512(v + 1), 14);
-            const __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(v + 2), 13);
-            // bit 0 of low, else bit 1 of middle, else high (its bit 2; lower bits are masked by the two selections)
-            const __m512i one = _mm512_set1_epi16(1), three = _mm512_set1_epi16(3);
-            const __m512i both = _mm512_ternarylogic_epi32(one, low, middle, 0xca);
-            use(15, _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(three, both, high, 0xca), table));
+#pragma GCC unroll 16
+        for (int r = 0; r < PAIRS; r++) {
+            __m512i index;
+            if (spread<B>(r)) {
+                const int at = spread_bit_of(r);
+                const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(v), at);
+                const __m512i middle = _mm512_srli_epi16(_mm512_loadu_si512(v + 1), at - 1);
+                const __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(v + 2), at - 2);
+                // 0xca selects: bit 0 of low, bit 1 of middle, the rest (bit 2 counts) of high
+                const __m512i two = _mm512_ternarylogic_epi32(_mm512_set1_epi16(1), low, middle, 0xca);
+                index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), two, high, 0xca);
+            } else {
+                index = _mm512_srli_epi16(_mm512_loadu_si512(v + vector_of<B>(r)), bit_of<B>(r));
+            }
+            use(r, _mm512_permutexvar_epi16(index, table));
         }
     }
 }
@@ -248,42 +415,6 @@ inline __m512 load_scales(const Weight& w, int64_t index) {
 template <int B> inline void prefetch(const uint8_t* block) {
 #pragma GCC unroll 8
     for (int i = 0; i < B; i++) _mm_prefetch(reinterpret_cast<const char*>(block + AHEAD + 64 * i), _MM_HINT_T0);
-}
-
-// y[m][0..15] of one row block for M rows of bf16 activations.
-template <int B, int M> void rows_bf16(const Weight& w, int64_t row_block, const uint16_t* x, float (*y)[ROWS]) {
-    constexpr int CHAINS = M == 1 ? 4 : M == 2 ? 2 : 1;  // independent sums hide the latency of the dot product
-    const __m512i table = load_table<B>();
-    const int64_t groups = w.inputs / w.group, per_group = w.group / INPUTS;
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
-    __m512 total[M];
-    for (int m = 0; m < M; m++) total[m] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512 sum[M][CHAINS];
-        for (int m = 0; m < M; m++)
-            for (int c = 0; c < CHAINS; c++) sum[m][c] = _mm512_setzero_ps();
-        for (int64_t b = 0; b < per_group; b++, block += B * 64) {
-            const uint16_t* at = x + (g * per_group + b) * INPUTS;
-            prefetch<B>(block);
-            decode<B>(block, table, [&](int r, __m512i pair) {
-#pragma GCC unroll 8
-                for (int m = 0; m < M; m++) {
-                    int32_t two;
-                    memcpy(&two, at + m * w.inputs + 2 * r, 4);
-                    sum[m][r % CHAINS] =
-                        _mm512_dpbf16_ps(sum[m][r % CHAINS], (__m512bh)pair, (__m512bh)_mm512_set1_epi32(two));
-                }
-            });
-        }
-        const __m512 scale = _mm512_mul_ps(load_scales(w, (row_block * groups + g) * ROWS), _mm512_set1_ps(UNIT<B>));
-        for (int m = 0; m < M; m++) {
-            if (CHAINS == 4) sum[m][0] = _mm512_add_ps(_mm512_add_ps(sum[m][0], sum[m][1]),
-                                                       _mm512_add_ps(sum[m][2 % CHAINS], sum[m][3 % CHAINS]));
-            if (CHAINS == 2) sum[m][0] = _mm512_add_ps(sum[m][0], sum[m][1 % CHAINS]);
-            total[m] = _mm512_fmadd_ps(sum[m][0], scale, total[m]);
-        }
-    }
-    for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m], total[m]);
 }
 
 // As `decode`, with the scales of the 16 rows multiplied in and the product rounded to bf16.
@@ -332,14 +463,15 @@ template <int M> void dense_row(const uint16_t* row, int64_t inputs, const uint1
     asm volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(base), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(base, stride, tile) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(base), "r"(int64_t(stride)) : "memory")
-#define TILE_DOT(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
+#define TILE_DOT_SU8(sum, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
+#define TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 
 constexpr int TILE = ROWS * INPUTS;
 
-// Tiles for the life of the object: 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. Tiles 0, 1, 4 take `first`
-// rows of activations, 2, 3, 5 take `second`.
+// Tiles for the life of the object: 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. Tiles 0, 1, 4 have `first`
+// rows, 2, 3, 5 have `second`; a row of activations has `width` bytes.
 struct Tiles {
-    Tiles(int64_t first, int64_t second) {
+    Tiles(int64_t first, int64_t second, int64_t width) {
         struct alignas(64) {
             uint8_t palette, start, reserved[14];
             uint16_t bytes[16];
@@ -348,9 +480,9 @@ struct Tiles {
         memset(&config, 0, sizeof config);
         config.palette = 1;
         for (int tile = 0; tile < 8; tile++) {
-            const int64_t rows = tile >= 6 ? PAIRS : tile == 2 || tile == 3 || tile == 5 ? second : first;
+            const int64_t rows = tile >= 6 ? width / 4 : tile == 2 || tile == 3 || tile == 5 ? second : first;
             config.rows[tile] = uint8_t(rows);
-            config.bytes[tile] = rows ? 64 : 0;
+            config.bytes[tile] = uint16_t(!rows ? 0 : tile == 4 || tile == 5 ? width : 64);
         }
         asm volatile("ldtilecfg (%0)" : : "r"(&config) : "memory");
     }
@@ -359,37 +491,59 @@ struct Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// y[m][0..15] of one row block for up to 32 rows of bf16 activations; Tiles(min(rows, 16), rows - 16) are configured.
-template <int B> void rows_amx(const Weight& w, int64_t row_block, const uint16_t* x, int64_t rows, float (*y)[ROWS]) {
-    constexpr int RING = 4;  // tiles written ahead of those being multiplied
-    alignas(64) uint16_t tile[RING][TILE];
-    alignas(64) float part[2 * ROWS][ROWS];
-    const __m512i table = load_table<B>();
-    const int64_t groups = w.inputs / w.group, per_group = w.group / INPUTS, stride = 2 * w.inputs;
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
-    memset(y, 0, size_t(rows) * sizeof *y);
-    for (int64_t g = 0; g < groups; g++) {
-        TILE_ZERO(0);
-        if (rows > ROWS) TILE_ZERO(2);
-        for (int64_t b = 0; b < per_group; b++, block += B * 64) {
-            const uint16_t* at = x + (g * per_group + b) * INPUTS;
-            uint16_t* to = tile[b % RING];
-            prefetch<B>(block);
-            decode<B>(block, table, [&](int r, __m512i pair) { _mm512_store_si512(to + r * INPUTS, pair); });
-            TILE_LOAD(6, to, 64);
-            TILE_LOAD(4, at, stride);
-            TILE_DOT(0, 4, 6);
-            if (rows > ROWS) {
-                TILE_LOAD(5, at + ROWS * w.inputs, stride);
-                TILE_DOT(2, 5, 6);
+// As rows_int, for up to 16 rows: 8 activations, as high and low bytes, fill the rows of a tile; codes of 64 inputs, in
+// fours, are the other operand. Tiles(min(2 * rows, 16), 2 * rows - 16, min(segment, 64)) are configured.
+template <int B> void rows_tiles(const Weight& w, int64_t row_block, const Integers& x, int64_t rows, float (*y)[ROWS]) {
+    constexpr int BATCH = 4;  // blocks: 128 inputs
+    alignas(64) U tile[2][BATCH * FOURS];
+    alignas(64) I part[2][BATCH][2 * ROWS];
+    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, blocks = w.inputs / INPUTS;
+    const int64_t per_tile = std::min<int64_t>(steps, 2), batches = (blocks + BATCH - 1) / BATCH;
+    const uint8_t* codes = w.codes + row_block * blocks * B * 64;
+    F total[ROWS] = {};
+    const auto unpack = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b++) {
+            U* to = &tile[i % 2][b % BATCH * FOURS];
+            prefetch<B>(codes + b * B * 64);
+            each_four<B>(codes + b * B * 64, 0, [&](int q, U four) { to[q] = four; });
+        }
+    };
+    const auto multiply = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
+            TILE_ZERO(0);
+            if (rows > 8) TILE_ZERO(2);
+            for (int64_t t = b; t < b + steps; t += per_tile) {
+                const int8_t* at = x.bytes + t * INPUTS;
+                TILE_LOAD(6, &tile[i % 2][t % BATCH * FOURS], 64);
+                TILE_LOAD(4, at, x.stride);
+                TILE_DOT_SU8(0, 4, 6);
+                if (rows > 8) {
+                    TILE_LOAD(5, at + 16 * x.stride, x.stride);
+                    TILE_DOT_SU8(2, 5, 6);
+                }
+            }
+            TILE_STORE(part[i % 2][b % BATCH], 64, 0);
+            if (rows > 8) TILE_STORE(part[i % 2][b % BATCH] + 16, 64, 2);
+        }
+    };
+    const auto add = [&](int64_t i) {
+        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
+            const int64_t s = b / steps;
+            const I* sums = part[i % 2][b % BATCH];
+            const F scale = (F)load_scales(w, (row_block * groups + s * segment / w.group) * ROWS);
+            for (int64_t m = 0; m < rows; m++) {
+                const I sum = sums[2 * m] * 256 + sums[2 * m + 1] - x.zeros[m * x.segments + s];
+                total[m] += __builtin_convertvector(sum, F) * (scale * x.units[m * x.segments + s]);
             }
         }
-        TILE_STORE(part, 64, 0);
-        if (rows > ROWS) TILE_STORE(part[ROWS], 64, 2);
-        const __m512 scale = _mm512_mul_ps(load_scales(w, (row_block * groups + g) * ROWS), _mm512_set1_ps(UNIT<B>));
-        for (int64_t m = 0; m < rows; m++)
-            _mm512_storeu_ps(y[m], _mm512_fmadd_ps(_mm512_load_ps(part[m]), scale, _mm512_loadu_ps(y[m])));
+    };
+    // Tiles are loaded from memory once what was stored there has retired, so each stage works on another batch.
+    for (int64_t i = 0; i < batches + 2; i++) {
+        if (i < batches) unpack(i);
+        if (i >= 2) add(i - 2);
+        if (i >= 1 && i <= batches) multiply(i - 1);
     }
+    memcpy(y, total, size_t(rows) * sizeof *y);
 }
 
 inline void store_row(uint16_t* to, __m512 values, int64_t count) {
@@ -426,12 +580,12 @@ inline void multiply_panel(const Weight& w, const uint16_t* a, const uint16_t* b
     for (int64_t k = 0; k < steps; k++, a += TILE, b += TILE) {
         TILE_LOAD(4, a, 64);
         TILE_LOAD(6, b, 64);
-        TILE_DOT(0, 4, 6);
+        TILE_DOT_BF16(0, 4, 6);
         TILE_LOAD(7, b + other, 64);
-        TILE_DOT(1, 4, 7);
+        TILE_DOT_BF16(1, 4, 7);
         TILE_LOAD(5, a + other, 64);
-        TILE_DOT(2, 5, 6);
-        TILE_DOT(3, 5, 7);
+        TILE_DOT_BF16(2, 5, 6);
+        TILE_DOT_BF16(3, 5, 7);
     }
     TILE_STORE(part[0][0], 64, 0);
     TILE_STORE(part[0][1], 64, 1);
@@ -473,8 +627,8 @@ template <int B> void shuffle_block(const uint32_t* packed, int64_t words, int64
                 code &= (1u << B) - 1;
                 uint16_t* to = out + 2 * j + i % 2;
                 if (B == 8) code ^= 0x80;
-                if (B == 3 && r == 15)
-                    for (int b = 0; b < 3; b++) to[b * INPUTS] |= uint16_t(((code >> b) & 1) << 15);
+                if (spread<B>(r))
+                    for (int b = 0; b < 3; b++) to[b * INPUTS] |= uint16_t(((code >> b) & 1) << spread_bit_of(r));
                 else
                     to[vector_of<B>(r) * INPUTS] |= uint16_t(code << bit_of<B>(r));
             }
@@ -523,57 +677,81 @@ template <int B> void dequantize_all(const Weight& w, int64_t first, int64_t cou
     }
 }
 
-// 1 to 4 activations times one row block.
-template <int B> void few_rows(const Weight& w, int64_t row_block, const void* x, int32_t type, int64_t rows, void* y) {
-    float part[4][ROWS];
-#if BF16_DOT
-    if (type == BF16) {
-        const uint16_t* at = static_cast<const uint16_t*>(x);
-        if (rows == 1) rows_bf16<B, 1>(w, row_block, at, part);
-        else if (rows == 2) rows_bf16<B, 2>(w, row_block, at, part);
-        else if (rows == 3) rows_bf16<B, 3>(w, row_block, at, part);
-        else rows_bf16<B, 4>(w, row_block, at, part);
-    } else
-#endif
-    {
-        const float* at = static_cast<const float*>(x);
-        if (rows == 1) rows_f32<B, 1>(w, row_block, at, part);
-        else if (rows == 2) rows_f32<B, 2>(w, row_block, at, part);
-        else if (rows == 3) rows_f32<B, 3>(w, row_block, at, part);
-        else rows_f32<B, 4>(w, row_block, at, part);
-    }
-    const int64_t row = row_block * ROWS;
+inline void store_block(const Weight& w, int64_t row_block, const float (*part)[ROWS], int64_t rows, void* y, int32_t type) {
+    const int64_t row = row_block * ROWS, count = std::min<int64_t>(ROWS, w.rows - row);
     for (int64_t m = 0; m < rows; m++)
-        for (int64_t j = 0; j < std::min<int64_t>(ROWS, w.rows - row); j++) store(y, type, m * w.rows + row + j, part[m][j]);
+        for (int64_t j = 0; j < count; j++) store(y, type, m * w.rows + row + j, part[m][j]);
 }
 
-template <int B> void matmul_few(const Weight& w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
-    const int64_t chunk = turn(w, threads), size = type == F32 ? 4 : 2;
+template <int B> void matmul_f32(const Weight& w, const float* x, int64_t rows, float* y, int threads) {
+    const int64_t chunk = turn(w, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
-        for (int64_t m = 0; m < rows; m += 4)
-            few_rows<B>(w, n, static_cast<const char*>(x) + m * w.inputs * size, type, std::min<int64_t>(4, rows - m),
-                        static_cast<char*>(y) + m * w.rows * size);
+        for (int64_t m = 0; m < rows; m += 4) {
+            float part[4][ROWS];
+            const float* at = x + m * w.inputs;
+            if (rows - m == 1) rows_f32<B, 1>(w, n, at, part);
+            else if (rows - m == 2) rows_f32<B, 2>(w, n, at, part);
+            else if (rows - m == 3) rows_f32<B, 3>(w, n, at, part);
+            else rows_f32<B, 4>(w, n, at, part);
+            store_block(w, n, part, std::min<int64_t>(4, rows - m), y + m * w.rows, F32);
+        }
 }
 
-#if AMX
-template <int B> void matmul_amx_few(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
-    const int64_t chunk = turn(w, threads);
+#if WIDTH
+template <int B> void few_rows(const Weight& w, int64_t row_block, const Integers& x, int64_t rows, float (*y)[ROWS]) {
+    if (rows == 1) rows_int<B, 1>(w, row_block, x, rows, y);
+    else if (rows == 2) rows_int<B, 2>(w, row_block, x, rows, y);
+    else if (rows <= 4) rows_int<B, 4>(w, row_block, x, rows, y);
+    else rows_int<B, 8>(w, row_block, x, rows, y);
+}
+
+// False: no memory.
+template <int B> bool matmul_int(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+    const int64_t chunk = turn(w, threads), segment = segment_of(w), segments = w.inputs / segment, stride = w.inputs + 64;
+    const bool tiled = rows >= TILED && have_amx();
+    const int64_t most = tiled ? 16 : 8, bytes = rows * 2 * stride, notes = rows * segments * 4;
+    int8_t* memory = static_cast<int8_t*>(aligned_alloc(64, size_t(bytes + 2 * notes + 63) & ~size_t(63)));
+    if (!memory) return false;
+    const Integers all{memory, stride, reinterpret_cast<float*>(memory + bytes),
+                       reinterpret_cast<int32_t*>(memory + bytes + notes), segments};
 #pragma omp parallel num_threads(threads)
     {
-        const Tiles tiles(std::min<int64_t>(rows, ROWS), std::max<int64_t>(rows - ROWS, 0));
-        float part[2 * ROWS][ROWS];
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t n = 0; n < blocks_of(w.rows); n++) {
-            rows_amx<B>(w, n, x, rows, part);
-            for (int64_t m = 0; m < rows; m++)
-                store_row(y + m * w.rows + n * ROWS, _mm512_loadu_ps(part[m]), w.rows - n * ROWS);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * segments; i++)
+            make_integers<B>(x + i * segment, segment, all.bytes + i / segments * 2 * stride + i % segments * segment, stride,
+                             all.units + i, all.zeros + i);
+        for (int64_t m = 0; m < rows; m += most) {
+            const int64_t count = std::min(most, rows - m), s = m * segments;
+            const Integers some{all.bytes + m * 2 * stride, stride, all.units + s, all.zeros + s, segments};
+            float part[ROWS][ROWS];
+#if AMX
+            if (tiled) {
+                const Tiles tiles(std::min<int64_t>(2 * count, 16), std::max<int64_t>(2 * count - 16, 0),
+                                  std::min<int64_t>(segment, 64));
+#pragma omp for schedule(dynamic, chunk) nowait
+                for (int64_t n = 0; n < blocks_of(w.rows); n++) {
+                    rows_tiles<B>(w, n, some, count, part);
+                    store_block(w, n, part, count, y + m * w.rows, BF16);
+                }
+                continue;
+            }
+#endif
+#pragma omp for schedule(dynamic, chunk) nowait
+            for (int64_t n = 0; n < blocks_of(w.rows); n++) {
+                few_rows<B>(w, n, some, count, part);
+                store_block(w, n, part, count, y + m * w.rows, BF16);
+            }
         }
     }
+    free(memory);
+    return true;
 }
+#endif
 
+#if AMX
 // Many rows: activations rearranged into tiles once, the weight two row blocks at a time. False: no memory.
-template <int B> bool matmul_amx_many(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+template <int B> bool matmul_many(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
     const int64_t steps = w.inputs / INPUTS, row_tiles = 2 * ((rows + 2 * ROWS - 1) / (2 * ROWS)), panel = 2 * steps * TILE;
     uint16_t* a = static_cast<uint16_t*>(aligned_alloc(64, size_t(row_tiles * steps * TILE + threads * panel) * 2));
     if (!a) return false;
@@ -585,7 +763,7 @@ template <int B> bool matmul_amx_many(const Weight& w, const uint16_t* x, int64_
 #pragma omp atomic capture
         self = next++;
         uint16_t* b = panels + self * panel;
-        const Tiles tiles(ROWS, ROWS);
+        const Tiles tiles(16, 16, 64);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < row_tiles * ROWS; t++)
             for (int64_t k = 0; k < steps; k++) {
@@ -605,34 +783,38 @@ template <int B> bool matmul_amx_many(const Weight& w, const uint16_t* x, int64_
 }
 #endif
 
-constexpr int64_t AMX_ROWS = 4, AMX_MANY = 48;
-
+// 0: done; 1: no memory; 2: bf16 is not taken here.
 template <int B> int matmul_any(const Weight& w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
-#if AMX
-    if (type == BF16 && rows >= AMX_ROWS && have_amx()) {
-        const uint16_t* at = static_cast<const uint16_t*>(x);
-        uint16_t* to = static_cast<uint16_t*>(y);
-        if (rows >= AMX_MANY) return matmul_amx_many<B>(w, at, rows, to, threads) ? 0 : 1;
-        for (int64_t m = 0; m < rows; m += 2 * ROWS)
-            matmul_amx_few<B>(w, at + m * w.inputs, std::min<int64_t>(2 * ROWS, rows - m), to + m * w.rows, threads);
+    if (type == F32) {
+        matmul_f32<B>(w, static_cast<const float*>(x), rows, static_cast<float*>(y), threads);
         return 0;
     }
+#if WIDTH
+    const uint16_t* at = static_cast<const uint16_t*>(x);
+    uint16_t* to = static_cast<uint16_t*>(y);
+#if AMX
+    if (rows >= MANY && have_amx()) return matmul_many<B>(w, at, rows, to, threads) ? 0 : 1;
 #endif
-    matmul_few<B>(w, x, type, rows, y, threads);
-    return 0;
+    return matmul_int<B>(w, at, rows, to, threads) ? 0 : 1;
+#else
+    return 2;
+#endif
 }
 
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Bit 0: bf16 dot products, bit 1: AMX tiles.
+// Bit 0: packed_matmul takes bf16; bit 1: many rows of it in AMX tiles; bit 2: dense_matmul works.
 EXPORT int packed_features() {
-#if BF16_DOT
-    return 1 | (have_amx() ? 2 : 0);
-#else
-    return 0;
+    int features = have_amx() ? 2 : 0;
+#if WIDTH
+    features |= 1;
 #endif
+#if BF16_DOT
+    features |= 4;
+#endif
+    return features;
 }
 
 // From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
@@ -657,8 +839,8 @@ EXPORT void packed_dequantize(const Weight* w, int64_t first, int64_t count, voi
     else dequantize_all<2>(*w, first, count, out, type, threads);
 }
 
-// x [rows, inputs] to y [rows, w->rows], both of `type`: F32, or BF16 where packed_features has bit 0. 0 on success,
-// 1 where memory for activations in tiles is missing.
+// x [rows, inputs] to y [rows, w->rows], both of `type`: F32, or BF16 where packed_features has bit 0.
+// 0: done; 1: no memory for rearranged activations; 2: BF16 is not taken.
 EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
     if (w->bits == 8) return matmul_any<8>(*w, x, type, rows, y, threads);
     if (w->bits == 4) return matmul_any<4>(*w, x, type, rows, y, threads);
@@ -666,7 +848,7 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
     return matmul_any<2>(*w, x, type, rows, y, threads);
 }
 
-// bf16 weight [outputs, inputs] as torch has it, times 1 to 4 rows of bf16; inputs a multiple of 32. Needs bit 0.
+// bf16 weight [outputs, inputs] as torch has it, times 1 to 4 rows of bf16; inputs a multiple of 32. Needs bit 2.
 EXPORT void dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t rows, uint16_t* y,
                          int threads) {
 #if BF16_DOT
