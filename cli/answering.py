@@ -115,15 +115,8 @@ class Answering:
 
     def describe_reply(self, reply: "Reply", text: str) -> dict[str, Any]:
         """The object for a reply that was streamed."""
-        timing = reply.timing
         rows = [] if self.recorder is None else self.recorder.rows[0][: len(reply.tokens)]
-        return {
-            **self._fields(text, reply.finish_reason, reply.tokens, rows),
-            "prompt_tokens": timing.prompt,
-            "cached_tokens": timing.cached,
-            "first_token_seconds": round(timing.first_token_seconds, 5),
-            "tokens_per_second": round(timing.tokens_per_second, 2),
-        }
+        return {**self._fields(text, reply.finish_reason, reply.tokens, rows), **describe(reply, text)}
 
     def _fields(
         self, text: str, reason: str | None, tokens: Sequence[int], logprobs: "Sequence[TokenLogprob]"
@@ -139,6 +132,20 @@ class Answering:
                 for one in logprobs
             ]
         return fields
+
+
+def describe(reply: "Reply", text: str) -> dict[str, Any]:
+    """A reply that ended as an object."""
+    timing = reply.timing
+    return {
+        "text": text,
+        "finish_reason": reply.finish_reason,
+        "completion_tokens": len(reply.tokens),
+        "prompt_tokens": timing.prompt,
+        "cached_tokens": timing.cached,
+        "first_token_seconds": round(timing.first_token_seconds, 5),
+        "tokens_per_second": round(timing.tokens_per_second, 2),
+    }
 
 
 def token_fields(tokenizer: "Tokenizer", token: int, logprob: float) -> dict[str, Any]:

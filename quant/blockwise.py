@@ -1,8 +1,9 @@
 """Quantizing block by block with data: each product of a block sees the inputs that the quantized model gives it.
 
-One block is on the device at a time, the residual stream of the calibration tokens on the host. Within a block the
-order is that of execution, qkv, o, gate_up, down: each is observed after those before it were quantized. Knows no
-scheme by name and no files beyond the checkpoint read from.
+Two copies of one block are on the device at a time, the original and the one being quantized; the residual streams of
+both models lie on the host. Within a block the order is that of execution, qkv, o, gate_up, down: each is observed
+after those before it were quantized, and aims at what the original puts out. Knows no scheme by name and no files
+beyond the checkpoint read from.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from mycli.quant import schemes
 from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
-from mycli.quant.observe import Hessian, observe
+from mycli.quant.observe import HELD, View, observe, require_finite
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Layer
-from mycli.quant.streaming import StreamedModel, batches
+from mycli.quant.refit import Moments, refit
+from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import DenseMatmul, Linear
@@ -34,16 +36,17 @@ class Solver:
         self._search = search
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, hessian: Tensor
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
     ) -> tuple[dict[str, Quantized], list[Layer]]:
-        """weights [N, K] by name, stacked and solved as one.
+        """weights [N, K] by name, stacked and solved as one, for the moments of most windows and of those held apart.
 
         Where a linear came out worse than plain rounding with the same scales, it is rounded instead.
         """
         grid = Grid(packing, self._scale_dtype, self._search)
-        stacked = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
+        target, share = refit(torch.cat(list(weights.values())), fitted, held)
+        hessian = fitted.hessian + held.hessian
         try:
-            solution = self._scheme.solve(stacked, grid, hessian)
+            solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
             raise ModelError(f"{', '.join(weights)}: {error.message}", error.hint) from error
         solved: dict[str, Quantized] = {}
@@ -51,9 +54,9 @@ class Solver:
         start = 0
         for name, weight in weights.items():
             rows = slice(start, start + len(weight))
-            ours = Quantized(solution.quantized.codes[rows], solution.quantized.scales[rows])
-            rounded = Quantized(round_to_grid(weight, ours.scales, grid), ours.scales)
-            errors = [output_error(weight, each, grid, hessian) for each in (ours, rounded)]
+            wanted, scales = target[rows], solution.quantized.scales[rows]
+            ours, rounded = Quantized(solution.quantized.codes[rows], scales), round_to_scales(wanted, scales, grid)
+            errors = [output_error(wanted, each, grid, hessian) for each in (ours, rounded)]
             fallback = "Hessian not positive definite" if solution.fallback else None
             if errors[0] > errors[1]:
                 fallback = "plain rounding is better"
@@ -65,6 +68,7 @@ class Solver:
                     relative_error(weight, solved[name], grid),
                     output_error=min(errors),
                     rounding_output_error=errors[1],
+                    refit=share,
                     damping=solution.damping,
                     dead_columns=solution.dead_columns,
                     fallback=fallback,
@@ -72,6 +76,11 @@ class Solver:
             )
             start = rows.stop
         return solved, layers
+
+
+def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
+    """Plain rounding with given scales."""
+    return Quantized(round_to_grid(weight, scales, grid), scales)
 
 
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
@@ -93,32 +102,41 @@ def quantize_blocks(
     """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq]."""
     config, device = model.config, model.placement.device
     surroundings = model.surroundings(windows.shape[1])
-    stream = model.embed(windows)
+    stream, full = model.embed(windows), model.embed(windows)
     layers: list[Layer] = []
+
+    def take(result: tuple[dict[str, Quantized], list[Layer]]) -> dict[str, Quantized]:
+        for name, quantized in result[0].items():
+            sink(name, quantized)
+        layers.extend(result[1])
+        progress("quantizing", len(layers), len(packings))
+        return result[0]
+
     for index in range(config.layers):
-        block = model.block(index)
+        quantized, original = View(model.block(index), stream), View(model.block(index), full)
         for product in Block.INPUTS:
-            linear = getattr(block, product)
+            linear = getattr(quantized.block, product)
             assert isinstance(linear, Linear)
-            hessian = observe(block, product, stream, surroundings, device)
-            solved, described = solver.solve(model.weights(linear.specs), packings[linear.specs[0].name], hessian)
-            del hessian
-            _install(linear, solved, packings[linear.specs[0].name], TORCH_DTYPES[config.dtype])
-            for name, quantized in solved.items():
-                sink(name, quantized)
-            layers += described
-            progress("quantizing", len(layers), len(packings))
-        model.advance(block, stream, surroundings)
+            packing = packings[linear.specs[0].name]
+            moments = observe(quantized, original, product, surroundings, device)
+            solved = take(solver.solve(model.weights(linear.specs), packing, *moments))
+            _install(linear, solved, packing, TORCH_DTYPES[config.dtype])
+        for view in (quantized, original):
+            model.advance(view.block, view.stream, surroundings)
     head = config.head()
     if head.name in packings:
-        hessian_of_head = Hessian(head.in_features, device)
-        for part in batches(stream):
-            hessian_of_head.add(model.normed(part))
-        solved, described = solver.solve(model.weights([head]), packings[head.name], hessian_of_head.mean())
-        sink(head.name, solved[head.name])
-        layers += described
-        progress("quantizing", len(layers), len(packings))
+        moments = _moments_of_head(model, stream, full)
+        take(solver.solve(model.weights([head]), packings[head.name], *moments))
     return layers
+
+
+def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:
+    fitted, held = (Moments.zeros(stream.shape[2], model.placement.device) for _ in range(2))
+    for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):
+        x, y = model.normed(ours).float(), model.normed(theirs).float()
+        require_finite(x)
+        (held if index % HELD == HELD - 1 else fitted).add(x, y)
+    return fitted, held
 
 
 def _install(linear: Linear, solved: Mapping[str, Quantized], packing: Packing, dtype: torch.dtype) -> None:

@@ -28,8 +28,8 @@ SCHEMA_VERSION = 1
 class Layer:
     """One quantized linear. `error`: squared error of the weights over their squared norm.
 
-    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding on the same
-    grid; `damping` and `dead_columns` as in `schemes.Solution`.
+    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
+    scales; `refit` how much was corrected (see `mycli.quant.refit`); the others are those of `schemes.Solution`.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Layer:
     error: float
     output_error: float | None = None
     rounding_output_error: float | None = None
+    refit: float | None = None
     damping: float | None = None
     dead_columns: int = 0
     fallback: str | None = None  # why it is plain rounding

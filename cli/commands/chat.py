@@ -16,6 +16,7 @@ from mycli.runtime.errors import UsageError, UserError
 EXAMPLES = (
     "mycli chat pico",
     'mycli chat pico --system "Answer briefly." --temperature 0',
+    'echo "My name is Leo." | mycli chat pico --json',
 )
 HISTORY_LINES = 1000
 
@@ -124,7 +125,8 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal.
 
-    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message.
+    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
+    with --json each reply is an object on a line.
     """
     kinds: tuple[Overflow, ...] = ("refuse", "drop-oldest")
     if overflow not in kinds:
