@@ -27,7 +27,6 @@
 #include <algorithm>
 
 #if defined(__linux__)
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -52,7 +51,7 @@ enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2;
 constexpr int64_t TILED = 3, MANY = 48;  // rows from which on AMX beats vectors, and bf16 tiles beat integer ones
-constexpr int64_t AHEAD = 4096;  // bytes prefetched ahead of a stream of codes
+constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
 struct Weight {  // mirrored by cpu.py
     const uint8_t* codes;
@@ -608,12 +607,6 @@ bool have_amx() {
 #endif
 }
 
-// Row blocks a thread takes at a time: about 64 KiB of codes, and several turns for each thread.
-int64_t turn(const Weight& w, int threads) {
-    const int64_t bytes = w.inputs * w.bits * ROWS / 8;
-    return std::max<int64_t>(1, std::min((int64_t(1) << 16) / bytes, blocks_of(w.rows) / (4 * threads)));
-}
-
 template <int B> void shuffle_block(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint16_t* out) {
     for (int64_t k = 0; k < steps; k++, out += B * INPUTS) {
         memset(out, 0, B * 64);
@@ -684,8 +677,7 @@ inline void store_block(const Weight& w, int64_t row_block, const float (*part)[
 }
 
 template <int B> void matmul_f32(const Weight& w, const float* x, int64_t rows, float* y, int threads) {
-    const int64_t chunk = turn(w, threads);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
+#pragma omp parallel for num_threads(threads) schedule(guided)
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
         for (int64_t m = 0; m < rows; m += 4) {
             float part[4][ROWS];
@@ -708,7 +700,7 @@ template <int B> void few_rows(const Weight& w, int64_t row_block, const Integer
 
 // False: no memory.
 template <int B> bool matmul_int(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
-    const int64_t chunk = turn(w, threads), segment = segment_of(w), segments = w.inputs / segment, stride = w.inputs + 64;
+    const int64_t segment = segment_of(w), segments = w.inputs / segment, stride = w.inputs + 64;
     const bool tiled = rows >= TILED && have_amx();
     const int64_t most = tiled ? 16 : 8, bytes = rows * 2 * stride, notes = rows * segments * 4;
     int8_t* memory = static_cast<int8_t*>(aligned_alloc(64, size_t(bytes + 2 * notes + 63) & ~size_t(63)));
@@ -729,7 +721,7 @@ template <int B> bool matmul_int(const Weight& w, const uint16_t* x, int64_t row
             if (tiled) {
                 const Tiles tiles(std::min<int64_t>(2 * count, 16), std::max<int64_t>(2 * count - 16, 0),
                                   std::min<int64_t>(segment, 64));
-#pragma omp for schedule(dynamic, chunk) nowait
+#pragma omp for schedule(guided) nowait
                 for (int64_t n = 0; n < blocks_of(w.rows); n++) {
                     rows_tiles<B>(w, n, some, count, part);
                     store_block(w, n, part, count, y + m * w.rows, BF16);
@@ -737,7 +729,7 @@ template <int B> bool matmul_int(const Weight& w, const uint16_t* x, int64_t row
                 continue;
             }
 #endif
-#pragma omp for schedule(dynamic, chunk) nowait
+#pragma omp for schedule(guided) nowait
             for (int64_t n = 0; n < blocks_of(w.rows); n++) {
                 few_rows<B>(w, n, some, count, part);
                 store_block(w, n, part, count, y + m * w.rows, BF16);
@@ -819,12 +811,6 @@ EXPORT int packed_features() {
 
 // From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
 EXPORT void packed_shuffle(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
-#if defined(__linux__)
-    // Huge pages, where the kernel gives them: a stream of codes then costs no walks through page tables.
-    const uintptr_t huge = uintptr_t(1) << 21, first = (uintptr_t(w->codes) + huge - 1) & ~(huge - 1);
-    const uintptr_t end = (uintptr_t(w->codes) + blocks_of(w->rows) * w->inputs * w->bits * ROWS / 8) & ~(huge - 1);
-    if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-#endif
     if (w->bits == 8) shuffle_all<8>(packed, words, *w, threads);
     else if (w->bits == 4) shuffle_all<4>(packed, words, *w, threads);
     else if (w->bits == 3) shuffle_all<3>(packed, words, *w, threads);
@@ -852,8 +838,7 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
 EXPORT void dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t rows, uint16_t* y,
                          int threads) {
 #if BF16_DOT
-    const int64_t chunk = std::max<int64_t>(1, (int64_t(1) << 16) / (2 * inputs));
-#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
+#pragma omp parallel for num_threads(threads) schedule(guided)
     for (int64_t n = 0; n < outputs; n++) {
         float sum[4];
         if (rows == 1) dense_row<1>(w + n * inputs, inputs, x, sum);
@@ -871,9 +856,9 @@ EXPORT void dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, con
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {
     int64_t total = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-    for (int64_t page = 0; page < bytes; page += 4096) {
+    for (int64_t page = 0; page < bytes; page += 1 << 16) {
         I8 sum[2] = {};
-        for (int64_t i = page; i < std::min(page + 4096, bytes); i += 64) {
+        for (int64_t i = page; i < std::min<int64_t>(page + (1 << 16), bytes); i += 64) {
             __builtin_prefetch(at + i + AHEAD);
             I8 lanes[2];
             memcpy(lanes, at + i, 64);
