@@ -1,0 +1,189 @@
+"""When speculation pays, and how many tokens to draft: decided from what passes cost and how many drafts are kept.
+
+The unit is the plain step: the time of one token without speculation, as measured here and lately. Speculation may only
+spend what it has earned, and a small part of the time of plain steps for trying: so the whole is never much slower than
+without. Knows numbers of tokens and seconds; does not know models or clocks.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+LONGEST = 8  # tokens of a draft
+FREE_LAG = 16  # tokens that are read in the same time as one: the weights are read once for all of them
+# Losses are limited to START + SHARE x tokens: within 3 % from 60 tokens on, whatever the drafts are worth.
+START = 0.75
+SHARE = 0.015
+PURSE = 64.0  # what may be kept of earnings: old successes do not pay for long failures
+MARGIN = 1.02  # expected gain from which it is worth it
+REFRESH = 32  # passes after which the plain step is measured anew: the machine may have become busier
+FIRST_REST, LONGEST_REST = 32, 512  # tokens until it is tried again, doubling
+MEMORY = 0.97  # weight of older judgements, per token judged
+# Before anything was measured: a draft model agrees 3 times of 4, a pass over 1 + k tokens costs 1.04 + 0.02 k steps,
+# and reading a token in advance costs 1/16 of drafting one.
+KEPT, JUDGED = 3.0, 4.0
+PASS, PER_TOKEN = 0.04, 0.02
+READING = 1 / 16
+
+
+class Pace(Protocol):
+    """Decides how many tokens to draft, and is told what came of it."""
+
+    def length(self, room: int, lag: int) -> int:
+        """Tokens to draft next, at most `room`; 0: none. `lag`: tokens that the drafter has to read first."""
+        ...
+
+    def plain(self, seconds: float) -> None:
+        """A token was made without a draft."""
+        ...
+
+    def wasted(self, seconds: float) -> None:
+        """The drafter took this long and had nothing to propose."""
+        ...
+
+    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
+        """`drafted` tokens were judged and the first `kept` stood; drafting and the pass together took `seconds`."""
+        ...
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a plain step, None before one was measured."""
+        ...
+
+
+class Fixed:
+    """Always the same length, whatever it costs: to test and to measure."""
+
+    step_seconds = None
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def length(self, room: int, lag: int) -> int:
+        """As many as fit."""
+        return min(self._count, room)
+
+    def plain(self, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def wasted(self, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+def expected_tokens(acceptance: float, drafted: int) -> float:
+    """Tokens of a pass that judges `drafted` (Leviathan et al., arXiv 2211.17192, eq. 1): 1 + a + ... + a^drafted."""
+    return sum(acceptance**power for power in range(drafted + 1))
+
+
+class Adaptive:
+    """Drafts as many tokens as pay most, none where none do. Tells `notice` once when it stops.
+
+    Keeps what it learned from one reply to the next.
+    """
+
+    def __init__(
+        self, weight: float, notice: Callable[[str], None] = lambda text: None, longest: int = LONGEST
+    ) -> None:
+        """`weight`: the expected cost of drafting a token, in plain steps."""
+        self._weight = weight
+        self._notice = notice
+        self._longest = longest
+        self._plain: deque[float] = deque(maxlen=15)  # seconds
+        self._costs: dict[int, deque[float]] = {}  # by tokens drafted: cost of drafting and judging, in plain steps
+        self._kept = self._judged = 0.0
+        self._budget = START
+        self._earned = 0.0  # since it was tried (again)
+        self._passes = 0  # since the plain step was measured
+        self._rest = 0
+        self._next_rest = FIRST_REST
+        self._told = False
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the latest plain steps."""
+        return statistics.median(self._plain) if self._plain else None
+
+    @property
+    def acceptance(self) -> float:
+        """The share of judged tokens that stand, expected from the latest."""
+        return (self._kept + KEPT) / (self._judged + JUDGED)
+
+    def cost(self, drafted: int) -> float:
+        """Of drafting and judging so many tokens, in plain steps: measured, or from the nearest that was."""
+        slope = self._weight + PER_TOKEN
+        measured = [size for size, found in self._costs.items() if len(found) > 1]
+        if not measured:
+            return 1 + PASS + slope * drafted
+        nearest = min(measured, key=lambda size: abs(size - drafted))
+        if nearest != drafted and len(measured) > 1:
+            low, high = min(measured), max(measured)
+            slope = max((self._median(high) - self._median(low)) / (high - low), 0.0)
+        return max(self._median(nearest) + slope * (drafted - nearest), 1.0)
+
+    def _median(self, drafted: int) -> float:
+        # The first pass of a size chooses kernels and takes memory. It is not typical, and not counted.
+        return statistics.median_low(list(self._costs[drafted])[1:])
+
+    def gain(self, drafted: int) -> float:
+        """Expected tokens per plain step of time."""
+        return expected_tokens(self.acceptance, drafted) / self.cost(drafted)
+
+    def length(self, room: int, lag: int) -> int:
+        """The length with the largest gain among those whose complete refusal can be afforded."""
+        if len(self._plain) < 3 or self._passes >= REFRESH or self._rest > 0:
+            return 0
+        paying = [size for size in range(1, min(self._longest, room) + 1) if self.gain(size) > MARGIN]
+        if not paying:
+            if room >= self._longest:  # else only the end of the context is near
+                self._stop()
+            return 0
+        reading = lag * self._weight * READING if lag > FREE_LAG else 0.0
+        affordable = [size for size in paying if self.cost(size) - 1 + reading <= self._budget]
+        return max(affordable, key=self.gain, default=0)
+
+    def _stop(self) -> None:
+        if not self._told and self._judged:
+            self._told = True
+            best = max(range(1, self._longest + 1), key=self.gain)
+            self._notice(
+                f"speculation is off: it does not pay here (of the drafted tokens {self.acceptance:.0%} stand, expected "
+                f"speed {self.gain(best):.2f}x); it is tried again from time to time"
+            )
+        # What was learned is given up, so that the next try is one; what it may cost is not.
+        self._rest = self._next_rest
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        self._kept = self._judged = self._earned = 0.0
+        self._costs.clear()
+
+    def plain(self, seconds: float) -> None:
+        """A token without a draft earns a little for trying."""
+        self._plain.append(seconds)
+        self._passes = 0
+        self._rest = max(self._rest - 1, 0)
+        self._pay(SHARE)
+
+    def _pay(self, amount: float) -> None:
+        self._budget = min(self._budget + amount, PURSE)
+
+    def wasted(self, seconds: float) -> None:
+        """Time lost."""
+        self._pay(-seconds / (self.step_seconds or seconds))
+
+    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
+        """Earns what the tokens would have cost, spends what they did."""
+        self._passes += 1
+        self._kept = self._kept * MEMORY**drafted + kept
+        self._judged = self._judged * MEMORY**drafted + min(kept + 1, drafted)
+        took = seconds / (self.step_seconds or seconds)
+        if lag <= FREE_LAG:
+            took = min(took, 2 * self.cost(drafted))  # an interruption would have hit a plain step too
+            self._costs.setdefault(drafted, deque(maxlen=9)).append(took)
+        earned = kept + 1 - took
+        self._earned += earned
+        self._pay(earned + SHARE * (kept + 1))
+        if self._earned > 2:
+            self._next_rest = FIRST_REST
