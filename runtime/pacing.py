@@ -115,7 +115,7 @@ class Adaptive:
     def cost(self, drafted: int) -> float:
         """Of drafting and judging so many tokens, in plain steps: measured, or from the nearest that was."""
         slope = self._weight + PER_TOKEN
-        measured = [size for size, found in self._costs.items() if len(found) > 1]
+        measured = self._measured()
         if not measured:
             return 1 + PASS + slope * drafted
         nearest = min(measured, key=lambda size: abs(size - drafted))
@@ -123,6 +123,9 @@ class Adaptive:
             low, high = min(measured), max(measured)
             slope = max((self._median(high) - self._median(low)) / (high - low), 0.0)
         return max(self._median(nearest) + slope * (drafted - nearest), 1.0)
+
+    def _measured(self) -> list[int]:
+        return [size for size, found in self._costs.items() if len(found) > 1]
 
     def _median(self, drafted: int) -> float:
         # The first pass of a size chooses kernels and takes memory. It is not typical, and not counted.
@@ -136,7 +139,8 @@ class Adaptive:
         """The length with the largest gain among those whose complete refusal can be afforded."""
         if len(self._plain) < 3 or self._passes >= REFRESH or self._rest > 0:
             return 0
-        paying = [size for size in range(1, min(self._longest, room) + 1) if self.gain(size) > MARGIN]
+        longest = min(self._longest if self._measured() else 2, room)  # a first try costs little, whatever it shows
+        paying = [size for size in range(1, longest + 1) if self.gain(size) > MARGIN]
         if not paying:
             if room >= self._longest:  # else only the end of the context is near
                 self._stop()
@@ -150,8 +154,8 @@ class Adaptive:
             self._told = True
             best = max(range(1, self._longest + 1), key=self.gain)
             self._notice(
-                f"speculation is off: it does not pay here (of the drafted tokens {self.acceptance:.0%} stand, expected "
-                f"speed {self.gain(best):.2f}x); it is tried again from time to time"
+                f"speculation is off: it does not pay here ({self.acceptance:.0%} of the drafted tokens stand, "
+                f"{self.gain(best):.2f}x is the best to expect); it is tried again from time to time"
             )
         # What was learned is given up, so that the next try is one; what it may cost is not.
         self._rest = self._next_rest
