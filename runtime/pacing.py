@@ -14,9 +14,10 @@ LONGEST = 8  # tokens of a draft
 FREE_LAG = 16  # tokens that are read in the same time as one: the weights are read once for all of them
 # Losses are limited to START + SHARE x tokens: within 3 % from 60 tokens on, whatever the drafts are worth.
 START = 0.75
-SHARE = 0.015
+SHARE = 0.0125
 PURSE = 64.0  # what may be kept of earnings: old successes do not pay for long failures
 MARGIN = 1.02  # expected gain from which it is worth it
+LATEST = 8  # passes of a length that count
 REFRESH = 32  # passes after which the plain step is measured anew: the machine may have become busier
 FIRST_REST, LONGEST_REST = 32, 512  # tokens until it is tried again, doubling
 MEMORY = 0.97  # weight of older judgements, per token judged
@@ -93,7 +94,8 @@ class Adaptive:
         self._notice = notice
         self._longest = longest
         self._plain: deque[float] = deque(maxlen=15)  # seconds
-        self._costs: dict[int, deque[float]] = {}  # by tokens drafted: cost of drafting and judging, in plain steps
+        self._took: dict[int, deque[float]] = {}  # by tokens drafted: plain steps for drafting and judging
+        self._costs: list[float] = []  # by tokens drafted: the same, typical or expected
         self._kept = self._judged = 0.0
         self._budget = START
         self._earned = 0.0  # since it was tried (again)
@@ -101,6 +103,7 @@ class Adaptive:
         self._rest = 0
         self._next_rest = FIRST_REST
         self._told = False
+        self._estimate()
 
     @property
     def step_seconds(self) -> float | None:
@@ -112,56 +115,62 @@ class Adaptive:
         """The share of judged tokens that stand, expected from the latest."""
         return (self._kept + KEPT) / (self._judged + JUDGED)
 
-    def cost(self, drafted: int) -> float:
-        """Of drafting and judging so many tokens, in plain steps: measured, or from the nearest that was."""
+    def _estimate(self) -> None:
+        """Costs of all lengths from those measured, the nearest with a slope; this runs once a pass, so it is short."""
+        # The first pass of a length chooses kernels and takes memory: with the second it counts no more.
+        typical = {size: statistics.median_low(list(found)[1:] or found) for size, found in self._took.items()}
         slope = self._weight + PER_TOKEN
-        measured = self._measured()
-        if not measured:
-            return 1 + PASS + slope * drafted
-        nearest = min(measured, key=lambda size: abs(size - drafted))
-        if nearest != drafted and len(measured) > 1:
-            low, high = min(measured), max(measured)
-            slope = max((self._median(high) - self._median(low)) / (high - low), 0.0)
-        return max(self._median(nearest) + slope * (drafted - nearest), 1.0)
+        if not typical:
+            self._costs = [1 + PASS + slope * size for size in range(self._longest + 1)]
+            return
+        low, high = min(typical), max(typical)
+        if low < high:
+            slope = max((typical[high] - typical[low]) / (high - low), 0.0)
+        self._costs = []
+        for size in range(self._longest + 1):
+            nearest = min(typical, key=lambda other: abs(other - size))
+            self._costs.append(max(typical[nearest] + slope * (size - nearest), 1.0))
 
-    def _measured(self) -> list[int]:
-        return [size for size, found in self._costs.items() if len(found) > 1]
-
-    def _median(self, drafted: int) -> float:
-        # The first pass of a size chooses kernels and takes memory. It is not typical, and not counted.
-        return statistics.median_low(list(self._costs[drafted])[1:])
-
-    def gain(self, drafted: int) -> float:
-        """Expected tokens per plain step of time."""
-        return expected_tokens(self.acceptance, drafted) / self.cost(drafted)
+    def gains(self) -> list[float]:
+        """By tokens drafted: expected tokens per plain step of time."""
+        acceptance, tokens, power, found = self.acceptance, 1.0, 1.0, [1.0]
+        for cost in self._costs[1:]:
+            power *= acceptance
+            tokens += power
+            found.append(tokens / cost)
+        return found
 
     def length(self, room: int, lag: int) -> int:
         """The length with the largest gain among those whose complete refusal can be afforded."""
-        if len(self._plain) < 3 or self._passes >= REFRESH or self._rest > 0:
+        if len(self._plain) < 3 or self._passes >= REFRESH or self._rest > 0 or room < 1:
             return 0
-        longest = min(self._longest if self._measured() else 2, room)  # a first try costs little, whatever it shows
-        paying = [size for size in range(1, longest + 1) if self.gain(size) > MARGIN]
-        if not paying:
-            if room >= self._longest:  # else only the end of the context is near
-                self._stop()
+        gains = self.gains()
+        if max(gains) < MARGIN:
+            self._stop(max(gains[1:]))
             return 0
         reading = lag * self._weight * READING if lag > FREE_LAG else 0.0
-        affordable = [size for size in paying if self.cost(size) - 1 + reading <= self._budget]
-        return max(affordable, key=self.gain, default=0)
+        limit = self._budget + 1 - reading
+        known = 2 * max(self._took, default=0) or 1  # expectations are not trusted much beyond what was measured
+        best, chosen = MARGIN, 0
+        for size in range(1, min(self._longest, room) + 1):
+            if gains[size] > best and self._costs[size] <= limit and (size <= known or not chosen):
+                best, chosen = gains[size], size
+        return chosen
 
-    def _stop(self) -> None:
+    def _stop(self, best: float) -> None:
         if not self._told and self._judged:
             self._told = True
-            best = max(range(1, self._longest + 1), key=self.gain)
             self._notice(
                 f"speculation is off: it does not pay here ({self.acceptance:.0%} of the drafted tokens stand, "
-                f"{self.gain(best):.2f}x is the best to expect); it is tried again from time to time"
+                f"{best:.2f}x is the best to expect); it is tried again from time to time"
             )
-        # What was learned is given up, so that the next try is one; what it may cost is not.
+        # The next try starts without prejudice: of what was learned only the best costs remain, and the budget.
         self._rest = self._next_rest
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         self._kept = self._judged = self._earned = 0.0
-        self._costs.clear()
+        for found in self._took.values():
+            found.extend([min(found)] * LATEST)
+        self._estimate()
 
     def plain(self, seconds: float) -> None:
         """A token without a draft earns a little for trying."""
@@ -184,8 +193,9 @@ class Adaptive:
         self._judged = self._judged * MEMORY**drafted + min(kept + 1, drafted)
         took = seconds / (self.step_seconds or seconds)
         if lag <= FREE_LAG:
-            took = min(took, 2 * self.cost(drafted))  # an interruption would have hit a plain step too
-            self._costs.setdefault(drafted, deque(maxlen=9)).append(took)
+            took = min(took, 2 * self._costs[drafted])  # an interruption would have hit a plain step too
+            self._took.setdefault(drafted, deque(maxlen=LATEST)).append(took)
+            self._estimate()
         earned = kept + 1 - took
         self._earned += earned
         self._pay(earned + SHARE * (kept + 1))

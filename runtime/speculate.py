@@ -101,10 +101,10 @@ class SpeculativeSession(Session):
         logits = self.prefill(prompt, chunk)
         sampler.observe(torch.tensor([prompt], device=self.model.device))
         self.drafter.begin(prompt)
+        if limit < 1:
+            return
         text = list(prompt)
         try:
-            if limit < 1:
-                return
             tokens = [int(sampler.sample(logits))]
             while True:
                 ended = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
