@@ -21,7 +21,7 @@ demo: $(VENV)/.ready .links/mycli
 	@BIN=$(BIN) bash .ci/demo
 
 test: check
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n auto
 
 check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .

@@ -8,12 +8,16 @@ import inspect
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from importlib import metadata
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from mycli.cli import options
 from mycli.cli.output import Output
-from mycli.runtime.errors import ExitCode, ResourceError, UserError
+from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,34 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 
 
-_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.EFBIG}
+MAX_NAME = 200  # characters of a path in an error, so that the cause behind it is seen
+_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG}
+_STOPS: dict[type[BaseException], ExitCode] = {
+    KeyboardInterrupt: ExitCode.INTERRUPT,
+    Terminated: ExitCode.TERMINATED,
+    BrokenPipeError: ExitCode.PIPE,  # nobody reads any more: nothing to say, and nobody to say it to
+}
+
+
+def version() -> str:
+    """Of the installed distribution; a checkout that runs from its links is not installed."""
+    try:
+        return metadata.version("mycli-llm")
+    except metadata.PackageNotFoundError:
+        return "0+checkout"
+
+
+def print_version(wanted: bool) -> None:
+    """Callback of --version."""
+    if wanted:
+        Output().result(f"mycli {version()}")
+        raise typer.Exit
+
+
+# Every command takes these two, so that an alias such as `mycli --device cpu` works; the help of those that run a model
+# shows --device.
+_Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)]
+_Device = Annotated[str, typer.Option("--device", hidden=True)]
 
 
 def _common(
@@ -37,67 +68,81 @@ def _common(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
     offline: options.Offline = False,
+    version: _Version = False,
+    device: _Device = "auto",
 ) -> Call:
     return Call(Output(json_mode=json, quiet=quiet, verbose=verbose, debug=debug), offline)
 
 
-def _from_system(error: OSError) -> UserError:
-    where = f"{error.filename}: " if error.filename else ""
-    problem = UserError(f"{where}{error.strerror or error}", "check the path, its permissions and the free space")
-    problem.exit_code = ExitCode.RESOURCES if error.errno in _RESOURCES else ExitCode.MODEL
-    return problem
+def _out_of_memory(error: Exception) -> bool:
+    """Of Python or of torch, which is not imported here; for memory of the CPU it has no exception of its own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )
+
+
+def explain(error: Exception) -> UserError | None:
+    """The line to show for `error`; None for a bug."""
+    if isinstance(error, UserError):
+        return error
+    if _out_of_memory(error):
+        return ResourceError("not enough memory", "mycli estimate MODEL says what it needs")
+    if not isinstance(error, OSError):
+        return None
+    name = str(error.filename) if error.filename else ""
+    where = "" if not name else f"{name}: " if len(name) <= MAX_NAME else f"…{name[-MAX_NAME:]}: "
+    kind = ResourceError if error.errno in _RESOURCES else ModelError
+    return kind(f"{where}{error.strerror or error}", "check the path, its permissions and the free space")
 
 
 def guarded(out: Output, action: Callable[[], None]) -> ExitCode:
     """Run `action` and say what went wrong, if something did, as one line and an exit code."""
     try:
         action()
-        return out.flush()
-    except UserError as error:
-        out.error(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPT
-    except Terminated:
-        return ExitCode.TERMINATED
-    except BrokenPipeError:
         out.flush()
-        return ExitCode.PIPE
-    except MemoryError:
-        out.error(ResourceError("not enough memory", "mycli estimate MODEL says what it needs"))
-        return ExitCode.RESOURCES
-    except OSError as error:
-        problem = _from_system(error)
-        out.error(problem)
-        return problem.exit_code
+        return ExitCode.OK
+    except tuple(_STOPS) as stop:
+        return next(code for kind, code in _STOPS.items() if isinstance(stop, kind))
     except Exception as error:  # the one place where anything may arrive: a bug still ends in one line
-        out.bug(error)
-        return ExitCode.BUG
+        problem = explain(error)
+        with suppress(OSError):  # stderr may be closed, the code still counts
+            if problem is None:
+                out.bug(error)
+            else:
+                out.error(problem, error)
+        return ExitCode.BUG if problem is None else problem.exit_code
+    finally:
+        out.release()
 
 
 def _on_signal(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one does not wait for the cleaning up
     raise Terminated
+
+
+def _listen() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _on_signal)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Give `function(call, ...)` the global options and the error handling; what Typer registers."""
-    signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
-    shared = inspect.signature(_common)
-    shared_hints = get_type_hints(_common, include_extras=True)
+    own = list(inspect.signature(function).parameters.values())[1:]
+    common_hints = get_type_hints(_common, include_extras=True)
+    common = inspect.signature(_common).parameters
+    added = [parameter for name, parameter in common.items() if name not in hints]
 
     def invoke(**values: Any) -> None:
-        call = _common(**{name: values.pop(name) for name in shared.parameters})
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _on_signal)
-        sys.exit(guarded(call.out, lambda: function(call, **values)))
+        call = _common(**{name: values[name] for name in common})
+        _listen()
+        sys.exit(guarded(call.out, lambda: function(call, **{p.name: values[p.name] for p in own})))
 
-    own = list(signature.parameters.values())[1:]
-    annotated = {**{p.name: hints[p.name] for p in own}, **{name: shared_hints[name] for name in shared.parameters}}
-    parameters = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotated[p.name])
-        for p in [*own, *shared.parameters.values()]
-    ]
+    annotated = {p.name: hints[p.name] for p in own} | {p.name: common_hints[p.name] for p in added}
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotated[p.name]) for p in [*own, *added]]
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what inspect.signature reads
     invoke.__annotations__ = annotated
     invoke.__doc__ = function.__doc__

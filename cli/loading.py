@@ -35,9 +35,10 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
-def load(call: Call, model: str, *, device: str, dtype: str, context: int | None) -> Loaded:
+def load(call: Call, model: str, *, device: str, dtype: str, context: int | None, sequences: int = 1) -> Loaded:
     """Load MODEL with room for `context` tokens; None: the model's own context, or as much as fits.
 
+    The session has one sequence; memory is checked for `sequences`, for a command that branches it.
     Says on stderr where it runs and what could not be done as asked.
     """
     from mycli.runtime.assistant import Assistant
@@ -51,7 +52,7 @@ def load(call: Call, model: str, *, device: str, dtype: str, context: int | None
     placement = place(config, device, parse_dtype(dtype))
     for note in placement.notes:
         call.out.note(note)
-    capacity = plan_memory(source.folder, placement, context)
+    capacity = plan_memory(source.folder, placement, context, sequences)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
     assistant = Assistant.load(source.folder, placement)

@@ -6,43 +6,37 @@ Only the module of the command that is called is imported, so that help and ligh
 import importlib
 import os
 import sys
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from mycli.cli.command import guarded
-from mycli.cli.output import Output
-from mycli.cli.settings import config_path, read_settings
-from mycli.runtime.errors import ExitCode
+from mycli.cli.command import guarded, print_version
+from mycli.cli.output import Output, prepare_streams
+from mycli.cli.settings import config_path, option_key, read_settings
+from mycli.runtime.errors import ExitCode, UsageError
 
 # name -> (file and function, one line for the list of commands), in the order a newcomer needs them
-COMMANDS = {
+COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit; made for pipes."),
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
     "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "pull": ("pull", "Fetch a model from the Hugging Face hub."),
+    "list": ("list_models", "List the models on this machine."),
+    "show": ("show", "Say what a model is, without loading it."),
+    "verify": ("verify", "Check the files of a model byte by byte."),
+    "rm": ("rm", "Delete a stored model."),
     "bench": ("bench", "Measure how fast a model is."),
     "doctor": ("doctor", "Check that everything works on this machine."),
 }
+# What may also stand before the name of a command.
+GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device")
+# Typer exports one kind of mistake on a command line; this is what all kinds have in common.
+_MISTAKE: type[Exception] = typer.BadParameter.__mro__[1]
 
-
-def version() -> str:
-    """Of the installed distribution; a checkout that runs from its links is not installed."""
-    try:
-        return metadata.version("mycli-llm")
-    except metadata.PackageNotFoundError:
-        return "0+checkout"
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        Output().result(f"mycli {version()}")
-        raise typer.Exit
-
-
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
 
 
 def _main(version: Version = False) -> None:
@@ -64,7 +58,7 @@ def build(selected: frozenset[str]) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,  # plain help: it is read in pipes and narrow terminals, and starts faster
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "MYCLI"},
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_main)
     for name, (_, summary) in COMMANDS.items():
@@ -73,42 +67,96 @@ def build(selected: frozenset[str]) -> typer.Typer:
     return app
 
 
+def _options(command: Any) -> list[Any]:
+    return [p for p in command.params if p.param_type_name == "option" and p.name not in ("help", "version")]
+
+
 def program(selected: frozenset[str]) -> Any:
-    """`build` as the parser runs it, without the environment variable beside every option: the docs give the rule."""
+    """`build` as the parser runs it.
+
+    Every option also listens to MYCLI_COMMAND_OPTION and MYCLI_OPTION, as config.toml has a table for each command and
+    keys at the top; the docs give the rule once, the help of an option does not repeat it.
+    """
     group: Any = typer.main.get_command(build(selected))
-    for command in (group, *group.commands.values()):
+    for name, command in group.commands.items():
+        for option in _options(command):
+            key = option_key(option.opts).upper()
+            foreign = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+            option.envvar = [f"MYCLI_{name.upper()}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
     return group
 
 
-def option_names(name: str) -> frozenset[str]:
-    """Parameters of a command that config.toml may set: its options, not its arguments."""
+def option_keys(name: str) -> dict[str, str]:
+    """What config.toml may set of a command: the name of an option as it is typed -> the parameter."""
     command = program(frozenset({name})).commands[name]
-    return frozenset(p.name for p in command.params if p.param_type_name == "option" and p.name != "help")
+    return {option_key(option.opts): option.name for option in _options(command)}
 
 
-def _run(arguments: list[str]) -> None:
-    completing = "_MYCLI_COMPLETE" in os.environ
-    named = next((word for word in arguments if not word.startswith("-")), "")
-    selected = frozenset(COMMANDS) if completing else frozenset({named} & COMMANDS.keys())
-    path = config_path()
-    defaults = read_settings(path, {name: option_names(name) for name in COMMANDS}) if path.exists() else {}
-    program(selected).main(arguments, prog_name="mycli", default_map=defaults)
+def _variable(option: Any) -> str:
+    names: list[str] = option.envvar
+    return next(name for name in names if os.environ.get(name))
+
+
+def _mistake(error: Any, command: str | None) -> UsageError:
+    """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
+    context: Any = getattr(error, "ctx", None)
+    option: Any = getattr(error, "param", None)
+    hint = f"mycli {command} --help" if command else "mycli --help"
+    if option is None or not error.message:  # not about a value that was given
+        text = str(error.format_message()).rstrip(".")
+        return UsageError(text[:1].lower() + text[1:], hint)
+    source = getattr(context.get_parameter_source(option.name), "name", "")
+    if source == "ENVIRONMENT":
+        where = _variable(option)
+    elif source == "DEFAULT_MAP":
+        where = f"{config_path()}: {option_key(option.opts)}"
+    else:
+        where = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
+    return UsageError(f"{where}: {error.message}", hint)
+
+
+def reorder(arguments: Sequence[str]) -> list[str]:
+    """`mycli --json run pico` as `mycli run --json pico`: the command understands the options that all have."""
+    leading: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].partition("=")[0] in GLOBAL:
+        leading.append(rest.pop(0))
+        if leading[-1] == "--device" and rest:
+            leading.append(rest.pop(0))
+    return [rest[0], *leading, *rest[1:]] if rest and rest[0] in COMMANDS else list(arguments)
+
+
+def _run(arguments: list[str]) -> ExitCode:
+    arguments = reorder(arguments) or ["--help"]
+    completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
+    words = completing.split() if "_MYCLI_COMPLETE" in os.environ else arguments[:1]
+    named = next((word for word in words if word in COMMANDS), None)
+    defaults = {}
+    if named and not {"-h", "--help"} & set(arguments):
+        defaults = read_settings(config_path(), named, COMMANDS, option_keys)
+    group = program(frozenset({named} if named else ()))
+    try:
+        result = group.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
+    except _MISTAKE as error:
+        raise _mistake(error, named) from error
+    except SystemExit as stop:  # every command ends this way, and so does completion
+        result = stop.code
+    except typer.Abort:  # the end of the input where an answer was expected
+        result = ExitCode.INTERRUPT
+    return ExitCode(result or 0)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    if arguments is None:
-        arguments = sys.argv[1:]
+    prepare_streams()
+    words = sys.argv[1:] if arguments is None else arguments
     code = ExitCode.OK
 
     def run() -> None:
         nonlocal code
-        try:
-            _run(arguments)
-        except SystemExit as stop:  # Typer ends every call this way; usage errors with 2
-            code = ExitCode(stop.code) if isinstance(stop.code, int) else ExitCode.OK
+        code = _run(words)
 
-    problem = guarded(Output(json_mode="--json" in arguments, debug="--debug" in arguments), run)
+    problem = guarded(Output(json_mode="--json" in words, debug="--debug" in words), run)
     sys.exit(problem or code)

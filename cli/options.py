@@ -58,12 +58,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the result, warnings and errors.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what is done.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Offline = Annotated[
-    bool, typer.Option("--offline", envvar=["MYCLI_OFFLINE", "HF_HUB_OFFLINE"], help="Never use the network.")
-]
-Device = Annotated[
-    str, typer.Option("--device", envvar="MYCLI_DEVICE", metavar="auto|cuda[:N]|cpu", help="Where to run.")
-]
+Offline = Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")]
+Device = Annotated[str, typer.Option("--device", metavar="auto|cuda[:N]|cpu", help="Where to run.")]
 Context = Annotated[
     int | None,
     typer.Option("--ctx", parser=parse_count, metavar="N", help="Context in tokens, such as 8k.", show_default="fits"),

@@ -3,16 +3,20 @@
 Text from models, files and servers is made safe for terminals here, once. Does not know what any command does.
 """
 
+import io
 import json
+import math
 import os
+import shutil
 import sys
-import time
 import traceback
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
-from mycli.runtime.errors import ExitCode, UserError
+from mycli.cli.progress import Lines, Progress, Silent, bar
+from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.sanitize import one_line, sanitize
 
 SCHEMA_VERSION = 1
@@ -25,24 +29,78 @@ def gib(count: float) -> str:
     return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"
 
 
-class Progress(Protocol):
-    """A task of known size under way."""
+def prepare_streams() -> None:
+    """Make the standard streams able to write anything; once, before the first word.
 
-    def advance(self, amount: float) -> None:
-        """`amount` more is done, in the unit of the total."""
-        ...
+    A closed one is opened on nothing. A character that the terminal's encoding lacks is written as an escape, and the
+    bytes of a file name that is not UTF-8 as they are.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # the lowest free number: fills the places of 0, 1 and 2
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if unicode else "backslashreplace")
 
-    def describe(self, text: str) -> None:
-        """What is being done now."""
-        ...
+
+def _width(text: str) -> int:
+    """Columns that `text` takes on a terminal: two for East Asian wide characters, none for combining ones."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-class _Silent:
-    def advance(self, amount: float) -> None:
-        pass
+def _pad(text: str, width: int, right: bool = False) -> str:
+    space = " " * (width - _width(text))
+    return space + text if right else text + space
 
-    def describe(self, text: str) -> None:
-        pass
+
+def _finite(value: Any) -> Any:
+    """`value` with null for what JSON has no number for: an infinite perplexity must not spoil the answer."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
+    """`value` and `schema_version` as one line of JSON, with escapes where `encoding` could not write it."""
+    whole = _finite({"schema_version": SCHEMA_VERSION, **value})
+    line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(encoding)
+        return line
+    except UnicodeEncodeError:
+        return json.dumps(whole, allow_nan=False)
+
+
+class LiveMarkdown:
+    """A text on a terminal that grows, rendered as Markdown each time; its links are text, not escape sequences."""
+
+    def __init__(self, stream: TextIO, plain: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=stream, no_color=plain, highlight=False)
+        # Taller than the terminal, it ends in an ellipsis until it is complete: what has scrolled cannot be redrawn.
+        self._live = Live(console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
+        self._text = ""
+        self._live.start()
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        from rich.markdown import Markdown
+
+        self._text += text
+        self._live.update(Markdown(sanitize(self._text), hyperlinks=False))
+
+    def end(self) -> None:
+        """Show the whole."""
+        self._live.stop()
 
 
 class Output:
@@ -55,8 +113,8 @@ class Output:
         quiet: bool = False,
         verbose: bool = False,
         debug: bool = False,
-        stdout: IO[str] | None = None,
-        stderr: IO[str] | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self.json_mode = json_mode
@@ -72,11 +130,15 @@ class Output:
         """Whether a person can be asked: both ends of the conversation are terminals."""
         return sys.stdin.isatty() and self._stdout.isatty() and not self.json_mode
 
-    def decorated(self, stream: IO[str] | None = None) -> bool:
-        """Whether colour and movement are welcome on `stream` (stderr): NO_COLOR, FORCE_COLOR and TERM=dumb count."""
+    def decorated(self, stream: TextIO | None = None) -> bool:
+        """Whether colour is welcome on `stream` (stderr): NO_COLOR, FORCE_COLOR and TERM=dumb count."""
         if self._environment.get("NO_COLOR") or self._environment.get("TERM") == "dumb":
             return False
-        return bool(self._environment.get("FORCE_COLOR")) or (stream or self._stderr).isatty()
+        return self._environment.get("FORCE_COLOR", "0") not in ("", "0") or (stream or self._stderr).isatty()
+
+    @property
+    def _moving(self) -> bool:
+        return self._stderr.isatty() and self._environment.get("TERM") != "dumb"
 
     def dim(self, text: str) -> str:
         """`text` in a quiet colour where stderr is a terminal that has one."""
@@ -88,31 +150,45 @@ class Output:
         """A line or more of the answer."""
         self._stdout.write((sanitize(text) if self._stdout.isatty() else text) + "\n")
 
-    def stream(self, text: str, *, raw: bool = False) -> None:
+    def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
-        self._stdout.write(text if raw or not self._stdout.isatty() else sanitize(text))
+        shown = text if raw or not self._stdout.isatty() else sanitize(text)
+        self._stdout.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._stdout) else shown)
         self._stdout.flush()
+
+    def markdown(self) -> "LiveMarkdown":
+        """Begin a text that is rendered as Markdown while it grows; for a terminal."""
+        return LiveMarkdown(self._stdout, plain=not self.decorated(self._stdout))
 
     def json(self, value: Mapping[str, Any]) -> None:
         """The answer, or one line of it, as an object with `schema_version`."""
-        self._stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **value}, ensure_ascii=False) + "\n")
+        line = json_line(value, self._stdout.encoding or "utf-8")
+        if self._stdout.isatty() and line != sanitize(line):
+            line = json_line(value, "ascii")
+        self._stdout.write(line + "\n")
         self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Names and values under a title."""
-        width = max((len(name) for name, _ in rows), default=0)
-        lines = [title, *(f"  {name:<{width}}  {one_line(value, 2000)}" for name, value in rows)]
+        width = max((_width(name) for name, _ in rows), default=0)
+        lines = [one_line(title), *(f"  {_pad(name, width)}  {one_line(value, 2000)}" for name, value in rows)]
         self.result("\n".join(lines))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-        """Rows under headings, as a table that is also Markdown; `right` lists the columns to align right."""
+        """Rows under headings, as a table that is also Markdown; `right` lists the columns to align right.
+
+        On a terminal that is too narrow for it, a card for each row: no line is broken, nothing is cut off.
+        """
         cells = [[one_line(cell) for cell in row] for row in rows]
-        widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+        widths = [max(_width(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+        if self._stdout.isatty() and sum(widths) + 3 * len(widths) + 1 > shutil.get_terminal_size().columns:
+            for row in cells:
+                self.card(f"{columns[0]} {row[0]}", list(zip(columns[1:], row[1:], strict=True)))
+            return
 
         def line(row: Sequence[str]) -> str:
             aligned = zip(row, widths, strict=True)
-            padded = [f"{cell:{'>' if i in right else '<'}{width}}" for i, (cell, width) in enumerate(aligned)]
-            return "| " + " | ".join(padded) + " |"
+            return "| " + " | ".join(_pad(cell, width, i in right) for i, (cell, width) in enumerate(aligned)) + " |"
 
         rule = ["-" * (w - 1) + ":" if i in right else "-" * w for i, w in enumerate(widths)]
         self.result("\n".join([line(columns), line(rule), *map(line, cells)]))
@@ -145,96 +221,70 @@ class Output:
     def progress(self, title: str, total: float, unit: str = "") -> Iterator[Progress]:
         """A bar with rate and time left on a terminal; otherwise nothing, or with -v a line every few seconds."""
         if self._quiet or not (self._stderr.isatty() or self.verbose):
-            yield _Silent()
-        elif self.decorated():
-            with _rich_bar(self._stderr, sanitize(title), total, unit) as bar:
-                yield bar
+            yield Silent()
+        elif self._moving:
+            with bar(self._stderr, title, total, unit, plain=not self.decorated()) as shown:
+                yield shown
         else:
-            yield _Lines(self, title, total, unit)
+            yield Lines(self.note, title, total, unit)
 
     def read_line(self, prompt: str) -> str:
-        """A line that a person typed or a pipe brought. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
-        if self.interactive:
-            return input(prompt)
-        line = sys.stdin.readline()
+        """A line that a person typed or a pipe brought.
+
+        Raises EOFError at the end, KeyboardInterrupt for Ctrl-C, UsageError for what is not text.
+        """
+        try:
+            line = input(prompt) + "\n" if self.interactive else sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input: not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
         if not line:
             raise EOFError
         return line.rstrip("\n")
 
     def ask(self, question: str) -> bool:
-        """A yes-or-no question on a terminal; anything but yes is no."""
+        """A yes-or-no question; anything but yes is no. Nobody is asked away from a terminal: that is no."""
+        if not self.interactive:
+            return False
         self._stderr.write(f"{sanitize(question)} [y/N] ")
         self._stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
-    def error(self, error: UserError) -> None:
-        """One line of cause, one of what to do; in JSON an object on stdout, so that a program gets its answer."""
+    def error(self, error: UserError, cause: BaseException | None = None) -> None:
+        """One line of cause, one of what to do; in JSON an object on stdout, so that a program gets its answer.
+
+        With --debug, first the traceback of `cause` (the error itself).
+        """
+        if self._debug:
+            lines = traceback.format_exception(cause or error)
+            self._stderr.write(sanitize("".join(lines)))
         if self.json_mode:
             problem = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
             self.json({"error": problem})
             return
         self._stderr.write(f"error: {one_line(error.message)}\n")
         if error.hint:
-            self._stderr.write(f"  try: {one_line(error.hint)}\n")
-        if self._debug:
-            traceback.print_exception(error, file=self._stderr)
+            self._stderr.write(f"hint: {one_line(error.hint)}\n")
+        self._stderr.flush()
 
     def bug(self, error: BaseException) -> None:
         """What should not have happened; the traceback only with --debug."""
-        if self._debug:
-            traceback.print_exception(error, file=self._stderr)
-        bug = UserError(f"internal error: {type(error).__name__}: {error}", "run again with --debug and report it")
-        self.error(bug)
+        what = f"internal error: {type(error).__name__}: {error}"
+        self.error(UserError(what, "run again with --debug and report it"), error)
 
-    def flush(self) -> ExitCode:
-        """Write out what is buffered; PIPE where nobody reads any more."""
+    def flush(self) -> None:
+        """Write out what is buffered. Raises BrokenPipeError where nobody reads, ResourceError where nothing fits."""
         try:
             self._stdout.flush()
         except BrokenPipeError:
-            # The interpreter flushes once more at exit and would complain: give it somewhere to write.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
-            return ExitCode.PIPE
-        return ExitCode.OK
+            raise
+        except OSError as error:
+            raise ResourceError(f"standard output: {error.strerror}", "write it somewhere else") from error
 
-
-class _Lines:
-    """Progress without movement: a line at most every five seconds."""
-
-    def __init__(self, output: Output, title: str, total: float, unit: str) -> None:
-        self._output, self._title, self._total, self._unit = output, title, total, unit
-        self._done = 0.0
-        self._last = time.monotonic()
-
-    def advance(self, amount: float) -> None:
-        self._done += amount
-        if time.monotonic() - self._last > 5:
-            self._last = time.monotonic()
-            self._output.note(f"{self._title}: {self._done / self._total:.0%} of {self._total:g} {self._unit}")
-
-    def describe(self, text: str) -> None:
-        self._title = text
-
-
-@contextmanager
-def _rich_bar(stream: IO[str], title: str, total: float, unit: str) -> Iterator[Progress]:
-    # Rich takes 50 ms to import: only where a bar is really drawn.
-    from rich import progress
-    from rich.console import Console
-
-    amount: tuple[progress.ProgressColumn, ...]
-    if unit == "B":
-        amount = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
-    else:
-        amount = (progress.MofNCompleteColumn(), progress.TextColumn(unit))
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *amount, progress.TimeRemainingColumn())
-    with progress.Progress(*columns, console=Console(file=stream), transient=True) as bars:
-        task = bars.add_task(title, total=total)
-
-        class Bar:
-            def advance(self, amount: float) -> None:
-                bars.advance(task, amount)
-
-            def describe(self, text: str) -> None:
-                bars.update(task, description=sanitize(text))
-
-        yield Bar()
+    def release(self) -> None:
+        """The last act: what cannot be written is dropped, so that the interpreter does not complain at its exit."""
+        for stream in (self._stdout, self._stderr):
+            try:
+                stream.flush()
+            except OSError:
+                with suppress(OSError):  # a stream without a file of its own
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

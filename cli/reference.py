@@ -24,16 +24,28 @@ _INTRODUCTION = """# Commands
 Generated from the code by `make docs`.
 
 Results go to standard output, everything else to standard error. `--json` prints one object with `schema_version`
-(JSON lines for a stream); an error is then an object with `error`. Away from a terminal there is no colour, no progress
-bar and no question; `NO_COLOR` and `TERM=dumb` are honoured.
+(JSON lines for a stream); an error is then an object on standard output too, whose `error` holds `message`, `hint` and
+`exit_code`. Away from a terminal, and where `TERM=dumb`, there is no colour, no progress bar and no question.
 
-An option is taken from the command line, else from the environment variable `MYCLI_COMMAND_OPTION` (such as
-`MYCLI_CHAT_TEMPERATURE`; `MYCLI_DEVICE` and `MYCLI_OFFLINE` count for every command), else from `mycli/config.toml` in
-`$XDG_CONFIG_HOME`, else from the model's `generation_config.json`, else from the program. In config.toml a key at the
-top counts for every command that has the option, a key in a table such as `[chat]` for that command.
+Every command understands `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`, behind its name or
+before it.
+
+The value of an option is the first of these that is given:
+
+1. the flag: `mycli chat pico --top-p 0.9`
+2. the environment: `MYCLI_CHAT_TOP_P` for one command, `MYCLI_TOP_P` for every command that has the option
+3. `mycli/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`): `top_p` in a table `[chat]` for one command, at the top of
+   the file for every command that has the option
+4. the model's `generation_config.json`
+5. what `--help` shows
+
+An option with several spellings goes by its longest one: `-t`, `--temperature` is `MYCLI_TEMPERATURE`.
 
 Downloads live in the Hugging Face cache (`HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` are
 honoured), models quantized here in `$MYCLI_HOME` (`$XDG_DATA_HOME/mycli`), history in `$XDG_STATE_HOME/mycli`.
+`CUDA_VISIBLE_DEVICES` chooses among GPUs; `NO_COLOR` and `FORCE_COLOR` decide about colour, whatever the terminal says.
+
+Completion of commands, options and names of models: `mycli --install-completion` for the shell it is called from.
 """
 
 

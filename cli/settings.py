@@ -9,7 +9,7 @@ The file is $XDG_CONFIG_HOME/mycli/config.toml. Knows TOML and names of options;
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +17,57 @@ from mycli.runtime.errors import UsageError
 
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where config.toml is looked for."""
-    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "mycli" / "config.toml"
+    """Where config.toml is looked for. A relative XDG_CONFIG_HOME does not count, as its specification says."""
+    base = environment.get("XDG_CONFIG_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.config")) / "mycli" / "config.toml"
 
 
-def read_settings(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, dict[str, Any]]:
-    """Defaults by command and parameter. `options` holds the parameters of each command that may be set.
+def option_key(spellings: Sequence[str]) -> str:
+    """An option's name in config.toml and, in capitals, in the environment: `--top-p` is top_p, `-n` is n."""
+    return max(spellings, key=len).lstrip("-").replace("-", "_")
 
+
+def _parse(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint) from None
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise UsageError(f"{path}: {error}", hint) from None
+
+
+def read_settings(
+    path: Path, command: str, commands: Collection[str], keys: Callable[[str], Mapping[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """Defaults of `command` by parameter, as a parser wants them: {command: {parameter: value}}.
+
+    `keys(name)` gives the options of a command as key -> parameter. It is called for another command only where a key
+    at the top is no option of this one, because it imports that command.
     Raises UsageError naming the file and the key for TOML that is not, and for a command or option that does not exist.
     """
     hint = f"edit {path}; mycli COMMAND --help lists the options"
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    values = _parse(path, hint)
+    if not values:
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {error}", hint) from None
-    defaults: dict[str, dict[str, Any]] = {command: {} for command in options}
-    for key, value in values.items():
+    parameters = keys(command)
+    general: dict[str, Any] = {}
+    special: dict[str, Any] = {}
+    for name, value in values.items():
+        key = name.replace("-", "_")
         if isinstance(value, dict):
-            if key not in options:
-                raise UsageError(f"{path}: [{key}] is not a command", hint)
-            for name, inner in value.items():
-                parameter = name.replace("-", "_")
-                if parameter not in options[key]:
-                    raise UsageError(f"{path}: [{key}] {name} is not an option of that command", hint)
-                defaults[key][parameter] = inner
-            continue
-        parameter = key.replace("-", "_")
-        having = [command for command, names in options.items() if parameter in names]
-        if not having:
-            raise UsageError(f"{path}: {key} is not an option of any command", hint)
-        for command in having:
-            defaults[command].setdefault(parameter, value)
-    return defaults
+            if name not in commands:
+                raise UsageError(f"{path}: [{name}] is not a command", hint)
+            if name == command:
+                special = value
+        elif key in parameters:
+            general[parameters[key]] = value
+        elif not any(key in keys(other) for other in commands):
+            raise UsageError(f"{path}: {name} is not an option of any command", hint)
+    for name, value in special.items():
+        key = name.replace("-", "_")
+        if key not in parameters:
+            raise UsageError(f"{path}: [{command}] {name} is not an option of that command", hint)
+        general[parameters[key]] = value
+    return {command: general}

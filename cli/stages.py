@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from mycli.cli.output import Output, Progress
+from mycli.cli.output import Output
+from mycli.cli.progress import Progress
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
         extreme = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
         _require_representable(extreme, grid.scale_dtype)
         if grid.search == "absmax":
-            found = _storable(extreme.abs() / (grid.half - 0.5), grid)
+            found = storable(extreme.abs() / (grid.half - 0.5), grid)
         else:
             found = _least_squares(part, extreme, grid, weights)
         scales[start : start + rows] = found
@@ -106,7 +106,7 @@ def _require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _storable(scales: Tensor, grid: Grid) -> Tensor:
+def storable(scales: Tensor, grid: Grid) -> Tensor:
     """fp32 scales as the file will hold them: never zero, and -Q s never overflows."""
     largest = torch.finfo(grid.scale_dtype).max / grid.half  # a power of two below the maximum: exact
     magnitude = scales.abs().clamp(_SMALLEST[grid.scale_dtype], largest)
@@ -138,7 +138,7 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
     low, high, count = (_PLAIN if weights is None else _WEIGHTED)[grid.packing.bits]
     # The first is the scale of "absmax" up to its sign, so that the search never loses to it.
     targets = [half - 0.5, *(half * low * (high / low) ** (step / (count - 1)) for step in range(count))]
-    best = _storable(extreme / -targets[0], grid)
+    best = storable(extreme / -targets[0], grid)
     least = _error(part, best, half, weights, buffer)
 
     def consider(candidate: Tensor) -> None:
@@ -149,9 +149,9 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
 
     for sign in (1, -1):
         for target in targets:
-            consider(_storable(extreme * (sign / target), grid))
+            consider(storable(extreme * (sign / target), grid))
     for _ in range(_REFITS):
-        consider(_storable(_refit(part, best, half, weights, buffer), grid))
+        consider(storable(_refit(part, best, half, weights, buffer), grid))
     return best
 
 

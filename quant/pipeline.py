@@ -1,27 +1,30 @@
-"""From the folder of a model to the folder of its quantized copy, one linear in memory at a time.
+"""From the folder of a model to the folder of its quantized copy, one linear or one block in memory at a time.
 
-Checks come first: shapes, disk and memory, before the first second of work. Then read, solve, pack and write, tensor by
-tensor; then the copy is opened again, measured, described in `mycli.json`, and appears by one rename. Knows no scheme
-by name and nothing of a terminal.
+Checks come first: shapes, disk and memory, before the first second of work. Then read, solve, pack and write: tensor by
+tensor, or block by block where the scheme wants to see data. Then the copy is opened again, measured, described in
+`mycli.json`, and appears by one rename. Knows no scheme by name and nothing of a terminal.
 """
 
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mycli.quant import record, schemes
+from mycli.quant import calibration, record, schemes
+from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.grid import Grid, Quantized, relative_error
 from mycli.quant.progress import Progress, silent
-from mycli.quant.recipe import Recipe
+from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Layer, Size
-from mycli.quant.streaming import StreamedModel
+from mycli.quant.streaming import TOKENS_AT_ONCE, StreamedModel
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.config import ModelConfig, Shape, parse_config
 from mycli.runtime.device import TORCH_DTYPES, Placement
@@ -58,6 +61,7 @@ COMPANIONS = (
     "USE_POLICY.md",
 )
 MAX_COMPANION_BYTES = 128 << 20
+COLLAPSED_KL = 1.0  # nats: such a model says something else
 _WORKSPACE = 256 << 20  # of the search, packing and buffers, whatever the model
 _PACK_WEIGHTS = 1 << 22  # packed at a time
 
@@ -73,6 +77,17 @@ class Plan:
     packings: Mapping[str, Packing]
     tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
     memory_bytes: int  # beyond the program itself
+    text: Path | None  # to calibrate on; None for the one in the package
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method wants data."""
+        return schemes.load(self.recipe.method).NEEDS_HESSIAN
+
+    @property
+    def seq(self) -> int:
+        """Tokens in a window of calibration."""
+        return self.recipe.seq or min(DEFAULT_SEQ, self.config.max_context)
 
     @property
     def size(self) -> Size:
@@ -87,21 +102,31 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was made. `layers` in order of execution; `card` None where no report was asked for."""
+    """What was made. `layers` in order of execution; `card` None where no report was asked for.
+
+    `notes` are for a person: what was unusual, and did not stop the work.
+    """
 
     folder: Path
     size: Size
     layers: tuple[Layer, ...]
     card: Evaluation | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fallbacks(self) -> int:
+        """How many layers are plain rounding though more was asked for."""
+        return sum(layer.fallback is not None for layer in self.layers)
 
 
-def plan(source: Source, recipe: Recipe) -> Plan:
+def plan(source: Source, recipe: Recipe, text: Path | None = None) -> Plan:
     """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
+
+    `text` is a file to calibrate on instead of the text in the package; it is opened only when the work begins.
 
     Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
     does not fit its shapes.
     """
-    schemes.load(recipe.method)
     raw = read_object(source.folder / "config.json")
     if raw.has("quantization_config"):
         method = raw.object("quantization_config").text("quant_method", "unknown method")
@@ -133,7 +158,27 @@ def plan(source: Source, recipe: Recipe) -> Plan:
             ]
             held += rows * (columns + 4 * words + scale_dtype.itemsize * groups)
         peak = max(peak, held)
-    return Plan(source, recipe, raw, config, packings, tuple(tensors), peak + _WORKSPACE)
+    work = Plan(source, recipe, raw, config, packings, tuple(tensors), peak + _WORKSPACE, text)
+    if not work.calibrates:
+        return work
+    calibration.check(recipe.samples, work.seq, config.max_context)
+    return replace(work, memory_bytes=_calibrating_bytes(work) + _WORKSPACE)
+
+
+def _calibrating_bytes(work: Plan) -> int:
+    """Of memory at the peak of work with data: the model's ends, one block, the residual stream, and one product."""
+    config, item = work.config, 4
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    block = sum(math.prod(shape) for _, shape in config.block_tensors(0))
+    stream = work.recipe.samples * work.seq * config.hidden_size
+    activations = TOKENS_AT_ONCE * (4 * config.hidden_size + 4 * config.intermediate_size)
+    products = [
+        (sum(linear.out_features for linear in group), group[0].in_features)
+        for group in config.block_linears(0).values()
+    ]
+    # H, its ordered copy, the factor and what it is made of; the weights, what remains of them, and what is lost.
+    solving = max(5 * columns * columns + 5 * rows * columns for rows, columns in products)
+    return item * (ends + block + stream + max(activations, solving))
 
 
 def preflight(work: Plan, target: Path) -> None:
@@ -169,8 +214,12 @@ def quantize(
     raise, and UsageError or ResourceError from `preflight`.
     """
     preflight(work, target)
+    shown = _calibration(work) if work.calibrates else None
     with CheckpointWriter(target, work.tensors, overwrite=overwrite) as writer:
-        layers = _write_tensors(work, writer, placement.device, progress)
+        if shown is None:
+            layers = _write_tensors(work, writer, placement.device, progress)
+        else:
+            layers = _write_blocks(work, writer, shown, placement, progress)
         for path in _companions(work.source.folder):
             writer.add_file(path.name, path.read_bytes())
         writer.add_file("config.json", _config(work))
@@ -181,10 +230,38 @@ def quantize(
         written = (path for path in writer.folder.iterdir() if path.is_file())
         digests = record.digests(written), record.digests(_source_files(work.source.folder))
         writer.add_file(
-            record.FILE, record.encode(work.recipe, work.source, work.size, layers, card, digests[1], digests[0])
+            record.FILE,
+            record.encode(work.recipe, shown, work.source, work.size, layers, card, digests[1], digests[0]),
         )
         writer.finish()
-    return Outcome(target, work.size, layers, card)
+    return Outcome(target, work.size, layers, card, _notes(work, shown, layers, card))
+
+
+def _calibration(work: Plan) -> Calibration:
+    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
+    if work.text is not None:
+        return calibration.from_file(work.text, tokenizer, samples, seq, seed)
+    return calibration.bundled(tokenizer, work.config.vocab_size, samples, seq, seed)
+
+
+def _notes(
+    work: Plan, shown: Calibration | None, layers: tuple[Layer, ...], card: Evaluation | None
+) -> tuple[str, ...]:
+    notes = []
+    if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
+        notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
+    for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
+        notes.append(f"{count} of {len(layers)} layers were rounded to nearest: {reason}")
+    dead = [layer for layer in layers if layer.dead_columns]
+    if dead:
+        most = max(dead, key=lambda layer: layer.dead_columns)
+        notes.append(
+            f"{len(dead)} layers have inputs that calibration never used, at most {most.dead_columns}, in {most.name}"
+        )
+    if card is not None and card.divergence is not None and card.divergence.kl.value > COLLAPSED_KL:
+        notes.append(f"the model has collapsed (mean KL {card.divergence.kl.value:.2g}): it needs more bits")
+    return tuple(notes)
 
 
 def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, progress: Progress) -> tuple[Layer, ...]:
@@ -200,6 +277,22 @@ def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, p
     return tuple(layers)
 
 
+def _write_blocks(
+    work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, progress: Progress
+) -> tuple[Layer, ...]:
+    checkpoint = Checkpoint(Manifest.open(work.source.folder))
+    for name, _ in work.config.tensors():
+        if name.removesuffix(".weight") not in work.packings:
+            writer.write(name, checkpoint.read(name))
+
+    def sink(linear: str, solved: Quantized) -> None:
+        _write_packed(writer, linear, solved, work.packings[linear])
+
+    solver = Solver(work.recipe.method, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+    model = StreamedModel(work.source.folder, placement)
+    return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, progress))
+
+
 def _quantize_linear(
     work: Plan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
 ) -> Layer:
@@ -207,7 +300,7 @@ def _quantize_linear(
     grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
-        solved = schemes.load(work.recipe.method).solve(weight, grid, None)
+        solved = schemes.load(work.recipe.method).solve(weight, grid, None).quantized
     except ModelError as error:
         raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
     _write_packed(writer, linear, solved, packing)

@@ -11,19 +11,26 @@ from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 Head = Literal["keep", "int8", "int4"]
 
+DEFAULT_SEQ = 512  # 64 Ki tokens in all: several for every input of the largest layers, within minutes on a CPU
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the bytes of the result, besides the source. `group` None: one scale per output row.
+    """All that decides the bytes of the result, besides the source and a calibration text of one's own.
 
-    Norms, biases and embeddings are kept; so is the head, unless `head` says how many bits it gets.
+    `group` None: one scale per output row. Norms, biases and embeddings are kept; so is the head, unless `head` says
+    how many bits it gets. Methods that need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None
+    takes `DEFAULT_SEQ`, or the model's context where that is shorter.
     """
 
-    method: str = "rtn"
+    method: str = "gptq"
     bits: int = 4
     group: int | None = 128
     scales: Search = "mse"
     head: Head = "keep"
+    samples: int = 128
+    seq: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:

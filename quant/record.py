@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation
 from mycli.quant.recipe import Recipe
 from mycli.runtime.hub import Source
@@ -25,11 +26,20 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Layer:
-    """One quantized linear. `error`: squared error of the weights over their squared norm."""
+    """One quantized linear. `error`: squared error of the weights over their squared norm.
+
+    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding on the same
+    grid; `damping` and `dead_columns` as in `schemes.Solution`.
+    """
 
     name: str
     packing: str
     error: float
+    output_error: float | None = None
+    rounding_output_error: float | None = None
+    damping: float | None = None
+    dead_columns: int = 0
+    fallback: str | None = None  # why it is plain rounding
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,14 @@ def _version() -> str:
         return "0+checkout"
 
 
+def _describe(calibration: Calibration) -> dict[str, Any]:
+    samples, seq = calibration.windows.shape
+    return {"samples": samples, "seq": seq, "sha256": calibration.sha256, "mix": calibration.mix}
+
+
 def encode(
     recipe: Recipe,
+    calibration: Calibration | None,
     source: Source,
     size: Size,
     layers: Iterable[Layer],
@@ -76,11 +92,12 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes. `card` is None where no report was asked for; the digests come from `digests`."""
+    """The file as bytes; `calibration` and `card` are None where there was none. The digests come from `digests`."""
     group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": SCHEMA_VERSION,
         "recipe": {**asdict(recipe), "group": group},
+        "calibration": None if calibration is None else _describe(calibration),
         "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
         "versions": {
             "mycli": _version(),

@@ -4,6 +4,7 @@ What is held is the embedding, the head, one block, and the residual stream of t
 than memory can be measured. Knows nothing of what the outputs are for.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 from mycli.quant.progress import Progress, silent
 from mycli.runtime.attention import visible
 from mycli.runtime.checkpoint import Checkpoint
+from mycli.runtime.config import LinearSpec
 from mycli.runtime.device import Placement
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packing import describe
@@ -21,6 +23,13 @@ from mycli.runtime.rope import Rope
 from mycli.runtime.transformer import Block, Masks, Transformer
 
 TOKENS_AT_ONCE = 4096  # through one layer: enough to be bound by arithmetic, few enough for its activations to be small
+
+Surroundings = tuple[tuple[Tensor, Tensor], Masks]  # the rotary tables and masks that `Block.forward` takes
+
+
+def batches(stream: Tensor) -> Iterator[Tensor]:
+    """Views of `stream` [windows, context, hidden], of whole windows and about `TOKENS_AT_ONCE` tokens each."""
+    return iter(torch.split(stream, max(1, TOKENS_AT_ONCE // stream.shape[1])))
 
 
 class StreamedModel:
@@ -47,7 +56,12 @@ class StreamedModel:
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return block
 
-    def surroundings(self, context: int) -> tuple[tuple[Tensor, Tensor], Masks]:
+    def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
+        """The weights of unquantized linears by name, read now, on the device in their stored dtype."""
+        device = self.placement.device
+        return {spec.name: self._checkpoint.read(f"{spec.name}.weight").to(device) for spec in specs}
+
+    def surroundings(self, context: int) -> Surroundings:
         """The rotary tables and masks that `Block.forward` takes, for windows of `context` tokens."""
         device = self.placement.device
         windows = {self.config.window(layer) for layer in range(self.config.layers)}
@@ -60,16 +74,21 @@ class StreamedModel:
         surroundings = self.surroundings(tokens.shape[1])
         stream = self.embed(tokens)
         for layer in range(self.config.layers):
-            self._advance(self.block(layer), stream, surroundings)
+            self.advance(self.block(layer), stream, surroundings)
             progress("layers", layer + 1, self.config.layers)
         return stream
 
-    def _advance(self, block: Block, stream: Tensor, surroundings: tuple[tuple[Tensor, Tensor], Masks]) -> None:
+    @torch.inference_mode()
+    def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place."""
-        at_once = max(1, TOKENS_AT_ONCE // stream.shape[1])
-        for start in range(0, len(stream), at_once):
-            part = stream[start : start + at_once]
+        for part in batches(stream):
             part.copy_(block(part.to(self.placement.device), *surroundings, None))
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head sees of the residual stream after the last block: same shape, on the device."""
+        normed: Tensor = self._ends.norm(hidden.to(self.placement.device))
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.generate import Session, Timing
 from mycli.runtime.generation_config import GenerationDefaults, read_generation_config, stop_ids
 from mycli.runtime.load import load_model
-from mycli.runtime.sampling import Sampler, Sampling
+from mycli.runtime.sampling import Constraint, Recorder, Sampler, Sampling
 from mycli.runtime.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer import Tokenizer
 from mycli.runtime.transformer import Transformer
@@ -40,14 +40,15 @@ class Assistant:
         return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
 
     @classmethod
-    def load(cls, folder: Path, placement: Placement) -> "Assistant":
+    def load(cls, folder: Path, placement: Placement, *, allow_nonfinite: bool = False) -> "Assistant":
         """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError."""
         config = load_config(folder)
         tokenizer = Tokenizer.load(folder, config.vocab_size)
         defaults, dropped = read_generation_config(folder, config.vocab_size)
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
-        model = load_model(folder, placement)
-        return cls(model, tokenizer, defaults, frozenset(ids), (*dropped, *missing))
+        warnings = [*dropped, *missing]
+        model = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=warnings.append)
+        return cls(model, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
 class Reply:
@@ -65,8 +66,13 @@ class Reply:
         *,
         limit: int | None = None,
         stops: Sequence[str] = (),
+        constraint: Constraint | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`limit` None fills the context; a limit that does not fit is refused with the numbers. Raises UsageError."""
+        """`limit` None fills the context; a limit that does not fit is refused with the numbers. Raises UsageError.
+
+        `constraint` and `recorder` are the sampler's.
+        """
         room = session.capacity - len(prompt) + 1  # the last token drawn needs no place in the cache
         if limit is not None and limit > room:
             raise UsageError(
@@ -83,7 +89,9 @@ class Reply:
         self._decoder = StreamDecoder(assistant.tokenizer)
         self._prompt = prompt
         self._stop_ids = assistant.stop_ids
-        self._sampler = Sampler(sampling, assistant.vocabulary_size, assistant.model.device)
+        self._sampler = Sampler(
+            sampling, assistant.vocabulary_size, assistant.model.device, constraint=constraint, recorder=recorder
+        )
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text as they become certain, none empty."""

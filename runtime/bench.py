@@ -16,6 +16,7 @@ import torch
 
 from mycli.runtime.estimate import Plan, bytes_per_step
 from mycli.runtime.generate import Session
+from mycli.runtime.kernels.cpu import memory_bandwidth
 from mycli.runtime.machine import peak_resident, reset_peak
 from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
@@ -192,8 +193,13 @@ def compare(old: Sequence[float], new: Sequence[float]) -> Change:
 def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -> float:
     """GB/s at which memory of `device` is read by a plain reduction over `nbytes`: the best of `repetitions`.
 
-    On the CPU a matrix-vector product, on a GPU a copy, whose reading and writing both count.
+    On the CPU our own code, or a matrix-vector product where that cannot be built; on a GPU a copy, whose reading and
+    writing both count.
     """
+    if device.type == "cpu":
+        found = memory_bandwidth(nbytes, repetitions)
+        if found is not None:
+            return found / 1e9
     columns = 4096
     matrix = torch.ones(max(nbytes // 4 // columns, 1), columns, dtype=torch.float32, device=device)
     moved = matrix.nbytes * (2 if device.type == "cuda" else 1)

@@ -44,6 +44,11 @@ class StaticCache:
         """`count` more positions are valid."""
         self.length += count
 
+    def copy_from(self, other: "StaticCache") -> None:
+        """Take over what `other`, a cache of one sequence, holds: for every sequence of this one."""
+        self._data[:, :, :, :, : other.length] = other._data[:, :, :, :, : other.length]
+        self.length = other.length
+
     def truncate(self, length: int) -> None:
         """Forget what lies at and after position `length`."""
         if not 0 <= length <= self.length:

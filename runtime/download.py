@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mycli.runtime.errors import GateError, ModelError, ResourceError
@@ -90,20 +91,7 @@ def plan(hub: Hub, model: str) -> Pull:
     commit = revision if COMMIT.fullmatch(revision) else hub.commit(repo, revision)
     records = hub.tree(repo, commit)
 
-    def read_index(file: HubFile) -> bytes:
-        stored = _stored(repo, file)
-        if stored is not None:
-            return stored.read_bytes()
-        if file.size > MAX_INDEX_BYTES:
-            raise ModelError(f"{INDEX}: {file.size} bytes, more than the {MAX_INDEX_BYTES} allowed", "")
-        data = hub.read(repo, commit, file.name, 0, max(file.size, 1))
-        digest = hasher(file)
-        digest.update(data)
-        if digest.hexdigest() != file.digest:
-            raise _altered(repo, file)
-        return data
-
-    files = _select(repo, [entry.file for entry in records], read_index)
+    files = _select(repo, [entry.file for entry in records], partial(read_small, hub, repo, commit))
     names = {file.name for file in files}
     warnings = [
         f"{repo} has no {name}: {without}"
@@ -117,6 +105,24 @@ def plan(hub: Hub, model: str) -> Pull:
     # Files of the same contents share one blob.
     new_bytes = sum(_left(repo, file) for file in {file.digest: file for file in missing}.values())
     return Pull(model, repo, revision, commit, tuple(files), tuple(missing), new_bytes, tuple(warnings), tuple(records))
+
+
+def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
+    """A small file as a whole, from the cache or over the network, its hash checked; nothing is written.
+
+    Raises ModelError for one that is not small, GateError for one that does not match its hash.
+    """
+    stored = _stored(repo, file)
+    if stored is not None:
+        return stored.read_bytes()
+    if file.size > MAX_INDEX_BYTES:
+        raise ModelError(f"{file.name}: {file.size} bytes, more than the {MAX_INDEX_BYTES} allowed", "")
+    data = hub.read(repo, commit, file.name, 0, max(file.size, 1))
+    digest = hasher(file)
+    digest.update(data)
+    if digest.hexdigest() != file.digest:
+        raise _altered(repo, file)
+    return data
 
 
 def _blobs(repo: str) -> Path:
@@ -185,16 +191,16 @@ def pull(hub: Hub, job: Pull, *, force: bool, advance: Callable[[float], None]) 
 
 
 def _fetch(hub: Hub, job: Pull, file: HubFile, advance: Callable[[float], None]) -> None:
-    partial = _partial(job.repo, file)
+    arriving = _partial(job.repo, file)
     for _ in range(2):
         if _receive(hub, job, file, advance):
             try:
-                os.replace(partial, _blobs(job.repo) / file.digest)
+                os.replace(arriving, _blobs(job.repo) / file.digest)
             except FileNotFoundError:  # locks do not work here, and another process has placed the same bytes
                 if _stored(job.repo, file) is None:
                     raise
             return
-        partial.unlink(missing_ok=True)
+        arriving.unlink(missing_ok=True)
         advance(-file.size)
         hub.note(f"{file.name}: what arrived does not match its hash, and was thrown away")
     raise _altered(job.repo, file)

@@ -17,6 +17,7 @@ BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
 PREFILL_CHUNK = 512  # tokens of the prompt that go through the model at once
 DEFAULT_CONTEXT = 8192
+CPU_PART = 1 << 24  # weights that the CPU's kernels unpack for one dense product
 # What a process takes beside the model. CPU: Python, torch and its libraries (256 MiB with torch 2.13 on Linux) and
 # what the C library keeps of freed memory (64 MiB: twice glibc's largest mmap threshold). CUDA: context, cuBLAS
 # workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
@@ -153,13 +154,16 @@ def activation_bytes(plan: Plan) -> int:
 
 
 def dequantization_bytes(plan: Plan) -> int:
-    """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense."""
+    """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
+
+    The CPU unpacks at most `CPU_PART` weights at a time.
+    """
     largest = 0
     for layer in range(plan.config.layers):
         for group in plan.config.block_linears(layer).values():
             packed = [spec for spec in group if spec.name in plan.packings]
             largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
-    return largest * plan.value_bytes
+    return (largest if plan.gpu else min(largest, CPU_PART)) * plan.value_bytes
 
 
 def logits_bytes(plan: Plan) -> int:

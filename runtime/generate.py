@@ -65,6 +65,13 @@ class Session:
         """Start from an empty cache."""
         self._keep(0)
 
+    def branch(self, sequences: int, capacity: int) -> "Session":
+        """A session of `sequences` that begin with what this one, of one sequence, holds: one prefill serves all."""
+        other = Session(self.model, capacity, sequences)
+        other.cache.copy_from(self.cache)
+        other._tokens = list(self._tokens)
+        return other
+
     def _keep(self, count: int) -> None:
         del self._tokens[count:]
         self.cache.truncate(count)

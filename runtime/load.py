@@ -1,5 +1,6 @@
 """From a folder to a model that can run: every check that needs no memory first, then tensors straight into place."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,28 @@ from mycli.runtime.packing import describe
 from mycli.runtime.transformer import Transformer
 
 
-def load_model(folder: Path, placement: Placement) -> Transformer:
-    """The model of `folder` on `placement`. Raises ModelError for anything the files and the config disagree on."""
+def load_model(
+    folder: Path,
+    placement: Placement,
+    *,
+    allow_nonfinite: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Transformer:
+    """The model of `folder` on `placement`; `warn` is told what a person should know of the files.
+
+    Raises ModelError for anything the files and the config disagree on, and for weights that are NaN or infinite unless
+    `allow_nonfinite`.
+    """
     config, packings = describe(folder)
     manifest = Manifest.open(folder)
     manifest.check(config, packings)
+    checkpoint = Checkpoint(manifest, allow_nonfinite=allow_nonfinite)
+    for warning in manifest.warnings:
+        warn(warning)
+    if config.tie_embeddings and checkpoint.tied_head_differs():
+        warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(config)
-    model.load(Checkpoint(manifest), packings, placement.device, placement.dtype)
+    model.load(checkpoint, packings, placement.device, placement.dtype)
     return model
 
 

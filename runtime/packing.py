@@ -75,7 +75,11 @@ def linear_names(config: ModelConfig) -> list[str]:
 
 def describe(folder: Path) -> tuple[ModelConfig, dict[str, Packing]]:
     """What the model in `folder` is, and which of its linears are packed how, from config.json alone."""
-    raw = read_object(folder / "config.json")
+    return describe_config(read_object(folder / "config.json"))
+
+
+def describe_config(raw: Fields) -> tuple[ModelConfig, dict[str, Packing]]:
+    """`describe` of a parsed config.json."""
     config = parse_config(raw)
     return config, read_quantization(raw, linear_names(config))
 

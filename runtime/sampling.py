@@ -7,6 +7,7 @@ from it. Does not know models, text or why a reply ends.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,14 +89,46 @@ def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None)
     return _filter(logits / sampling.temperature, sampling).softmax(dim=-1)
 
 
+class Constraint(Protocol):
+    """What may be drawn next; see `mycli.runtime.constrain`."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits fp32 [sequences, vocab] with -inf for what may not; never for all. Raises ModelError instead."""
+        ...
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """One drawn token for every sequence."""
+        ...
+
+
+class Recorder(Protocol):
+    """Keeps what a person wants to know of the draws; see `mycli.runtime.logprobs`."""
+
+    def record(self, logits: Tensor, tokens: Tensor) -> None:
+        """The model's own logits fp32 [sequences, vocab], and the tokens [sequences, 1] drawn."""
+        ...
+
+
 class Sampler:
     """Draws tokens for one request: its settings, its random numbers and, for the penalty, the tokens it has seen.
 
     `vocab_size` is the tokenizer's: rows that pad the head beyond it are never drawn.
     """
 
-    def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device, sequences: int = 1) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        device: torch.device,
+        sequences: int = 1,
+        *,
+        constraint: Constraint | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`constraint` limits what can be drawn, `recorder` is told what was."""
         self.sampling = sampling
+        self._constraint = constraint
+        self._recorder = recorder
         self._vocab_size = vocab_size
         self._generator = torch.Generator(device)
         if sampling.seed is None:
@@ -116,14 +149,20 @@ class Sampler:
 
         Raises ModelError where the logits are not numbers.
         """
+        logits = raw = logits[:, : self._vocab_size]
+        if self._constraint is not None:
+            logits = self._constraint.apply(logits)
         if self.plain_greedy:
-            best, token = logits[:, : self._vocab_size].max(dim=-1, keepdim=True)
+            best, token = logits.max(dim=-1, keepdim=True)
             self._check(best)
         else:
-            logits = logits[:, : self._vocab_size]
             self._check(logits.amax(dim=-1))  # NaN and infinity win every maximum
             token = self.draw(distribution(logits, self.sampling, self._seen))
         self.observe(token)
+        if self._constraint is not None:
+            self._constraint.follow(token[:, 0].tolist())
+        if self._recorder is not None:
+            self._recorder.record(raw, token)
         return token
 
     # For speculation (`mycli.runtime.speculate`): one sequence, and rows that are positions of it.
@@ -132,6 +171,19 @@ class Sampler:
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
         return self.sampling.greedy and self._seen is None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether what may come depends on the text in a way that `probabilities` does not know."""
+        return self._constraint is not None
+
+    def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
+        rows = torch.tensor([tokens], device=logits.device)
+        self.observe(rows)
+        if self._recorder is not None:
+            for index in range(len(tokens)):
+                self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
 
     def finite_rows(self, logits: Tensor) -> int:
         """How many of the first rows of logits [rows, vocab or more] are numbers."""

@@ -24,7 +24,7 @@ def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     """The tokens that follow: the part of the proposal that stands, and one of the model's own.
 
     logits fp32 [1 + proposed, vocab or more]: row i comes after the first i proposed tokens. `sampler` has observed
-    the text before, and observes what is returned. Raises ModelError where the first row is not a number.
+    the text before, and takes in what is returned. Raises ModelError where the first row is not a number.
     """
     rows = sampler.finite_rows(logits)
     if rows < 2:
@@ -33,7 +33,9 @@ def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     if sampler.plain_greedy:
         own = sampler.best(logits[:rows])
         kept = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-        return own[: kept + 1]
+        tokens = own[: kept + 1]
+        sampler.take(logits, tokens)
+        return tokens
     target = sampler.probabilities(logits[:rows], drafted)
     index = torch.tensor(drafted, device=target.device)[:, None]
     chances = target[:-1].gather(1, index)
@@ -50,7 +52,7 @@ def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
             weights = target[kept]
     last = sampler.draw(weights[None])
     tokens = [*drafted[:kept], int(last)]
-    sampler.observe(torch.tensor([tokens], device=target.device))
+    sampler.take(logits, tokens)
     return tokens
 
 
@@ -130,7 +132,7 @@ class SpeculativeSession(Session):
     def _step(self, text: Sequence[int], sampler: Sampler, room: int) -> list[int]:
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
         lag = self.drafter.lag(len(text))
-        wanted = self.pace.length(room, lag) if room > 0 else 0
+        wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
         began = drafted = time.perf_counter()
         proposal = Proposal([])
         if wanted:

@@ -159,6 +159,11 @@ class Tokenizer:
         return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that are markup, not text: all added tokens but ordinary blanks."""
+        return self._control.ids
+
+    @property
     def strip_spaces(self) -> int:
         """How many spaces the start of a decoded text loses (SentencePiece)."""
         return self._detokenizer.strip_spaces

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).parent.parent
 PICO = ROOT / "runtime" / "pico" / "pico"
 
@@ -27,6 +30,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_OFFLINE": "1",
+        # The compiled kernel is the same for all: building it again for every test would take most of the time.
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
         "COLUMNS": "80",
     }
 

@@ -99,9 +99,14 @@ class HubServer:
         return commit
 
     def fail(self, where: str, fault: Fault, times: int = 1) -> None:
-        """Answer the next `times` requests whose path contains `where` with `fault`; "storage:" limits it to that host."""
+        """Answer the next `times` requests whose "host:path" contains `where` with `fault`."""
         with self._lock:
             self._faults.extend([(where, fault)] * times)
+
+    def forgive(self) -> None:
+        """Drop the faults that were not used up."""
+        with self._lock:
+            self._faults.clear()
 
     def take(self, host: str, path: str) -> Fault:
         """The fault for a request, used up by it."""
@@ -141,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.host == "storage":
                 self._send_file(self._blob(urlsplit(path).path.rpartition("/")[2]), {}, fault)
             else:
-                self._route(path, fault)
+                self._route(fault)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
@@ -156,9 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, {"X-Error-Code": code, "X-Error-Message": code}, b"{}", Fault())
 
-    def _route(self, path: str, fault: Fault) -> None:
-        parts = urlsplit(path)
-        words = parts.path.strip("/").split("/")
+    def _route(self, fault: Fault) -> None:
+        parts = urlsplit(self.path)
+        words = [unquote(word) for word in parts.path.strip("/").split("/")]
         api = words[:2] == ["api", "models"]
         words = words[2:] if api else words
         repo, verb, rest = "/".join(words[:2]), (words[2:3] or ["revision"])[0], words[3:]
@@ -196,8 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
             entries.append(entry)
         headers = {}
         if start + self.owner.page < len(entries):
-            url = f"{self.owner.address()}/api/models/{repo}/tree/{commit}?recursive=true&cursor={start + self.owner.page}"
-            headers["Link"] = f'<{url}>; rel="next"'
+            query = f"recursive=true&cursor={start + self.owner.page}"
+            headers["Link"] = f'<{self.owner.address()}/api/models/{repo}/tree/{commit}?{query}>; rel="next"'
         self._send_json(entries[start : start + self.owner.page], headers)
 
     def _send_json(self, value: Any, headers: Mapping[str, str]) -> None:

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mycli.runtime import generate
 from mycli.runtime.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.estimate import (
     CACHE_BLOCK,
+    CPU_PART,
     GIB,
     PREFILL_CHUNK,
     Plan,
@@ -29,6 +31,7 @@ from mycli.runtime.estimate import (
 )
 from mycli.runtime.fields import Fields
 from mycli.runtime.fit import Scheme
+from mycli.runtime.kernels import cpu
 from mycli.runtime.packing import Packing
 
 PUBLISHED: dict[str, Any] = json.loads(Path(__file__).with_name("published_models.json").read_text())
@@ -149,8 +152,10 @@ def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
 
 
 def test_workspace_counts_the_largest_product_once() -> None:
-    result = estimate(plan("Llama-3.1-8B", INT4))
+    result = estimate(plan("Llama-3.1-8B", INT4, gpu=True))
     assert result.workspace.dequantization == 2 * 14336 * 4096 * 2  # gate and up, as one matrix of bf16
+    assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 32 << 20  # the CPU takes them in parts
+    assert estimate(plan("Qwen2.5-0.5B", INT4)).workspace.dequantization == 2 * 4864 * 896 * 2
     assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
     assert result.workspace.activations == 512 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
@@ -191,6 +196,11 @@ def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
     free = estimate(replace(model, context=4096)).needed
     assert longest_context(model, free, started=True) == 4096
     assert longest_context(model, free) < 4096
+
+
+def test_constants_agree_with_what_runs() -> None:
+    assert generate.PREFILL_CHUNK == PREFILL_CHUNK
+    assert cpu._PART == CPU_PART
 
 
 def test_memory_has_its_unit() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mycli.runtime.bandwidth import remember
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.packing import Packing, describe, write_quantization
 from mycli.runtime.target import cpu_name
+from tests.hub_server import HubServer, hub_server
 
 PUBLISHED: dict[str, Any] = json.loads(Path(__file__).with_name("published_models.json").read_text())
 
@@ -113,6 +115,38 @@ def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.Capt
     assert {row["scheme"] for row in rows} == {"int4-g128"}
 
 
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.address())
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "MYCLI_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def test_a_model_of_the_hub_is_estimated_from_its_config_alone(
+    server: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = json.dumps(PUBLISHED["Llama-3.2-1B"]["config"]).encode()
+    server.add("org/model", {"config.json": config, "model.safetensors": b"x" * 2000})
+    assert answer(capsys, "org/model")["parameters"] == 1_235_814_400
+    assert answer(capsys, "pico", "--draft", "org/model@main")["bytes"]["draft"] > 2 * 1_235_814_400
+    assert not server.requests("model.safetensors") and not (tmp_path / "hf").exists()
+    assert call("org/model", "--offline") == ExitCode.NOT_FOUND
+    assert call("org/other") == ExitCode.NOT_FOUND
+    assert call("org/model", "--verify") == ExitCode.NOT_FOUND
+    assert "mycli pull org/model" in capsys.readouterr().err
+
+
+def test_a_bad_config_of_the_hub_is_named(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.add("org/bad", {"config.json": b'{"model_type": "mamba"}'})
+    server.add("org/huge", {"config.json": b" " * (2 << 20)})
+    assert call("org/bad") == ExitCode.MODEL
+    assert "org/bad: config.json: model_type 'mamba'" in capsys.readouterr().err
+    assert call("org/huge") == ExitCode.MODEL
+
+
 def test_table_is_schemes_by_contexts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, llama, "--table", "--gpu", "8GiB", "--ctx", "4k")["table"]
     assert [row["context"] for row in found[:5]] == [2048, 4096, 8192, 32768, 131072]
@@ -194,7 +228,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
-        (["--draft", "/nowhere"], ExitCode.MODEL),
+        (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )

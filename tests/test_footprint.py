@@ -1,18 +1,22 @@
 """The estimate against what a real process allocates, on pico."""
 
+import json
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mycli.runtime.config import Dtype
 from mycli.runtime.device import TORCH_DTYPES, Placement
 from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.estimate import Plan
+from mycli.runtime.fit import Scheme
 from mycli.runtime.footprint import Part, check, measure
-from mycli.runtime.packing import describe
+from mycli.runtime.packed import pack
+from mycli.runtime.packing import Packing, describe, write_quantization
 
 FOLDER = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 EXACT = ("weights", "embeddings and head", "cache")
@@ -33,6 +37,36 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int) -> N
     assert parts[0].actual > 0  # the workspace may be nothing in a process that has freed memory to use again
     total = parts[-1]
     assert total.actual == sum(part.actual for part in parts[:-1])
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random codes at int4-g128 with an int8 head of its own, large enough for layouts to show."""
+    folder = tmp_path_factory.mktemp("packed")
+    config = replace(describe(FOLDER)[0], tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024)
+    packings = Scheme(Packing(4, 128), Packing(8, 128)).packings(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in config.tensors():
+        packing = packings.get(name.removesuffix(".weight"))
+        if packing is None:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        codes = torch.randint(0, 1 << packing.bits, shape).to(torch.uint8)
+        tensors[f"{name}_packed"] = pack(codes, packing.bits)
+        tensors[f"{name}_scale"] = torch.full((shape[0], packing.groups(shape[1])), 0.01, dtype=torch.bfloat16)
+        tensors[f"{name}_shape"] = torch.tensor(shape)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((FOLDER / "config.json").read_text())
+    raw |= {"tie_word_embeddings": False, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": write_quantization(packings, [])}))
+    return folder
+
+
+def test_packed_weights_take_what_the_format_says(packed: Path) -> None:
+    config, packings = describe(packed)
+    assert len(packings) == 2 * 7 + 1
+    parts = measure(packed, Plan(config, packings, context=512), Placement(torch.device("cpu"), torch.bfloat16))
+    check([part for part in parts if part.exact], 0.03)
 
 
 def test_a_wrong_prediction_is_caught() -> None:

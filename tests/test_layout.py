@@ -20,11 +20,12 @@ DATA = ROOT / "runtime" / "pico"  # its training programs are a record, not a pa
 PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
+    "cli/progress.py": "the printer's bar",
     "cli/prompt.py": "reads the prompt from standard input",
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }
 # A command that does not run a model starts without these.
-HEAVY = ("torch", "huggingface_hub", "tokenizers", "transformers", "triton")
+HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
 LIGHT = (
     "--help",
     "--version",
@@ -33,6 +34,7 @@ LIGHT = (
     "pull --help",
     "list",
     "show pico",
+    "show pico --json",
     "rm --help",
     "verify --help",
     "estimate pico",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.main import COMMANDS, option_names
+from mycli.cli.main import COMMANDS, option_keys
 from tests.conftest import PICO, Mycli
 
 HEAVY = ("torch", "huggingface_hub", "tokenizers", "transformers", "rich", "numpy")
@@ -20,8 +20,10 @@ HEAVY = ("torch", "huggingface_hub", "tokenizers", "transformers", "rich", "nump
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_of_the_table_exists_with_help_and_examples(name: str, mycli: Mycli) -> None:
     module = importlib.import_module(f"mycli.cli.commands.{COMMANDS[name][0]}")
+    file, summary = COMMANDS[name]
     assert module.EXAMPLES and module.__doc__
-    assert {"json", "quiet", "verbose", "debug", "offline"} <= option_names(name)
+    assert (getattr(module, file).__doc__ or "").splitlines()[0] == summary, "the list of commands and --help agree"
+    assert {"json", "quiet", "verbose", "debug", "offline", "device"} <= option_keys(name).keys()
     page = mycli(name, "--help")
     assert page.returncode == 0 and "Examples:" in page.stdout and page.stderr == ""
 

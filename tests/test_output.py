@@ -2,11 +2,13 @@
 
 import io
 import json
+import math
 
+import pyte
 import pytest
 
 from mycli.cli.output import Output, gib
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, UsageError
 
 
 class Screen(io.StringIO):
@@ -48,7 +50,7 @@ def test_names_in_messages_cannot_act_on_a_terminal_or_forge_lines() -> None:
 def test_an_error_is_a_line_of_cause_and_one_of_what_to_do() -> None:
     out, err = streams()
     Output(stdout=out, stderr=err).error(ModelError("config.json: bad", "mycli pull it"))
-    assert (out.getvalue(), err.getvalue()) == ("", "error: config.json: bad\n  try: mycli pull it\n")
+    assert (out.getvalue(), err.getvalue()) == ("", "error: config.json: bad\nhint: mycli pull it\n")
 
 
 def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:
@@ -82,6 +84,7 @@ def test_quiet_hides_notes_but_not_warnings_and_verbose_shows_details() -> None:
         ({"NO_COLOR": "1"}, True, False),
         ({"TERM": "dumb"}, True, False),
         ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "0"}, False, False),
         ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
     ],
     ids=str,
@@ -111,6 +114,110 @@ def test_progress_never_fails_and_is_silent_in_a_pipe(verbose: bool, terminal: b
     assert "\x1b[2J" not in err.getvalue()
     if not (verbose or terminal):
         assert err.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "moves", "coloured"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, False, False),
+    ],
+    ids=str,
+)
+def test_a_bar_moves_and_has_colour_where_that_is_welcome(
+    variables: dict[str, str], moves: bool, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D19."""
+    for name in ("TERM", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _, err = streams(terminal=True)
+    with Output(stderr=err, environment=variables).progress("loading", 10, "layers") as shown:
+        shown.advance(5)
+    assert ("\x1b[2K" in err.getvalue()) is moves, "erases its line"
+    assert ("\x1b[90m" in err.getvalue()) is coloured
+    if not moves:
+        assert err.getvalue() == ""
+
+
+def test_colour_that_is_forced_does_not_make_a_pipe_move() -> None:
+    _, err = streams()
+    with Output(verbose=True, stderr=err, environment={"FORCE_COLOR": "1"}).progress("loading", 10) as shown:
+        shown.advance(5)
+    assert "\x1b" not in err.getvalue()
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_a_bar_stays_on_one_line_of_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D19. Square brackets in a name are not Rich's markup."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    _, err = streams(terminal=True)
+    with Output(stderr=err, environment={}).progress("[red]model", 10, "layers") as shown:
+        shown.advance(5)
+        screen = pyte.Screen(columns, 6)
+        pyte.Stream(screen).feed(err.getvalue().replace("\n", "\r\n"))
+    lines = [line for line in screen.display if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("[red]")
+
+
+def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D21: by a clock that nobody can set back."""
+    now = [100.0]
+    monkeypatch.setattr("mycli.cli.progress.time.monotonic", lambda: now[0])
+    _, err = streams()
+    with Output(verbose=True, stderr=err, environment={}).progress("layers", 8, "layers") as shown:
+        shown.advance(1)
+        now[0] += 10
+        shown.advance(1)
+    assert err.getvalue() == "layers: 25% of 8 layers, 30 s left\n"
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_a_table_too_wide_for_the_terminal_is_cards(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, _ = streams(terminal=True)
+    Output(stdout=out).table(["model", "size", "speed"], [["a-model-of-a-name", "5.00 GiB", "12.3 t/s"]])
+    if columns == 80:
+        assert out.getvalue().startswith("| model ")
+    else:
+        assert out.getvalue() == "model a-model-of-a-name\n  size   5.00 GiB\n  speed  12.3 t/s\n"
+
+
+def test_wide_characters_are_aligned() -> None:
+    out, _ = streams()
+    Output(stdout=out).table(["name", "n"], [["模型", "1"], ["e\u0301", "22"]], right=(1,))
+    assert out.getvalue().splitlines()[2:] == ["| 模型 |  1 |", "| e\u0301    | 22 |"]
+
+
+def test_json_is_json_whatever_it_holds() -> None:
+    """C21: an object on a terminal cannot act on it either, and stays readable by a program."""
+    value = {"text": "é\x1b\x7f\x9b2J\u202e", "perplexity": math.inf, "list": [math.nan, (1.5,)]}
+    for terminal in (False, True):
+        out, _ = streams(terminal)
+        Output(json_mode=True, stdout=out).json(value)
+        found = json.loads(out.getvalue(), parse_constant=lambda name: pytest.fail(name))
+        assert found == {"schema_version": 1, **value, "perplexity": None, "list": [None, [1.5]]}
+        assert not terminal or not set(out.getvalue()) & set("\x1b\x7f\x9b\u202e")
+
+
+def test_nobody_is_asked_away_from_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))
+    out, err = streams()
+    assert Output(stdout=out, stderr=err).ask("Remove it?") is False and err.getvalue() == ""
+    monkeypatch.setattr("sys.stdin", Screen("yes\nno\n"))
+    out, err = streams(terminal=True)
+    output = Output(stdout=out, stderr=err)
+    assert [output.ask("Remove it?"), output.ask("Really?")] == [True, False]
+
+
+def test_input_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ok \xff\n"), encoding="utf-8"))
+    with pytest.raises(UsageError, match="byte 3"):
+        Output().read_line(">>> ")
 
 
 def test_memory_has_its_unit() -> None:

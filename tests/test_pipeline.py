@@ -111,7 +111,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
             continue
         grid = Grid(packings[linear], torch.bfloat16, recipe.scales)
         weight = original.read(name)
-        solved = rtn.solve(weight, grid)
+        solved = rtn.solve(weight, grid).quantized
         packed, scales = copy.read(f"{linear}.weight_packed"), copy.read(f"{linear}.weight_scale")
         restored = dequantize_packed(PackedWeight(packed, scales, grid.packing, weight.shape[1]))
         assert torch.equal(restored, dequantize(solved, grid).bfloat16())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mycli.quant import schemes
-from mycli.quant.grid import Grid, dequantize, find_scales
+from mycli.quant.grid import Grid, Quantized, dequantize, find_scales
 from mycli.quant.schemes import rtn
 from mycli.runtime.errors import UsageError
 from mycli.runtime.packing import Packing
@@ -33,10 +33,10 @@ def test_rtn_weights_its_search_with_the_diagonal_of_the_hessian() -> None:
     inputs = torch.randn(512, 64, generator=generator) * spread.sqrt()
     hessian = inputs.T @ inputs
     grid = Grid(Packing(3, 32), torch.bfloat16)
-    blind, informed = rtn.solve(weight, grid), rtn.solve(weight, grid, hessian)
+    blind, informed = rtn.solve(weight, grid).quantized, rtn.solve(weight, grid, hessian).quantized
     assert torch.equal(informed.scales, find_scales(weight, grid, hessian.diagonal()))
 
-    def output_error(solution: rtn.Quantized) -> float:
+    def output_error(solution: Quantized) -> float:
         return float((inputs @ (dequantize(solution, grid) - weight).T).square().sum())
 
     assert output_error(informed) < 0.8 * output_error(blind)
@@ -45,5 +45,5 @@ def test_rtn_weights_its_search_with_the_diagonal_of_the_hessian() -> None:
 def test_rtn_takes_the_dtypes_of_checkpoints() -> None:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     grid = Grid(Packing(4, 64), torch.bfloat16)
-    low, full = rtn.solve(weight, grid), rtn.solve(weight.float(), grid)
+    low, full = rtn.solve(weight, grid).quantized, rtn.solve(weight.float(), grid).quantized
     assert torch.equal(low.codes, full.codes) and torch.equal(low.scales, full.scales)

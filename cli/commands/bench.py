@@ -219,7 +219,10 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Measure tokens per second of prompts (pp) and replies (tg) on synthetic tokens."""
+    """Measure how fast a model is.
+
+    Tokens per second of prompts (pp) and replies (tg) on synthetic tokens.
+    """
     style = "json" if call.out.json_mode else output
     if style not in FORMATS:
         raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")

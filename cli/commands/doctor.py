@@ -88,7 +88,10 @@ def _as_json(
 
 @command
 def doctor(call: Call, device: options.Device = "auto") -> None:
-    """Check versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong."""
+    """Check that everything works on this machine.
+
+    Versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong.
+    """
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)

@@ -11,12 +11,14 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.loading import parse_dtype
 from mycli.cli.output import gib
-from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.config import ModelConfig
+from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
 from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, tokens_per_second
 from mycli.runtime.estimate import estimate as predict
+from mycli.runtime.fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
-from mycli.runtime.hub import resolve, state
-from mycli.runtime.packing import Packing, describe, parse_packing
+from mycli.runtime.hub import resolve, split_name, state
+from mycli.runtime.packing import Packing, describe, describe_config, parse_packing
 from mycli.runtime.target import Target, find_target
 from mycli.runtime.tensor_parallel import obstacles
 
@@ -38,7 +40,6 @@ class _Subject:
     """A model, how its weights are held, and where it would run."""
 
     model: str
-    folder: Path
     plan: Plan
     target: Target
     packed: bool  # the folder holds packed tensors
@@ -210,7 +211,7 @@ def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> Non
     for note in placement.notes:
         call.out.note(note)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
-    parts = measure(subject.folder, plan, placement)
+    parts = measure(resolve(subject.model, offline=call.offline).folder, plan, placement)
     if call.out.json_mode:
         compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
         call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
@@ -230,13 +231,29 @@ def _parse_tolerance(text: str) -> float:
     return value
 
 
-def _plan(call: Call, folder: Path, ctx: int | None, batch: int, dtype: str, draft: str | None, gpu: bool) -> Plan:
-    config, packings = describe(folder)
+def _describe(call: Call, model: str) -> tuple[ModelConfig, dict[str, Packing]]:
+    """From the folder, or for a model that is only on the hub from its config.json alone."""
+    try:
+        return describe(resolve(model, offline=call.offline).folder)
+    except NotFoundError:
+        if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+            raise
+    from mycli.runtime.remote import Hub
+
+    repo, revision = split_name(model)
+    with Hub.connect(call.out.note) as hub:
+        commit = hub.commit(repo, revision or "main")
+        data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
+    return describe_config(parse_object(data, f"{repo}: config.json"))
+
+
+def _plan(call: Call, model: str, ctx: int | None, batch: int, dtype: str, draft: str | None, gpu: bool) -> Plan:
+    config, packings = _describe(call, model)
     if (ctx or 1) > config.max_context:
         problem = f"--ctx {ctx} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
     context = ctx or min(DEFAULT_CONTEXT, config.max_context)
-    second = Plan(*describe(resolve(draft, offline=call.offline).folder)) if draft else None
+    second = Plan(*_describe(call, draft)) if draft else None
     return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second)
 
 
@@ -283,7 +300,10 @@ def estimate(
     tol: Annotated[str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates.")] = "3%",
     device: options.Device = "auto",
 ) -> None:
-    """Say how much memory MODEL takes, whether it fits, and how fast it could be. Needs config.json only."""
+    """Say how much memory a model takes and whether it fits.
+
+    Also how fast it could be at best. Needs config.json only.
+    """
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
     if verify and (gpu or quant or head != "keep" or draft):
@@ -294,13 +314,10 @@ def estimate(
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    folder = resolve(model, offline=call.offline).folder
-    plan = _plan(call, folder, context, batch, dtype, draft, target.gpu)
+    plan = _plan(call, model, context, batch, dtype, draft, target.gpu)
     wish = _wish(plan, quant, head)
     packed = bool(plan.packings)
-    subject = _Subject(
-        model, folder, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish
-    )
+    subject = _Subject(model, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish)
     if table:
         _table(call, subject)
     elif fit:

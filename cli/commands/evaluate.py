@@ -40,7 +40,9 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.Dtype = "fp32",
 ) -> None:
-    """Score MODEL on a text: perplexity with its standard error; with --ref also the KL divergence from that model.
+    """Score a model on a text, alone or against another.
+
+    Perplexity with its standard error; with --ref also the KL divergence from that model.
 
     The text is tokenized once as the model's tokenizer does by default, and cut into windows that do not overlap; the
     tail is dropped. The layers are read one at a time, so the models may be larger than memory.

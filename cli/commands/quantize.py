@@ -15,22 +15,40 @@ from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:
     from mycli.quant.pipeline import Outcome, Plan
+    from mycli.quant.record import Layer
 
 EXAMPLES = [
-    "mycli quantize pico",
-    "mycli quantize pico --bits 8 --group channel -o pico-int8",
+    "mycli quantize pico --samples 16",
+    "mycli quantize pico --method rtn --bits 8 --group channel -o pico-int8",
     "mycli quantize pico --bits 3 --group 64 --dry-run",
 ]
 
 WORST = 5
 
-Method = Annotated[str, typer.Option(help="How codes are chosen: rtn rounds to the nearest, and needs no data.")]
+Method = Annotated[
+    str, typer.Option(metavar="gptq|rtn", help="How codes are chosen: rtn rounds to the nearest, and needs no data.")
+]
 Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
 Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
 Scales = Annotated[
     str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
 ]
 Head = Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")]
+Calib = Annotated[
+    Path | None, typer.Option("--calib", help="UTF-8 text to calibrate on.", show_default="a mixed text in the package")
+]
+Samples = Annotated[
+    int, typer.Option("--samples", parser=options.parse_count, metavar="N", help="Windows to calibrate on.")
+]
+Seq = Annotated[
+    int | None,
+    typer.Option("--seq", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512"),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")]
+MaxFallback = Annotated[
+    float,
+    typer.Option("--max-fallback", min=0, max=1, help="End with code 6 where a larger share of layers was rounded."),
+]
 Report = Annotated[str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")]
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")]
@@ -79,10 +97,10 @@ def _show_outcome(call: Call, outcome: "Outcome") -> None:
                 "size": asdict(size),
                 "card": None if card is None else asdict(card),
                 "layers": [asdict(layer) for layer in outcome.layers],
+                "notes": outcome.notes,
             }
         )
         return
-    worst = sorted(outcome.layers, key=lambda layer: -layer.error)[:WORST]
     call.out.card(
         outcome.folder.name,
         [
@@ -90,28 +108,74 @@ def _show_outcome(call: Call, outcome: "Outcome") -> None:
             ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
             ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
             *([] if card is None else rows(card)),
-            ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
+            *_gain(outcome),
+            ("worst layers", _ranked(outcome)),
         ],
     )
+
+
+def _breach(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> GateError | None:
+    """Why the model is not what was asked for, None where it is."""
+    found = None if outcome.card is None else outcome.card.divergence
+    if max_kl is not None and found is not None and found.kl.value > max_kl:
+        return GateError(
+            f"the mean KL of {found.kl.value:.4g} is above --max-kl {max_kl:g}",
+            f"more --bits or a smaller --group; the model is kept in {outcome.folder}",
+        )
+    if outcome.fallbacks > max_fallback * len(outcome.layers):
+        return GateError(
+            f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
+            f" {max_fallback:g}",
+            f"calibrate on more or other text; the model is kept in {outcome.folder}",
+        )
+    return None
+
+
+def _ranked(outcome: "Outcome") -> str:
+    """The layers that lost most, in words."""
+
+    def error(layer: "Layer") -> float:
+        return layer.error if layer.output_error is None else layer.output_error
+
+    worst = sorted(outcome.layers, key=error, reverse=True)[:WORST]
+    return ", ".join(f"{layer.name.removeprefix('model.')} {error(layer):.2%}" for layer in worst)
+
+
+def _gain(outcome: "Outcome") -> list[tuple[str, str]]:
+    """How the error of the layers' outputs compares with plain rounding, where it was observed."""
+    pairs = [
+        (layer.output_error, layer.rounding_output_error)
+        for layer in outcome.layers
+        if layer.output_error is not None and layer.rounding_output_error is not None
+    ]
+    if not pairs:
+        return []
+    ours, rounded = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    return [("error of outputs", f"{ours:.3%} on average, {rounded:.3%} if rounded to nearest")]
 
 
 @command
 def quantize(
     call: Call,
     model: options.Model,
-    method: Method = "rtn",
+    method: Method = "gptq",
     bits: Bits = 4,
     group: Group = "128",
     scales: Scales = "mse",
     head: Head = "keep",
+    calib: Calib = None,
+    samples: Samples = 128,
+    seq: Seq = None,
+    seed: Seed = 0,
     report: Report = "quick",
     max_kl: MaxKl = None,
+    max_fallback: MaxFallback = 0.05,
     device: options.Device = "auto",
     output: Out = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a quantized copy of MODEL and measure what it lost.
+    """Make a smaller copy of a model, and measure what it lost.
 
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
     its recipe, card and checksums lie in its mycli.json.
@@ -130,10 +194,13 @@ def quantize(
         _parse_group(group),
         _choice("scales", scales, ("mse", "absmax")),  # type: ignore[arg-type]  # checked here
         _choice("head", head, ("keep", "int8", "int4")),  # type: ignore[arg-type]  # checked here
+        samples,
+        seq,
+        seed,
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
-    work = pipeline.plan(source, recipe)
+    work = pipeline.plan(source, recipe, calib)
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if dry_run:
         _show_plan(call, work, target)
@@ -144,14 +211,13 @@ def quantize(
         call.out.note(note)
     with stages(call.out) as progress:
         outcome = pipeline.quantize(work, target, placement, report=report, overwrite=overwrite, progress=progress)  # type: ignore[arg-type]  # checked above
+    for note in outcome.notes:
+        call.out.note(note)
     _show_outcome(call, outcome)
-    card = outcome.card
-    if max_kl is not None and card is not None and card.divergence is not None and card.divergence.kl.value > max_kl:
+    breach = _breach(outcome, max_kl, max_fallback)
+    if breach is not None:
         if call.out.json_mode:
             raise SystemExit(ExitCode.GATE)  # the one object is out
-        raise GateError(
-            f"the mean KL of {card.divergence.kl.value:.4g} is above --max-kl {max_kl:g}",
-            f"more --bits or a smaller --group; the model is kept in {target}",
-        )
+        raise breach
     if output is None and not call.out.json_mode:
         call.out.note(f"talk with it: mycli chat {target.name}")

@@ -2,14 +2,20 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mycli.cli import options
+from mycli.cli.answering import Answering, Manner
+from mycli.cli.batch import run_batch
 from mycli.cli.command import Call, command
-from mycli.cli.loading import choose_sampling, load
-from mycli.cli.prompt import read_prompt
+from mycli.cli.loading import Loaded, choose_sampling, load
+from mycli.cli.prompt import read_file, read_prompt
+from mycli.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from mycli.runtime.constrain import Grammar
 
 EXAMPLES = (
     'mycli run pico "What is the capital of Japan?"',
@@ -17,8 +23,13 @@ EXAMPLES = (
     'mycli run pico --raw "Once upon a time" -n 20',
     'echo "What is 7 times 8?" | mycli run pico -',
     'mycli run pico "Hello!" --json',
+    'mycli run pico "How old is Leo?" --regex "Leo is [0-9]{1,2} years old"',
+    'mycli run pico "Tell me a story." -t 0.8 --samples 3 -n 32',
+    'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
-DEFAULT_LIMIT = 512
+
+
+MAX_SAMPLES = 256
 
 
 @command
@@ -33,7 +44,14 @@ def run(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("-n", parser=options.parse_count, metavar="N", help="Most tokens to write.", show_default="512"),
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            parser=options.parse_count,
+            metavar="N",
+            help="Most tokens to write.",
+            show_default="512",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -54,28 +72,53 @@ def run(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    schema: Annotated[
+        Path | None, typer.Option("--schema", help="Write JSON of this JSON schema only.", metavar="FILE")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Write only what matches this expression as a whole.", metavar="RE")
+    ] = None,
+    json_mode: Annotated[bool, typer.Option("--json-mode", help="Write a JSON object only.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", help="With --json: each token's logprob and the N likeliest.", metavar="N"),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Replies to draw after one prefill.", metavar="N")] = 1,
+    batch: Annotated[
+        str | None,
+        typer.Option("--batch", help="Answer each line of a JSON-lines file; - reads standard input.", metavar="FILE"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="With --batch: write here; what it answers already is skipped.", metavar="FILE"),
+    ] = None,
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Answer one prompt and exit.
+    """Answer one prompt and exit; made for pipes.
 
-    A model with a chat template is asked; one without, or with --raw, continues the text.
+    A model with a chat template is asked; one without, or with --raw, continues the text. --batch reads lines such as
+    {"id": 1, "prompt": "..."} or {"id": 1, "messages": [{"role": "user", "content": "..."}]} and writes one JSON line
+    for each, in order; a bad line is answered by an object with its error, and a line of --out that is an error is
+    tried again by the next run.
     """
     began = time.perf_counter()
-    text = read_prompt(prompt, file, "replace" if encoding_errors == "replace" else "strict")
-    loaded = load(call, model, device=device, dtype=dtype, context=context)
-    from mycli.runtime.assistant import Reply
-    from mycli.runtime.template import Message
-
-    assistant = loaded.assistant
-    if raw or assistant.tokenizer.template is None:
-        ids = assistant.tokenizer.encode(text, add_special=True, allow_special=allow_special)
-    else:
-        messages = ([Message("system", system)] if system is not None else []) + [Message("user", text)]
-        ids = assistant.tokenizer.chat(messages, allow_special=allow_special)
+    if logprobs is not None and not (call.out.json_mode or batch):
+        raise UsageError("--logprobs shows nothing without --json", "add --json")
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise UsageError(f"--samples {samples} is out of range", f"choose between 1 and {MAX_SAMPLES}")
+    if out is not None and batch is None:
+        raise UsageError("--out is for --batch", "redirect the output instead: > FILE")
+    if batch is not None and (prompt is not None or file is not None):
+        raise UsageError("--batch brings its own prompts", "leave the prompt away")
+    if sum((schema is not None, regex is not None, json_mode)) > 1:
+        raise UsageError("--schema, --regex and --json-mode exclude each other", "choose one")
+    text = "" if batch else read_prompt(prompt, file, "replace" if encoding_errors == "replace" else "strict")
+    schema_text = None if schema is None else read_file(schema)
+    loaded = load(call, model, device=device, dtype=dtype, context=context, sequences=samples)
     sampling = choose_sampling(
-        assistant.defaults,
+        loaded.assistant.defaults,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -83,34 +126,65 @@ def run(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    room = loaded.session.capacity - len(ids) + 1
-    if limit is None and room > DEFAULT_LIMIT:
-        limit = DEFAULT_LIMIT  # a default gives way to a full context, a number that was asked for does not
-    reply = Reply(assistant, loaded.session, ids, sampling, limit=limit, stops=stop or ())
-    loading = time.perf_counter() - began
-    pieces = []
-    for piece in reply:
-        pieces.append(piece)
-        if not call.out.json_mode:
-            call.out.stream(piece, raw=escapes)
-    timing = reply.timing
-    if call.out.json_mode:
-        call.out.json(
-            {
-                "model": loaded.source.name,
-                "text": "".join(pieces),
-                "finish_reason": reply.finish_reason,
-                "prompt_tokens": timing.prompt,
-                "completion_tokens": len(reply.tokens),
-                "load_seconds": round(loading, 4),
-                "first_token_seconds": round(timing.first_token_seconds, 5),
-                "tokens_per_second": round(timing.tokens_per_second, 2),
-            }
-        )
+    manner = Manner(
+        sampling,
+        limit,
+        tuple(stop or ()),
+        system,
+        raw,
+        allow_special,
+        _grammar(loaded, schema_text, str(schema), regex, json_mode),
+        samples,
+        logprobs,
+    )
+    answering = Answering(loaded, manner)
+    if batch is not None:
+        run_batch(call, batch, out, lambda one: answering.describe(answering.encode(one)))
         return
+    ids = answering.encode(text)
+    loading = time.perf_counter() - began
+    if call.out.json_mode:
+        answer = answering.describe(ids)
+        call.out.json({"model": loaded.source.name, **answer, "load_seconds": round(loading, 4)})
+    elif samples > 1:
+        _show_samples(call, answering, ids)
+    else:
+        _stream(call, answering, ids, escapes, loading)
+
+
+def _grammar(loaded: Loaded, schema: str | None, source: str, regex: str | None, json_mode: bool) -> "Grammar | None":
+    """What the reply must be, compiled; None for anything."""
+    if schema is None and regex is None and not json_mode:
+        return None
+    from mycli.runtime.constrain import JSON_MODE, Grammar
+
+    tokenizer, stops = loaded.assistant.tokenizer, loaded.assistant.stop_ids
+    if regex is not None:
+        return Grammar.from_regex(regex, tokenizer, stops)
+    if schema is not None:
+        return Grammar.from_schema(schema, source, tokenizer, stops)
+    return Grammar.from_schema(JSON_MODE, "--json-mode", tokenizer, stops)
+
+
+def _show_samples(call: Call, answering: Answering, ids: list[int]) -> None:
+    drawn = answering.samples(ids)
+    for number, sample in enumerate(drawn, start=1):
+        call.out.note(f"sample {number} of {len(drawn)} ({sample.finish_reason})")
+        call.out.result(sample.text)
+
+
+def _stream(call: Call, answering: Answering, ids: list[int], escapes: bool, loading: float) -> None:
+    reply = answering.reply(ids)
+    for piece in reply:
+        call.out.stream(piece, raw=escapes)
     call.out.result("")
     if reply.finish_reason != "stop":
-        call.out.detail(f"the reply was cut off: {reply.finish_reason} (-n and --ctx set the limits)")
+        cut = f"the reply was cut off: {reply.finish_reason} (-n and --ctx set the limits)"
+        if answering.constrained:
+            call.out.warn(f"{cut}; it is only the beginning of what was asked for")
+        else:
+            call.out.detail(cut)
+    timing = reply.timing
     first = f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
     call.out.detail(f"{speed} · {first} · prompt {timing.prompt} · loaded in {loading:.1f} s")

@@ -6,6 +6,7 @@ knows nothing of models, files or packing into words.
 
 import importlib
 import pkgutil
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -14,13 +15,30 @@ from mycli.quant.grid import Grid, Quantized
 from mycli.runtime.errors import UsageError
 
 
+@dataclass(frozen=True)
+class Solution:
+    """What a scheme chose, and what it met on the way.
+
+    damping: what it added to the diagonal of the Hessian, as a share of its mean; None where it needed no factor.
+    dead_columns: inputs that were always zero. fallback: the scheme gave up, and the codes are plain rounding.
+    """
+
+    quantized: Quantized
+    damping: float | None = None
+    dead_columns: int = 0
+    fallback: bool = False
+
+
 class Scheme(Protocol):
     """What a module of this package offers."""
 
     NEEDS_HESSIAN: bool  # whether `solve` must be given one; a scheme that need not may still use it
 
-    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Quantized:
-        """Codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K]: the sum of x x^T."""
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+        """Codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K]: the sum of x x^T.
+
+        Rows do not depend on each other, so linears that share an input may be stacked.
+        """
         ...
 
 

@@ -7,12 +7,13 @@ how errors of different columns add up, which is what the other schemes improve 
 from torch import Tensor
 
 from mycli.quant.grid import Grid, Quantized, find_scales, round_to_grid
+from mycli.quant.schemes import Solution
 
 NEEDS_HESSIAN = False
 
 
-def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Quantized:
+def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
     """Codes and scales for weight [N, K]; see `find_scales` for the errors raised."""
     importance = None if hessian is None else hessian.diagonal()
     scales = find_scales(weight, grid, importance)
-    return Quantized(round_to_grid(weight, scales, grid), scales)
+    return Solution(Quantized(round_to_grid(weight, scales, grid), scales))

@@ -13,9 +13,10 @@ from mycli.runtime.packing import Packing
 
 def kernels() -> tuple[Kernel, ...]:
     """All kernels, in order of preference."""
+    from mycli.runtime.kernels.cpu import CpuKernel, TorchInt4Kernel
     from mycli.runtime.kernels.dequantize import DequantizeKernel
 
-    return (DequantizeKernel(),)
+    return (CpuKernel(), TorchInt4Kernel(), DequantizeKernel())
 
 
 def choose(packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -1,0 +1,94 @@
+"""`mycli pull`: bring a model from the hub into the Hugging Face cache, verified and resumable."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.output import gib
+from mycli.runtime.hub import Source, custom_code, resolve
+
+if TYPE_CHECKING:
+    from mycli.runtime.download import Pull
+
+EXAMPLES = (
+    "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
+    "mycli pull Qwen/Qwen3-0.6B --dry-run  # needs the network",
+    "mycli pull Qwen/Qwen3-0.6B@main --json  # needs the network",
+)
+
+
+def _answer(job: "Pull", source: Source | None) -> dict[str, Any]:
+    missing = {file.name for file in job.missing}
+    return {
+        "model": job.model,
+        "repo": job.repo,
+        "commit": job.commit,
+        "folder": None if source is None else str(source.folder),
+        "bytes": job.total_bytes,
+        "new_bytes": job.new_bytes,
+        "files": [{"name": f.name, "bytes": f.size, "cached": f.name not in missing} for f in job.files],
+    }
+
+
+def _show(call: Call, job: "Pull", source: Source | None) -> None:
+    if call.out.json_mode:
+        call.out.json(_answer(job, source))
+        return
+    if source is not None:
+        call.out.result(str(source.folder))
+        return
+    answer = _answer(job, source)
+    rows = [(f["name"], str(f["bytes"]), "cached" if f["cached"] else "new") for f in answer["files"]]
+    call.out.table(("file", "bytes", "state"), rows, right=(1,))
+    cached = job.total_bytes - job.new_bytes
+    call.out.result(f"new: {gib(job.new_bytes)} ({job.new_bytes} bytes), cached: {gib(cached)} ({cached} bytes)")
+
+
+def _show_present(call: Call, model: str) -> None:
+    source = resolve(model, offline=call.offline)
+    if call.out.json_mode:
+        call.out.json({"model": model, "repo": source.repo, "commit": source.revision, "folder": str(source.folder)})
+        return
+    call.out.note(f"{model} is complete on this machine; the hub was not asked")
+    call.out.result(str(source.folder))
+
+
+@command
+def pull(
+    call: Call,
+    model: options.Model,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even where the disk seems too small.")] = False,
+) -> None:
+    """Fetch a model from the Hugging Face hub.
+
+    Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
+    What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
+    """
+    from mycli.runtime import download
+    from mycli.runtime.remote import Hub
+
+    if call.offline or "/" not in model:  # names without an organization are of this machine only
+        _show_present(call, model)
+        return
+    with Hub.connect(call.out.note) as hub:
+        job = download.plan(hub, model)
+        for warning in job.warnings:
+            call.out.warn(warning)
+        if dry_run:
+            _show(call, job, None)
+            return
+        try:
+            with call.out.progress(f"{job.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
+                source = download.pull(hub, job, force=force, advance=bar.advance)
+        except KeyboardInterrupt:
+            call.out.note("stopped; the same command goes on from here")
+            raise
+    code = custom_code(source.folder)
+    if code:
+        call.out.warn(code)
+    fetched = f"{gib(job.new_bytes)} fetched and verified" if job.missing else "nothing new"
+    call.out.note(f"{job.repo} @ {job.commit[:12]}: {len(job.files)} files, {gib(job.total_bytes)}; {fetched}")
+    _show(call, job, source)

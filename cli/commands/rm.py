@@ -1,0 +1,40 @@
+"""`mycli rm`: delete a stored model."""
+
+from typing import Annotated
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.output import gib
+
+EXAMPLES = (
+    "mycli quantize pico --report none && mycli rm pico-rtn-int4-g128 --yes",
+    "mycli rm Qwen/Qwen3-0.6B  # needs the network",
+    "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the network",
+)
+
+
+@command
+def rm(
+    call: Call,
+    model: options.Model,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete a stored model.
+
+    One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
+    first. Folders that mycli did not store are left alone.
+    """
+    from mycli.runtime.store import plan_removal, remove
+
+    removal = plan_removal(model)
+    asked = call.out.interactive and not yes
+    if asked and not call.out.ask(f"Delete {removal.name} ({gib(removal.nbytes)}) from {removal.folder}?"):
+        call.out.note("nothing was deleted")
+        return
+    remove(removal, call.out.note)
+    if call.out.json_mode:
+        call.out.json({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes})
+        return
+    call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")

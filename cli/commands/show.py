@@ -1,0 +1,194 @@
+"""`mycli show`: what a model is, from its configuration and headers, without loading or downloading it."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.output import gib
+from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.hub import resolve
+
+if TYPE_CHECKING:
+    from mycli.runtime.facts import Facts
+    from mycli.runtime.fields import Fields
+
+EXAMPLES = (
+    "mycli show pico",
+    "mycli show pico --template",
+    "mycli show pico --tensors",
+    "mycli show pico --json",
+    "mycli show Qwen/Qwen3-0.6B  # needs the network",
+)
+
+
+def _find(call: Call, model: str) -> "Facts":
+    from mycli.runtime.facts import fetch_facts, read_facts
+
+    try:
+        return read_facts(resolve(model, offline=call.offline))
+    except NotFoundError:
+        if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+            raise
+    from mycli.runtime.remote import Hub
+
+    with Hub.connect(call.out.note) as hub:
+        return fetch_facts(hub, model)
+
+
+def _defaults(facts: "Facts") -> dict[str, Any]:
+    named = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: value for name in named if (value := getattr(facts.defaults, name)) is not None}
+
+
+def _section(record: "Fields | None", key: str) -> Any:
+    return None if record is None else record.values.get(key)
+
+
+def _answer(facts: "Facts") -> dict[str, Any]:
+    config = facts.config
+    return {
+        "model": facts.source.name,
+        "repo": facts.source.repo,
+        "commit": facts.source.revision,
+        "folder": None if facts.remote else str(facts.source.folder),
+        "architecture": config.model_type,
+        "layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context": config.max_context,
+        "sliding_windows": sorted({window for window in config.windows if window is not None}),
+        "rope": {"kind": config.rope.kind, "factor": config.rope.factor, "theta": config.rope_theta},
+        "tied_head": config.tie_embeddings,
+        "parameters": config.parameters(),
+        "bytes": facts.nbytes,
+        "bits_per_weight": round(facts.bits_per_weight, 4),
+        "dtype": config.dtype,
+        "scheme": facts.scheme,
+        "quantized_linears": len(facts.packings),
+        "eos": list(facts.eos),
+        "sampling": _defaults(facts),
+        "chat_template": facts.template is not None,
+        "recipe": _section(facts.record, "recipe"),
+        "source": _section(facts.record, "source"),
+        "card": _section(facts.record, "card"),
+    }
+
+
+def _spelled(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
+
+
+def _origin(facts: "Facts") -> str:
+    if facts.record is None:
+        return f"{facts.source.repo} @ {facts.source.revision}" if facts.source.repo else "unknown"
+    source = facts.record.object("source")
+    revision = f" @ {source.text('revision')}" if source.has("revision") else ""
+    return f"quantized from {source.text('name', 'an unknown model')}{revision}"
+
+
+def _card(facts: "Facts") -> list[tuple[str, str]]:
+    if facts.record is None or not facts.record.has("card"):
+        return []
+    card = facts.record.object("card")
+    rows = [("perplexity", f"{card.object('perplexity').number('value'):.4f}")]
+    if card.has("divergence"):
+        found = card.object("divergence")
+        before = found.object("reference_perplexity").number("value")
+        kl, p99 = found.object("kl").number("value", low=-1e-3), found.number("kl_p99", low=-1e-3)
+        rows = [
+            ("perplexity", f"{before:.4f} before, {card.object('perplexity').number('value'):.4f} after"),
+            ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
+            ("same top token", f"{found.object('same_top1').number('value'):.2%}"),
+        ]
+    return rows
+
+
+def _rows(facts: "Facts") -> list[tuple[str, str]]:
+    config = facts.config
+    windows = sorted({window for window in config.windows if window is not None})
+    rope = "" if config.rope.kind == "default" else f", {config.rope.kind} rope x {config.rope.factor:g}"
+    sliding = f", sliding window {windows[0]}" if windows else ""
+    quantized = f", {len(facts.packings)} linears" if facts.packings else ""
+    return [
+        ("architecture", config.model_type),
+        ("layers", f"{config.layers} of width {config.hidden_size}, MLP {config.intermediate_size}"),
+        ("heads", f"{config.heads} of {config.head_dim}, {config.kv_heads} for keys and values"),
+        ("context", f"{config.max_context} tokens{rope}{sliding}"),
+        ("vocabulary", f"{config.vocab_size}, head {'tied' if config.tie_embeddings else 'of its own'}"),
+        ("parameters", f"{config.parameters():,}"),
+        ("weights", f"{gib(facts.nbytes)}, {facts.bits_per_weight:.2f} bits per weight ({facts.scheme}{quantized})"),
+        ("end tokens", ", ".join(map(str, facts.eos)) or "none"),
+        ("sampling", _spelled(_defaults(facts))),
+        ("chat template", "yes (--template shows it)" if facts.template else "no"),
+        ("origin", _origin(facts)),
+        *_card(facts),
+        *([] if facts.remote else [("folder", str(facts.source.folder))]),
+    ]
+
+
+def _show_tensors(call: Call, facts: "Facts") -> None:
+    entries = facts.tensors.values()
+    if call.out.json_mode:
+        listed = [
+            {"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries
+        ]
+        call.out.json({"model": facts.source.name, "tensors": listed})
+        return
+    rows = [(e.name, e.dtype, " x ".join(map(str, e.shape)), str(e.nbytes), e.file) for e in entries]
+    call.out.table(("tensor", "dtype", "shape", "bytes", "file"), rows, right=(3,))
+
+
+def _show_template(call: Call, facts: "Facts") -> None:
+    if facts.template is None:
+        raise UsageError(f"{facts.source.name} has no chat template", "mycli run MODEL --raw continues a text")
+    if call.out.json_mode:
+        call.out.json({"model": facts.source.name, "template": facts.template})
+        return
+    call.out.result(facts.template)
+
+
+def _show_recipe(call: Call, facts: "Facts") -> None:
+    if facts.record is None:
+        raise UsageError(f"{facts.source.name} was not quantized by mycli", "mycli quantize MODEL")
+    record = {key: _section(facts.record, key) for key in ("recipe", "source", "versions")}
+    if call.out.json_mode:
+        call.out.json({"model": facts.source.name, **record})
+        return
+    rows = [(f"{key} {name}", str(value)) for key, part in record.items() for name, value in (part or {}).items()]
+    call.out.card(facts.source.name, [(name, value) for name, value in rows if name != "source files"])
+
+
+@command
+def show(
+    call: Call,
+    model: options.Model,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors with dtype, shape and file.")] = False,
+    recipe: Annotated[bool, typer.Option("--recipe", help="Print how the model was quantized.")] = False,
+) -> None:
+    """Say what a model is, without loading it.
+
+    Shape, size, bits per weight, end tokens, sampling defaults, origin and quality card. A model of the hub that is not
+    here is looked at through its small files and the headers of its weights.
+    """
+    if template + tensors + recipe > 1:
+        raise UsageError("--template, --tensors and --recipe each print something of their own", "give one of them")
+    facts = _find(call, model)
+    for warning in facts.warnings:
+        call.out.warn(warning)
+    if template:
+        _show_template(call, facts)
+    elif tensors:
+        _show_tensors(call, facts)
+    elif recipe:
+        _show_recipe(call, facts)
+    elif call.out.json_mode:
+        call.out.json(_answer(facts))
+    else:
+        call.out.card(facts.source.name, _rows(facts))

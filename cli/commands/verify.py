@@ -1,0 +1,52 @@
+"""`mycli verify`: read a stored model again and compare every file with its recorded size and hash."""
+
+from typing import Annotated
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.runtime.errors import ExitCode, GateError
+
+EXAMPLES = (
+    "mycli quantize pico --report none && mycli verify pico-rtn-int4-g128",
+    "mycli verify pico-rtn-int4-g128 --json",
+    "mycli verify Qwen/Qwen3-0.6B --drop && mycli pull Qwen/Qwen3-0.6B  # needs the network",
+)
+
+
+@command
+def verify(
+    call: Call,
+    model: options.Model,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Delete damaged files of a hub model, so that pull fetches them again.")
+    ] = False,
+) -> None:
+    """Check the files of a model byte by byte.
+
+    Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or lacks.
+    """
+    from mycli.runtime import store
+
+    source = store.find_stored(model)
+    files = store.files_to_verify(source)
+    with call.out.progress(f"Reading {model}", sum(file.size for file in files.values()), "B") as bar:
+        checked = store.verify(source, files, bar.advance)
+    bad = [file.name for file in checked if file.state in ("damaged", "missing")]
+    dropped = store.drop(source, checked) if drop else []
+    if call.out.json_mode:
+        listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
+        call.out.json(
+            {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
+        )
+        if bad:
+            raise SystemExit(ExitCode.GATE)  # the one object is out
+        return
+    rows = [(file.name, str(file.nbytes), file.state) for file in checked]
+    call.out.table(("file", "bytes", "state"), rows, right=(1,))
+    if bad:
+        again = "quantize it again" if source.repo is None else f"mycli pull {model}"
+        if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
+            again = f"mycli verify {model} --drop && {again}"
+        raise GateError(f"{model}: {len(bad)} of {len(checked)} files are damaged or missing: {bad[0]}", again)

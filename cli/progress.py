@@ -1,0 +1,93 @@
+"""How long work shows itself: a moving bar, a line now and then, or nothing. `Output.progress` chooses.
+
+Knows Rich. Does not know what the work is, nor who is looking.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from mycli.runtime.sanitize import sanitize
+
+GIB = 1 << 30
+LINE_SECONDS = 5  # between two lines where nothing may move
+
+
+class Progress(Protocol):
+    """A task of known size under way."""
+
+    def advance(self, amount: float) -> None:
+        """`amount` more is done, in the unit of the total."""
+        ...
+
+    def describe(self, text: str) -> None:
+        """What is being done now."""
+        ...
+
+
+class Silent:
+    """Progress that nobody watches."""
+
+    def advance(self, amount: float) -> None:
+        """Nothing."""
+
+    def describe(self, text: str) -> None:
+        """Nothing."""
+
+
+class Lines:
+    """Progress without movement: now and then a line, given to `say`. A `unit` of "B" counts bytes."""
+
+    def __init__(self, say: Callable[[str], None], title: str, total: float, unit: str) -> None:
+        self._say, self._title, self._total, self._unit = say, title, total, unit
+        self._done = 0.0
+        self._start = self._last = time.monotonic()
+
+    def advance(self, amount: float) -> None:
+        """Count; say it where the last line is long ago."""
+        self._done += amount
+        now = time.monotonic()
+        if now - self._last < LINE_SECONDS or self._done <= 0 or self._total <= 0:
+            return
+        self._last = now
+        size = f"{self._total / GIB:.3g} GiB" if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
+        left = (now - self._start) * max(self._total - self._done, 0) / self._done
+        self._say(f"{self._title}: {self._done / self._total:.0%} of {size}, {left:.0f} s left")
+
+    def describe(self, text: str) -> None:
+        """The title of the lines to come."""
+        self._title = text
+
+
+@contextmanager
+def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> Iterator[Progress]:
+    """A bar on the terminal `stream`, with rate and time left; it disappears at the end. `plain`: without colour."""
+    # Rich takes 50 ms to import: only where a bar is really drawn.
+    from rich import progress
+    from rich.console import Console
+    from rich.text import Text
+
+    class Rate(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            return Text(f"{unit} {task.speed:.3g}/s" if task.speed else unit)
+
+    amount: tuple[progress.ProgressColumn, ...]
+    if unit == "B":
+        amount = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
+    else:
+        amount = (progress.MofNCompleteColumn(), Rate())
+    # Names come from strangers: square brackets in them are no markup.
+    named = progress.TextColumn("{task.description}", markup=False)
+    columns = (named, progress.BarColumn(), *amount, progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=Console(file=stream, no_color=plain), transient=True) as bars:
+        task = bars.add_task(sanitize(title), total=total)
+
+        class Bar:
+            def advance(self, amount: float) -> None:
+                bars.advance(task, amount)
+
+            def describe(self, text: str) -> None:
+                bars.update(task, description=sanitize(text))
+
+        yield Bar()

@@ -1,0 +1,41 @@
+"""How likely each token was, and which were likelier: kept while a reply is drawn.
+
+The numbers are natural logarithms of the model's own probabilities, before temperature, filters and constraints.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mycli.runtime.errors import UsageError
+
+MAX_TOP = 20
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One drawn token: its id, its logarithm, and (id, logarithm) of the likeliest at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class LogprobRecorder:
+    """Keeps, for each sequence, one `TokenLogprob` per draw with the `top` likeliest."""
+
+    def __init__(self, top: int, sequences: int = 1) -> None:
+        if not 0 <= top <= MAX_TOP:
+            raise UsageError(f"--logprobs {top} is out of range", f"choose between 0 and {MAX_TOP}")
+        self._top = top
+        self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
+
+    def record(self, logits: Tensor, tokens: Tensor) -> None:
+        """Logits fp32 [sequences, vocab] and the tokens [sequences, 1] drawn after them."""
+        logs = logits.log_softmax(dim=-1)
+        drawn = logs.gather(1, tokens)[:, 0].tolist()
+        best = logs.topk(min(self._top, logs.shape[-1]), dim=-1)
+        values, indices = best.values.tolist(), best.indices.tolist()
+        for row, token in enumerate(tokens[:, 0].tolist()):
+            top = tuple(zip(indices[row], values[row], strict=True))
+            self.rows[row].append(TokenLogprob(token, drawn[row], top))

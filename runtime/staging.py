@@ -1,0 +1,171 @@
+"""A folder that appears whole or not at all: made beside its target, flushed to disk, then renamed once.
+
+While one is being made, `.NAME.lock` beside the target is locked (flock: the system frees it when its holder dies,
+however it dies). Whoever holds the lock knows that leftovers of other runs belong to nobody. Knows files and folders,
+nothing of models beyond telling a model folder from one that must never be replaced. POSIX only; no torch.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mycli.runtime.errors import ResourceError, UsageError
+
+# What another path would cure; anything else is the disk's own trouble.
+_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+_GIB = 1 << 30
+
+
+@contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """Within it an OSError becomes a UsageError (not a place to write to) or a ResourceError that names `target`."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot write {target}: {error.strerror or error}"
+        if error.errno in _PATH_ERRORS:
+            raise UsageError(message, "choose another folder for the output") from None
+        raise ResourceError(message, "free some space, or choose a folder on another disk") from None
+
+
+def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a target that is, holds or lies in `source`, or that stands there and is not ours to replace."""
+    if source is not None:
+        inside, outside = Path(os.path.realpath(target)), Path(os.path.realpath(source))
+        if inside == outside or outside in inside.parents or inside in outside.parents:
+            raise UsageError(f"{target}: overlaps the input {source}", "choose an output folder beside it")
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise UsageError(f"{target}: exists already", "choose another name, or replace it with --overwrite")
+    if target.is_symlink() or not target.is_dir():
+        raise UsageError(f"{target}: not a folder", "only a model folder can be replaced; choose another name")
+    entries = list(os.scandir(target))
+    if entries and ("config.json" not in {entry.name for entry in entries} or any(map(os.DirEntry.is_dir, entries))):
+        raise UsageError(f"{target}: not a model folder, so it is not replaced", "choose another name")
+
+
+class Staging:
+    """A context in which `folder` may be filled; `commit` makes it `target`, leaving the context any other way nothing.
+
+    Entering checks `nbytes` against the free space, and clears away what a killed run of the same target left behind:
+    `stale` lists the folders removed. Raises UsageError for a target that cannot be written, exists (unless
+    `overwrite`), overlaps `source` or is being written by another process; ResourceError for too little space.
+    """
+
+    def __init__(self, target: Path, nbytes: int, *, overwrite: bool = False, source: Path | None = None) -> None:
+        self.target = Path(os.path.abspath(os.path.expanduser(target)))
+        self.stale: tuple[str, ...] = ()
+        self._nbytes = nbytes
+        self._overwrite = overwrite
+        self._source = source
+        self._lock: int | None = None
+        # The process is for a person to read: only the lock tells whether a run is alive.
+        run = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.folder, self._replaced, self._lock_path = (
+            self.target.parent / f".{self.target.name}.{kind}" for kind in (f"partial-{run}", f"replaced-{run}", "lock")
+        )
+
+    def __enter__(self) -> Self:
+        if "\0" in str(self.target) or not self.target.name:
+            raise UsageError(f"{self.target}: no possible name for a folder", "choose another name")
+        try:
+            with disk_errors(self.target):
+                _check_place(self.target, self._source, self._overwrite)  # before anything is written anywhere
+                self.target.parent.mkdir(parents=True, exist_ok=True)
+                self._acquire()
+                self.stale = tuple(self._clean())
+                _check_place(self.target, self._source, self._overwrite)
+                self._check_space()
+                self.folder.mkdir()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._release()
+
+    def _acquire(self) -> None:
+        while self._lock is None:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder may have removed the file between our open and our lock: then we hold nothing.
+                if self._lock_path.exists() and os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
+                    os.truncate(lock, 0)
+                    os.pwrite(lock, str(os.getpid()).encode(), 0)
+                    self._lock = lock
+            except BlockingIOError:
+                holder = os.pread(lock, 20, 0).decode("ascii", "replace")
+                raise UsageError(
+                    f"{self.target}: process {holder} is writing it", "wait for it, or choose another name"
+                ) from None
+            finally:
+                if self._lock is None:
+                    os.close(lock)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            with suppress(OSError):
+                self._lock_path.unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def _clean(self) -> Iterator[str]:
+        """Put back a folder whose replacement never came, remove all other leftovers; their names."""
+        leftover = re.compile(rf"\.{re.escape(self.target.name)}\.(partial|replaced)-\d+-[0-9a-f]{{12}}")
+        for path in sorted(self.target.parent.iterdir()):
+            match = leftover.fullmatch(path.name)
+            if match and match[1] == "replaced" and not os.path.lexists(self.target):
+                path.rename(self.target)
+            elif match:
+                shutil.rmtree(path)
+                yield path.name
+
+    def _check_space(self) -> None:
+        free = shutil.disk_usage(self.target.parent).free
+        if self._nbytes > free:
+            raise ResourceError(
+                f"{self.target}: {self._nbytes} bytes needed ({self._nbytes / _GIB:.2f} GiB), {free} free",
+                f"free {self._nbytes - free} bytes, or choose a folder on another disk",
+            )
+
+    def commit(self) -> None:
+        """Flush everything to disk, then rename: after a power cut the target is the old or the new folder, whole."""
+        with disk_errors(self.target):
+            for path in self.folder.iterdir():
+                _flush(path)
+            _flush(self.folder)
+            try:
+                if self._overwrite and os.path.lexists(self.target):
+                    self.target.rename(self._replaced)
+                elif os.path.lexists(self.target):
+                    raise UsageError(f"{self.target}: was created meanwhile", "choose another name, or --overwrite")
+                self.folder.rename(self.target)
+            except BaseException:
+                if os.path.lexists(self._replaced) and not os.path.lexists(self.target):
+                    self._replaced.rename(self.target)
+                raise
+            _flush(self.target.parent)
+            shutil.rmtree(self._replaced, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

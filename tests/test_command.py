@@ -1,0 +1,234 @@
+"""What every command has in common: exit codes, signals, streams that fail, and mistakes on the command line."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.command import explain
+from mycli.cli.main import GLOBAL, reorder
+from mycli.runtime.errors import ExitCode, GateError, NotFoundError
+from tests.conftest import Mycli
+
+# A command of its own in a process of its own: `do` is what it does with its Call.
+PROBE = """
+import sys, types
+import mycli.cli.main as program
+from mycli.cli.command import Call, command
+
+@command
+def probe(call: Call, path: str = "") -> None:
+    {do}
+
+sys.modules["mycli.cli.commands.probe"] = types.SimpleNamespace(probe=probe, EXAMPLES=("mycli probe",))
+program.COMMANDS = {{"probe": ("probe", "Probe.")}}
+program.main(["probe", *sys.argv[1:]])
+"""
+
+
+def start(do: str, environment: dict[str, str], *arguments: str, **streams: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]  # streams are Popen's own keywords
+        [sys.executable, "-c", PROBE.format(do=do), *arguments],
+        env=environment,
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **streams},
+    )
+
+
+def probe(do: str, environment: dict[str, str], *arguments: str, **streams: object) -> tuple[int, str, str]:
+    child = start(do, environment, *arguments, **streams)
+    out, err = child.communicate(timeout=60)
+    return child.returncode, out or "", err or ""
+
+
+ENDS = {
+    "ok": ("pass", 0, ""),
+    "bug": ("raise ZeroDivisionError('boom')", 1, "error: internal error: ZeroDivisionError: boom"),
+    "keyboard-interrupt": ("raise KeyboardInterrupt", 130, ""),
+    "memory": ("raise MemoryError", 5, "error: not enough memory"),
+    "torch-cpu-memory": ("raise RuntimeError('DefaultCPUAllocator: can not allocate')", 5, "error: not enough memory"),
+    "D13-denied": ("raise PermissionError(13, 'Permission denied', '/x')", 3, "error: /x: Permission denied"),
+    "D13-path-too-long": ("open('x' * 5000)", 3, "File name too long"),
+    "D2-disk-full": ("raise OSError(28, 'No space left on device', '/x')", 5, "error: /x: No space left on device"),
+    "D18-pipe": ("raise BrokenPipeError", 141, ""),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_how_a_command_ends(case: str, environment: dict[str, str]) -> None:
+    do, code, message = ENDS[case]
+    assert_ended(probe(do, environment), code, message)
+
+
+def assert_ended(done: tuple[int, str, str], code: int, message: str) -> None:
+    """An error is exactly two lines, and the exit code is as documented."""
+    assert (done[0], done[1]) == (code, "")
+    lines = done[2].splitlines()
+    if message:
+        assert message in lines[0] and lines[1].startswith("hint: ") and len(lines) == 2
+    else:
+        assert lines == []
+
+
+@pytest.mark.parametrize("kind", [GateError, NotFoundError])
+def test_a_user_error_carries_its_code(kind: type[Exception]) -> None:
+    error = kind("m", "h")  # type: ignore[call-arg]  # a UserError takes a hint
+    assert explain(error) is error
+
+
+def test_errors_of_the_system_name_their_file() -> None:
+    found = explain(FileNotFoundError(errno.ENOENT, "No such file", "a\x1bb"))
+    assert found is not None and found.exit_code is ExitCode.MODEL and found.message.startswith("a\x1bb: ")
+    assert explain(ValueError("x")) is None
+
+
+def test_debug_shows_the_traceback_of_the_cause(environment: dict[str, str]) -> None:
+    plain = probe("1 / 0", environment)
+    assert "Traceback" not in plain[2]
+    debug = probe("1 / 0", environment, "--debug")
+    assert "ZeroDivisionError" in debug[2] and "Traceback" in debug[2] and debug[0] == 1
+    system = probe("open('/nowhere')", environment, "--debug", "--json")
+    assert "FileNotFoundError" in system[2] and json.loads(system[1])["error"]["exit_code"] == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
+def test_signals_let_a_command_clean_up(number: int, code: int, environment: dict[str, str], tmp_path: Path) -> None:
+    """D16, D17: contexts end as for any exception, so temporary files go."""
+    do = """
+    import contextlib, pathlib, time
+    with contextlib.ExitStack() as stack:
+        temporary = pathlib.Path(path)
+        temporary.touch()
+        stack.callback(temporary.unlink)
+        call.out.stream("ready")
+        time.sleep(60)
+    """
+    file = tmp_path / "temporary"
+    child = start(do, environment, "--path", str(file), preexec_fn=_default_interrupt)
+    assert child.stdout is not None and child.stdout.read(5) == "ready" and file.exists()
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, errors, file.exists()) == (code, "", False)
+
+
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+
+
+def test_nohup_is_respected(environment: dict[str, str]) -> None:
+    do = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); call.out.result('alive')"
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731  # what nohup does
+    assert probe(do, environment, preexec_fn=ignore)[:2] == (0, "alive\n")
+
+
+@pytest.mark.parametrize("text", ["x", "x" * 100_000], ids=["buffered", "larger-than-the-buffer"])
+def test_a_full_disk_behind_stdout_is_5(text: str, environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        code, _, errors = probe(f"call.out.result({text!r})", environment, stdout=full)
+    assert code == 5 and "No space left on device" in errors
+    assert len(errors.splitlines()) == 2, "nothing of the interpreter's own"
+
+
+@pytest.mark.parametrize("close_fds", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_do_no_harm(close_fds: str, environment: dict[str, str]) -> None:
+    command = f'exec "$0" -m mycli.cli estimate pico {close_fds}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_no_character_is_too_strange(encoding: str, environment: dict[str, str]) -> None:
+    r"""D13: text beyond the terminal's encoding, and a file name that is not UTF-8."""
+    do = r"call.out.result('é · \udcff'); call.out.json({'name': 'é \udcff'}); call.out.note('·')"
+    code, out, _ = probe(do, {**environment, "PYTHONIOENCODING": encoding}, encoding="latin-1")
+    assert code == 0
+    assert json.loads(out.splitlines()[1])["name"] == "é \udcff"
+    if encoding == "utf-8":
+        assert out.splitlines()[0].encode("latin-1") == "é · ".encode() + b"\xff", "as a shell needs it"
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "words", [["--json"], ["-q"], ["--device", "cpu"], ["--device=cpu"], ["-v", "--debug"]], ids=str
+)
+def test_global_options_stand_before_the_command_too(words: list[str]) -> None:
+    assert reorder([*words, "run", "pico"]) == ["run", *words, "pico"]
+    assert reorder(["run", *words, "pico"]) == ["run", *words, "pico"]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--json"], ["--device"], ["--json", "nonsense"], ["--", "run"]], ids=str
+)
+def test_what_is_no_command_stays_as_it_is(words: list[str]) -> None:
+    assert reorder(words) == words
+
+
+@pytest.mark.parametrize("option", GLOBAL)
+def test_every_global_option_is_known_to_a_command(option: str, environment: dict[str, str]) -> None:
+    value = ["cpu"] if option == "--device" else []
+    assert probe("pass", environment, option, *value)[0] == 0
+
+
+def test_version_anywhere(mycli: Mycli) -> None:
+    first, second = mycli("--version"), mycli("run", "--version")
+    assert first.stdout == second.stdout and first.stdout.startswith("mycli ") and second.returncode == 0
+
+
+MISTAKES = {
+    "no-such-command": (["runn"], "no such command 'runn'. Did you mean 'run'?", "mycli --help"),
+    "no-such-option": (["run", "pico", "--colour"], "no such option: --colour", "mycli run --help"),
+    "missing": (["run"], "missing argument 'MODEL'", "mycli run --help"),
+    "bad-value": (["run", "pico", "-n", "x"], "-n / --max-tokens: 'x' is not a count", "mycli run --help"),
+    "no-value": (["run", "pico", "--ctx"], "option '--ctx' requires an argument", "mycli run --help"),
+    "too-many": (["run", "pico", "a", "b"], "got unexpected extra argument(s) (b)", "mycli run --help"),
+    "C22-escapes": (["run", "pico", "--\x1b[2J\nerror: x"], "no such option: --", "mycli run --help"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_two_lines_or_one_object(case: str, mycli: Mycli) -> None:
+    words, message, hint = MISTAKES[case]
+    done = mycli(*words)
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"error: {message}") and second == f"hint: {hint}"
+    assert (done.returncode, done.stdout) == (2, "") and "\x1b" not in done.stderr
+    found = json.loads(mycli(*words, "--json").stdout)["error"]
+    if case != "no-value":  # which takes --json for its value
+        assert found["message"].startswith(message) and found["exit_code"] == 2
+
+
+def test_no_words_is_help(mycli: Mycli) -> None:
+    assert mycli().stdout == mycli("--help").stdout and mycli().returncode == 0
+
+
+# Completion
+
+
+def complete(words: str, environment: dict[str, str]) -> list[str]:
+    asked = {"_MYCLI_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "mycli.cli"], env={**environment, **asked}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("mycli es", "estimate"), ("mycli run --temp", "--temperature"), ("mycli run pico-d", "pico-draft")],
+)
+def test_completion_of_commands_options_and_models(words: str, expected: str, environment: dict[str, str]) -> None:
+    assert expected in complete(words, environment)
+
+
+def test_the_completion_script_is_for_mycli(mycli: Mycli) -> None:
+    script = mycli("--show-completion", "bash", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).stdout
+    assert "_MYCLI_COMPLETE=complete_bash" in script and "complete -o default -F" in script
+    assert os.access("/bin/bash", os.X_OK)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

@@ -1,0 +1,58 @@
+"""Every example of every --help runs, in the order in which it stands there, in one home folder for each command."""
+
+import io
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.main import COMMANDS, main
+
+NETWORK = "# needs the network"  # or a model that comes from there
+
+
+def parse(line: str) -> tuple[str, list[str]]:
+    """Standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
+    words = shlex.split(line)
+    typed = ""
+    if words[0] == "echo":
+        bar = words.index("|")
+        typed, words = " ".join(words[1:bar]) + "\n", words[bar + 1 :]
+    assert words[0] == "mycli", f"not an example of mycli: {line}"
+    return typed, words[1:]
+
+
+@pytest.fixture
+def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment of a user, in this process: torch is imported once for all examples."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("terminal")
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = import_module(f"mycli.cli.commands.{COMMANDS[name][0]}").EXAMPLES
+    for line in (step for whole in lines if NETWORK not in whole for step in whole.split(" && ")):
+        typed, words = parse(line)
+        if "--verify" in words:  # measures what a process of its own takes
+            done = subprocess.run([sys.executable, "-m", "mycli.cli", *words], capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+            continue
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0, f"{line}\n{capsys.readouterr().err}"
