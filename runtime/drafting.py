@@ -34,6 +34,11 @@ class Drafter(Protocol):
 
     weight: float
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        ...
+
     def begin(self, prompt: Sequence[int]) -> None:
         """A new reply: forget what `prompt` does not begin with."""
         ...
@@ -120,6 +125,7 @@ class Lookup:
 
     def __init__(self) -> None:
         self._indexed = 0  # tokens of the text that were taken in
+        self.nbytes = 0  # of tensors
         self._after: dict[tuple[int, ...], int] = {}  # an n-gram -> the position after its last occurrence
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ proposal stands where it is the likeliest token. Knows drafters and paces; does 
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from mycli.runtime.batch import Batch
 from mycli.runtime.drafting import Drafter, Proposal
 from mycli.runtime.generate import PREFILL_CHUNK, Session
-from mycli.runtime.pacing import Pace
+from mycli.runtime.pacing import Pace, Record
 from mycli.runtime.sampling import Sampler
 from mycli.runtime.transformer import Transformer
 
@@ -56,26 +55,6 @@ def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     return tokens
 
 
-@dataclass
-class Record:
-    """What speculation did in one reply. `passes` judged a draft; `judged` excludes what follows a refusal."""
-
-    passes: int = 0
-    drafted: int = 0
-    judged: int = 0
-    kept: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """Of the drafted tokens that were judged, the share that stood."""
-        return self.kept / self.judged if self.judged else 0.0
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a pass that judged a draft, its own included."""
-        return 1 + self.kept / self.passes if self.passes else 1.0
-
-
 class SpeculativeSession(Session):
     """A `Session` of one sequence that makes the same tokens with fewer passes.
 
@@ -87,7 +66,11 @@ class SpeculativeSession(Session):
         super().__init__(model, capacity)
         self.drafter = drafter
         self.pace = pace
-        self.record = Record()
+
+    @property
+    def nbytes(self) -> int:
+        """With the drafter's."""
+        return super().nbytes + self.drafter.nbytes
 
     def generate(
         self,
@@ -99,8 +82,9 @@ class SpeculativeSession(Session):
     ) -> Generator[list[int], None, None]:
         """As `Session.generate`. The tokens of a pass share its time equally in `timing`."""
         began = time.perf_counter()
-        self.stopped, self.record = False, Record()
+        self.stopped = False
         logits = self.prefill(prompt, chunk)
+        record = self.timing.record = Record()
         sampler.observe(torch.tensor([prompt], device=self.model.device))
         self.drafter.begin(prompt)
         if limit < 1:
@@ -122,14 +106,15 @@ class SpeculativeSession(Session):
                 if left < 1:
                     return
                 began = time.perf_counter()
-                tokens = self._step(text, sampler, left - 1)
+                tokens = self._step(text, sampler, left - 1, record)
         finally:
             # As without speculation: the last token drawn is not in the cache.
+            record.step_seconds = self.pace.step_seconds
             valid = len(text) - (0 if self.stopped else 1)
             self._keep(min(self.cache.length, valid))
             self.drafter.keep(valid)
 
-    def _step(self, text: Sequence[int], sampler: Sampler, room: int) -> list[int]:
+    def _step(self, text: Sequence[int], sampler: Sampler, room: int, record: Record) -> list[int]:
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
         lag = self.drafter.lag(len(text))
         wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
@@ -150,10 +135,7 @@ class SpeculativeSession(Session):
         self._keep(len(text) + kept)
         self.drafter.keep(len(text) + kept)
         self.pace.judged(count, kept, lag, time.perf_counter() - began)
-        self.record.passes += 1
-        self.record.drafted += count
-        self.record.judged += min(kept + 1, count)
-        self.record.kept += kept
+        record.add(count, kept)
         return tokens
 
     def _verify(self, tokens: list[int]) -> Tensor:
