@@ -144,7 +144,7 @@ BEGINNINGS = {
     "ngram": "The capital of Japan is Tokyo. The capital of Japan is",
 }
 SAMPLINGS = {
-    "temperature": Sampling(temperature=1.3, top_k=4),
+    "temperature": Sampling(temperature=1.3, top_k=3),
     "all": Sampling(temperature=1.5, top_k=6, top_p=0.9, min_p=0.03, repetition_penalty=1.2),
 }
 
@@ -162,11 +162,6 @@ def test_200000_draws_follow_the_target(name: str, kind: str) -> None:
 
 
 def test_the_test_sees_a_wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance without the division by q."""
-
-    def too_often(self: Sampler, chances: Tensor) -> int:
-        return original(self, chances**0.5)
-
-    original = Sampler.accept
-    monkeypatch.setattr(Sampler, "accept", too_often)
+    """Nothing is refused."""
+    monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert p_value(2000, "draft", SAMPLINGS["temperature"]) < 1e-3
