@@ -6,14 +6,20 @@ They propose; whether a proposal stands is decided in `mycli.runtime.speculate`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.config import load_config
+from mycli.runtime.device import Placement
 from mycli.runtime.generate import PREFILL_CHUNK, Session
+from mycli.runtime.load import load_model
 from mycli.runtime.sampling import Sampler
+from mycli.runtime.tokenizer import Tokenizer
 from mycli.runtime.transformer import Transformer
+from mycli.runtime.vocabulary import check
 
 NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first: it is the most telling
 
@@ -113,6 +119,13 @@ class DraftModel(Session):
         """Roll the cache back."""
         if length < self.cache.length:
             self._keep(length)
+
+
+def load_draft(folder: Path, tokenizer: Tokenizer, model: Transformer, capacity: int) -> DraftModel:
+    """The model of `folder` as a draft for `model`, beside it. Raises ModelError where its vocabulary is another."""
+    check(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
+    placement = Placement(model.device, model.dtype)
+    return DraftModel(load_model(folder, placement), capacity, model.nbytes)
 
 
 class Lookup:

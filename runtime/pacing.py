@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-LONGEST = 8  # tokens of a draft
-FREE_LAG = 16  # tokens that are read in the same time as one: the weights are read once for all of them
-# Losses are limited to START + SHARE x tokens: within 3 % from 60 tokens on, whatever the drafts are worth.
-START = 0.75
-SHARE = 0.0125
+LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens of a draft; few, as kernels are chosen anew for each
+FREE_LAG = 32  # tokens that are read in the same time as one: the weights are read once for all of them
+# Losses are limited to START + SHARE x tokens plain steps, and one wrong expectation: 3 % from some 100 tokens on.
+START = 0.7
+SHARE = 0.01
 PURSE = 64.0  # what may be kept of earnings: old successes do not pay for long failures
 MARGIN = 1.02  # expected gain from which it is worth it
 LATEST = 8  # passes of a length that count
@@ -119,13 +119,10 @@ class Adaptive:
     Keeps what it learned from one reply to the next.
     """
 
-    def __init__(
-        self, weight: float, notice: Callable[[str], None] = lambda text: None, longest: int = LONGEST
-    ) -> None:
+    def __init__(self, weight: float, notice: Callable[[str], None] = lambda text: None) -> None:
         """`weight`: the expected cost of drafting a token, in plain steps."""
         self._weight = weight
         self._notice = notice
-        self._longest = longest
         self._plain: deque[float] = deque(maxlen=15)  # seconds
         self._took: dict[int, deque[float]] = {}  # by tokens drafted: plain steps for drafting and judging
         self._costs: list[float] = []  # by tokens drafted: the same, typical or expected
@@ -140,8 +137,12 @@ class Adaptive:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the latest plain steps."""
-        return statistics.median(self._plain) if self._plain else None
+        """Mean of the latest plain steps: interruptions are a part of it, as of the time of a reply."""
+        return statistics.fmean(self._plain) if self._plain else None
+
+    def _steps(self, seconds: float) -> float:
+        """In typical plain steps."""
+        return seconds / statistics.median(self._plain) if self._plain else 1.0
 
     @property
     def acceptance(self) -> float:
@@ -150,17 +151,20 @@ class Adaptive:
 
     def _estimate(self) -> None:
         """Costs of all lengths from those measured, the nearest with a slope; this runs once a pass, so it is short."""
-        # The first pass of a length chooses kernels and takes memory: with the second it counts no more.
-        typical = {size: statistics.median_low(list(found)[1:] or found) for size, found in self._took.items()}
         slope = self._weight + PER_TOKEN
+        # The first pass of a length chooses kernels and takes memory: it counts half, and with the second no more.
+        typical = {
+            size: statistics.median_low(list(found)[1:]) if len(found) > 1 else (found[0] + 1 + PASS + slope * size) / 2
+            for size, found in self._took.items()
+        }
         if not typical:
-            self._costs = [1 + PASS + slope * size for size in range(self._longest + 1)]
+            self._costs = [1 + PASS + slope * size for size in range(LENGTHS[-1] + 1)]
             return
         low, high = min(typical), max(typical)
         if low < high:
             slope = max((typical[high] - typical[low]) / (high - low), 0.0)
         self._costs = []
-        for size in range(self._longest + 1):
+        for size in range(LENGTHS[-1] + 1):
             nearest = min(typical, key=lambda other: abs(other - size))
             self._costs.append(max(typical[nearest] + slope * (size - nearest), 1.0))
 
@@ -178,17 +182,21 @@ class Adaptive:
         if len(self._plain) < 3 or self._passes >= REFRESH or self._rest > 0 or room < 1:
             return 0
         gains = self.gains()
-        if max(gains) < MARGIN:
+        if max(gains[1:]) < MARGIN:
             self._stop(max(gains[1:]))
             return 0
-        reading = lag * self._weight * READING if lag > FREE_LAG else 0.0
-        limit = self._budget + 1 - reading
+        limit = self._budget + 1 - self._reading(lag)
         known = 2 * max(self._took, default=0) or 1  # expectations are not trusted much beyond what was measured
         best, chosen = MARGIN, 0
-        for size in range(1, min(self._longest, room) + 1):
-            if gains[size] > best and self._costs[size] <= limit and (size <= known or not chosen):
+        for size in LENGTHS:
+            possible = size <= room and self._costs[size] <= limit
+            if possible and gains[size] > best and (size <= known or not chosen):
                 best, chosen = gains[size], size
         return chosen
+
+    def _reading(self, lag: int) -> float:
+        """What it costs that the drafter reads so many tokens first, in plain steps."""
+        return lag * self._weight * READING if lag > FREE_LAG else 0.0
 
     def _stop(self, best: float) -> None:
         if not self._told and self._judged:
@@ -217,18 +225,20 @@ class Adaptive:
 
     def wasted(self, seconds: float) -> None:
         """Time lost."""
-        self._pay(-seconds / (self.step_seconds or seconds))
+        self._pay(-self._steps(seconds))
 
     def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
         """Earns what the tokens would have cost, spends what they did."""
         self._passes += 1
         self._kept = self._kept * MEMORY**drafted + kept
         self._judged = self._judged * MEMORY**drafted + min(kept + 1, drafted)
-        took = seconds / (self.step_seconds or seconds)
-        if lag <= FREE_LAG:
-            took = min(took, 2 * self._costs[drafted])  # an interruption would have hit a plain step too
-            self._took.setdefault(drafted, deque(maxlen=LATEST)).append(took)
+        took = self._steps(seconds)
+        if lag <= 2:  # the usual: the last token, and before it one that was accepted without having been read
+            self._took.setdefault(drafted, deque(maxlen=LATEST)).append(min(took, 2 * self._costs[drafted]))
             self._estimate()
+            took = self._costs[drafted]  # an interruption would have hit a plain step too
+        else:
+            took = min(took, 2 * (self._costs[drafted] + self._reading(lag)))
         earned = kept + 1 - took
         self._earned += earned
         self._pay(earned + SHARE * (kept + 1))

@@ -15,7 +15,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.drafting import Drafter, Proposal
 from mycli.runtime.generate import PREFILL_CHUNK, Session
 from mycli.runtime.pacing import Pace, Record
-from mycli.runtime.sampling import Sampler
+from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
 
 
@@ -71,6 +71,16 @@ class SpeculativeSession(Session):
     def nbytes(self) -> int:
         """With the drafter's."""
         return super().nbytes + self.drafter.nbytes
+
+    def warm_up(self) -> None:
+        """Two passes with drafts, so that the first of a reply need not choose kernels. Leaves both caches empty."""
+        text = [0] * min(4, self.capacity // 2)
+        sampler = Sampler(Sampling(), self.model.config.vocab_size, self.model.device)
+        for count in (1, min(4, self.capacity - len(text))):
+            self.drafter.draft(text, count, sampler)
+            self._verify([0] * count)
+            self.forget()
+            self.drafter.keep(0)
 
     def generate(
         self,

@@ -231,6 +231,16 @@ class Wrong:
         pass
 
 
+@pytest.mark.parametrize("capacity", [2, 5, 64])
+def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
+    target = target_model()
+    drafter = drafters(target)["draft"]
+    session = SpeculativeSession(target, capacity, drafter, Fixed(4))
+    session.warm_up()
+    assert cached(session) == [] and drafter.lag(1) == 1
+    assert reply(session, [1, 2], 9) == reply(Session(target, capacity), [1, 2], 9)
+
+
 def test_wrong_drafts_change_nothing() -> None:
     target = target_model()
     session = SpeculativeSession(target, 64, Wrong(target), Fixed(4))

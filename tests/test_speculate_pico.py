@@ -126,7 +126,8 @@ def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float
         assert session.timing.record is not None
         judged += session.timing.record.judged
     assert judged > draws / 10, "drafts were judged"
-    assert set(counts) <= set(expected), "an impossible reply"
+    if not set(counts) <= set(expected):  # an impossible reply
+        return 0.0
     statistic, cells, rare, rare_expected = 0.0, -1, 0, 0.0
     for text, probability in expected.items():
         wanted = probability * draws
