@@ -13,7 +13,9 @@ from mycli.runtime.template import Message
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.assistant import Reply
     from mycli.runtime.constrain import Grammar
+    from mycli.runtime.generate import Timing
     from mycli.runtime.logprobs import LogprobRecorder, TokenLogprob
+    from mycli.runtime.pacing import Record
     from mycli.runtime.samples import Sample
     from mycli.runtime.sampling import Sampling
     from mycli.runtime.tokenizer import Tokenizer
@@ -145,6 +147,19 @@ def describe(reply: "Reply", text: str) -> dict[str, Any]:
         "cached_tokens": timing.cached,
         "first_token_seconds": round(timing.first_token_seconds, 5),
         "tokens_per_second": round(timing.tokens_per_second, 2),
+        **({} if timing.record is None else {"draft": draft_fields(timing, timing.record)}),
+    }
+
+
+def draft_fields(timing: "Timing", record: "Record") -> dict[str, Any]:
+    """What speculation did in a reply; `speedup` against plain steps in the same reply, null where there was none."""
+    return {
+        "passes": record.passes,
+        "drafted": record.drafted,
+        "kept": record.kept,
+        "acceptance": round(record.acceptance, 4),
+        "mean_length": round(record.mean_length, 3),
+        "speedup": None if timing.speedup is None else round(timing.speedup, 3),
     }
 
 

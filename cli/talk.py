@@ -20,6 +20,7 @@ from mycli.runtime.template import ChatTemplate, Message
 
 if TYPE_CHECKING:
     from mycli.runtime.assistant import Reply
+    from mycli.runtime.generate import Timing
     from mycli.runtime.sampling import Sampling
 
 Overflow = Literal["refuse", "drop-oldest"]
@@ -30,6 +31,16 @@ PROMPT_END = 16  # tokens: more than an opening tag has
 def compact(count: int) -> str:
     """212 as 212, 1234 as 1.2k."""
     return str(count) if count < 1000 else f"{count / 1000:.1f}k"
+
+
+def speculation(timing: "Timing") -> list[str]:
+    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
+    if timing.record is None:
+        return []
+    if not timing.record.passes:
+        return ["draft off"]
+    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
+    return [f"draft {timing.record.acceptance:.0%}{gain}"]
 
 
 def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
@@ -135,15 +146,15 @@ class Chat:
     def statistics(self, reply: "Reply") -> str:
         """The line after a reply."""
         timing, session = reply.timing, self.loaded.session
-        model = self.loaded.assistant.model
         return " · ".join(
             (
                 f"{len(reply.tokens)} tok",
                 f"{timing.tokens_per_second:.0f} tok/s",
                 f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
                 f"prompt {timing.prompt} ({timing.cached} cached)",
+                *speculation(timing),
                 f"ctx {compact(session.cache.length)}/{compact(session.capacity)}",
-                gib(model.nbytes + session.cache.nbytes),
+                gib(session.nbytes),
             )
         )
 

@@ -120,6 +120,7 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    draft: options.Draft = "none",
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -139,7 +140,7 @@ def chat(
         conversation.load(session)
     if system is not None:
         conversation.system = system
-    loaded = load(call, model, device=device, dtype=dtype, context=context)
+    loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
     template = loaded.assistant.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
