@@ -13,8 +13,8 @@ from typing import Protocol
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens of a draft; few, as kernels are chosen anew for each
 FREE_LAG = 32  # tokens that are read in the same time as one: the weights are read once for all of them
-# Losses are limited to START + SHARE x tokens plain steps, and one wrong expectation: 3 % from some 100 tokens on.
-START = 0.7
+# Losses are limited to START + SHARE x tokens plain steps, and one wrong expectation: 3 % from some 60 tokens on.
+START = 1.0
 SHARE = 0.01
 PURSE = 64.0  # what may be kept of earnings: old successes do not pay for long failures
 MARGIN = 1.02  # expected gain from which it is worth it
@@ -152,11 +152,12 @@ class Adaptive:
     def _estimate(self) -> None:
         """Costs of all lengths from those measured, the nearest with a slope; this runs once a pass, so it is short."""
         slope = self._weight + PER_TOKEN
-        # The first pass of a length chooses kernels and takes memory: it counts half, and with the second no more.
-        typical = {
-            size: statistics.median_low(list(found)[1:]) if len(found) > 1 else (found[0] + 1 + PASS + slope * size) / 2
-            for size, found in self._took.items()
-        }
+        # The first pass of a length chooses kernels and takes memory: it counts only until there is a second. Then one
+        # of the faster counts: what interruptions take, they take from plain steps too, and losses are limited.
+        typical = {}
+        for size, took in self._took.items():
+            found = sorted(list(took)[1:] or took)
+            typical[size] = found[(len(found) - 1) // 3]
         if not typical:
             self._costs = [1 + PASS + slope * size for size in range(LENGTHS[-1] + 1)]
             return
@@ -234,7 +235,9 @@ class Adaptive:
         self._judged = self._judged * MEMORY**drafted + min(kept + 1, drafted)
         took = self._steps(seconds)
         if lag <= 2:  # the usual: the last token, and before it one that was accepted without having been read
-            self._took.setdefault(drafted, deque(maxlen=LATEST)).append(min(took, 2 * self._costs[drafted]))
+            believed = 1.5 if drafted not in self._took else 2.0
+            took = min(took, believed * self._costs[drafted])
+            self._took.setdefault(drafted, deque(maxlen=LATEST)).append(took)
             self._estimate()
             took = self._costs[drafted]  # an interruption would have hit a plain step too
         else:

@@ -66,6 +66,7 @@ class SpeculativeSession(Session):
         super().__init__(model, capacity)
         self.drafter = drafter
         self.pace = pace
+        self._last = torch.zeros(1, 1, dtype=torch.int64, device=model.device)  # drawn, not yet in the cache
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +102,12 @@ class SpeculativeSession(Session):
             return
         text = list(prompt)
         try:
-            tokens = [int(sampler.sample(logits))]
+            self._last = sampler.sample(logits)
+            tokens = [int(self._last)]
             while True:
-                ended = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
+                ended = 1
+                while ended < len(tokens) and tokens[ended - 1] not in stop:
+                    ended += 1
                 seconds = (time.perf_counter() - began) / ended
                 for token in tokens[:ended]:
                     self.timing.token_seconds.append(seconds)
@@ -129,23 +133,24 @@ class SpeculativeSession(Session):
         lag = self.drafter.lag(len(text))
         wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
         began = drafted = time.perf_counter()
-        proposal = Proposal([])
+        proposal = None
         if wanted:
             proposal = self.drafter.draft(text, wanted, sampler)
             drafted = time.perf_counter()
-        if not proposal.tokens:
-            logits = self._forward(torch.tensor([text[-1:]], device=self.model.device), logits=True)
-            token = int(sampler.sample(logits))
+        if proposal is None or not proposal.tokens:
+            self._last = sampler.sample(self._forward(self._last, logits=True))
+            tokens = [int(self._last)]
             if wanted:
                 self.pace.wasted(drafted - began)
             self.pace.plain(time.perf_counter() - drafted)
-            return [token]
+            return tokens
         tokens = judge(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
         count, kept = len(proposal.tokens), len(tokens) - 1
         self._keep(len(text) + kept)
         self.drafter.keep(len(text) + kept)
         self.pace.judged(count, kept, lag, time.perf_counter() - began)
         record.add(count, kept)
+        self._last = torch.tensor([tokens[-1:]], device=self.model.device)
         return tokens
 
     def _verify(self, tokens: list[int]) -> Tensor:
