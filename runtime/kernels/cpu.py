@@ -104,21 +104,27 @@ class _Shuffled:
 
 
 class CpuKernel:
-    """All bit widths and activations, where packed_cpu.cpp can be compiled."""
+    """All widths and activations, where packed_cpu.cpp can be compiled. `library` takes the place of this machine's."""
 
     name = "cpu"
+
+    def __init__(self, library: Native | None = None) -> None:
+        self._given = library
+
+    def _library(self) -> Native | str:
+        return self._given or native()
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
-        library = native()
+        library = self._library()
         return reason or (library if isinstance(library, str) else None)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Shuffled into blocks of 16 rows; scales keep their type."""
-        library = native()
+        library = self._library()
         assert isinstance(library, Native)
         return _Shuffled(library, weight)
 
