@@ -196,7 +196,8 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes + _HUGE)  # what is not touched is not taken
+    # Private, since shared memory is another setting of Linux; what is not touched is not taken.
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
