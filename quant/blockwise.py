@@ -17,7 +17,8 @@ from mycli.quant.observe import HELD, View, observe, require_finite
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Layer
 from mycli.quant.refit import Moments, refit
-from mycli.quant.streaming import StreamedModel
+from mycli.quant.resume import Solved, WorkFolder
+from mycli.quant.streaming import StreamedModel, Surroundings
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import DenseMatmul, Linear
@@ -97,37 +98,77 @@ def quantize_blocks(
     solver: Solver,
     windows: Tensor,
     sink: Sink,
+    work: WorkFolder | None = None,
     progress: Progress = silent,
 ) -> list[Layer]:
-    """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq]."""
-    config, device = model.config, model.placement.device
+    """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq].
+
+    Blocks that `work` holds are taken from it, the others kept in it.
+    """
+    config = model.config
     surroundings = model.surroundings(windows.shape[1])
     stream, full = model.embed(windows), model.embed(windows)
     layers: list[Layer] = []
-
-    def take(result: tuple[dict[str, Quantized], list[Layer]]) -> dict[str, Quantized]:
-        for name, quantized in result[0].items():
-            sink(name, quantized)
-        layers.extend(result[1])
+    for index in range(config.layers + 1):
+        if index == config.layers and config.head().name not in packings:
+            break
+        found = solved = None if work is None else work.load(index)
+        if index < config.layers:
+            quantized, original = View(model.block(index), stream), View(model.block(index), full)
+            if solved is None:
+                solved = _solve_block(model, quantized, original, packings, solver, surroundings)
+            else:
+                _install_all(quantized.block, solved, packings, TORCH_DTYPES[config.dtype])
+            for view in (quantized, original):
+                model.advance(view.block, view.stream, surroundings)
+        elif solved is None:
+            solved = _solve_head(model, stream, full, packings, solver)
+        if work is not None and found is None:
+            work.save(index, solved)
+        for name, each in solved.linears.items():
+            sink(name, each)
+        layers += solved.layers
         progress("quantizing", len(layers), len(packings))
-        return result[0]
-
-    for index in range(config.layers):
-        quantized, original = View(model.block(index), stream), View(model.block(index), full)
-        for product in Block.INPUTS:
-            linear = getattr(quantized.block, product)
-            assert isinstance(linear, Linear)
-            packing = packings[linear.specs[0].name]
-            moments = observe(quantized, original, product, surroundings, device)
-            solved = take(solver.solve(model.weights(linear.specs), packing, *moments))
-            _install(linear, solved, packing, TORCH_DTYPES[config.dtype])
-        for view in (quantized, original):
-            model.advance(view.block, view.stream, surroundings)
-    head = config.head()
-    if head.name in packings:
-        moments = _moments_of_head(model, stream, full)
-        take(solver.solve(model.weights([head]), packings[head.name], *moments))
     return layers
+
+
+def _solve_block(
+    model: StreamedModel,
+    quantized: View,
+    original: View,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    surroundings: Surroundings,
+) -> Solved:
+    linears: dict[str, Quantized] = {}
+    layers: list[Layer] = []
+    for product in Block.INPUTS:
+        linear = getattr(quantized.block, product)
+        assert isinstance(linear, Linear)
+        packing = packings[linear.specs[0].name]
+        moments = observe(quantized, original, product, surroundings, model.placement.device)
+        solved, described = solver.solve(model.weights(linear.specs), packing, *moments)
+        _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
+        linears |= solved
+        layers += described
+    return Solved(linears, {}, tuple(layers))
+
+
+def _solve_head(
+    model: StreamedModel, stream: Tensor, full: Tensor, packings: Mapping[str, Packing], solver: Solver
+) -> Solved:
+    head = model.config.head()
+    moments = _moments_of_head(model, stream, full)
+    linears, layers = solver.solve(model.weights([head]), packings[head.name], *moments)
+    return Solved(linears, {}, tuple(layers))
+
+
+def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], dtype: torch.dtype) -> None:
+    for product in Block.INPUTS:
+        linear = getattr(block, product)
+        assert isinstance(linear, Linear)
+        names = [spec.name for spec in linear.specs]
+        _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
 
 
 def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:

@@ -21,7 +21,9 @@ PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
     "cli/progress.py": "the printer's bar",
+    "cli/batch.py": "reads prompts from standard input",
     "cli/prompt.py": "reads the prompt from standard input",
+    "cli/batch.py": "reads the batch from standard input",
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }
 # A command that does not run a model starts without these.

@@ -99,7 +99,7 @@ def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys:
         (["--head", "int2"], "--head int2"),
         (["--head", "int8"], "the head is the embedding"),
         (["--report", "x"], "--report x"),
-        (["--samples", "1"], "--samples 1 of 512 tokens"),
+        (["--samples", "1", "--seq", "128"], "--samples 1 of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
         (["--calib", "none.txt", "--seq", "1"], "--seq 1"),
         (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),

@@ -99,7 +99,8 @@ def test_an_empty_prompt_is_answered_by_a_chat_model_and_refused_raw(mycli: Mycl
 
 def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
     schema = tmp_path / "person.json"
-    schema.write_text('{"type": "object", "properties": {"age": {"enum": [7, 56]}}, "required": ["age"]}')
+    ages = {"type": "object", "properties": {"age": {"enum": [7, 56]}}, "required": ["age"]}
+    schema.write_text(json.dumps({**ages, "additionalProperties": False}))
     done = mycli("run", "pico", "What is 7 times 8?", "--schema", str(schema), "-n", "200", *GREEDY)
     assert done.returncode == 0 and json.loads(done.stdout)["age"] in (7, 56)
     typed = "👩‍👧 e\u0301 日本"
@@ -110,7 +111,8 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
     cut = mycli("run", "pico", "Hi", "--regex", "a{50}", "-n", "3", "--device", "cpu", "-q", "-t", "0")
     assert "only the beginning" in cut.stderr and cut.returncode == 0
     several = mycli("run", "pico", "Hello!", "--samples", "2", "--json", "-n", "8", "--seed", "1", *GREEDY)
-    assert [sample["text"] for sample in json.loads(several.stdout)["samples"]] == 2 * ["Hello! How are you today?"]
+    first, second = (sample["text"] for sample in json.loads(several.stdout)["samples"])
+    assert first == second and first.startswith("Hello!"), "greedy samples are one reply"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mycli.runtime.errors import UsageError, UserError
 EXAMPLES = (
     "mycli chat pico",
     'mycli chat pico --system "Answer briefly." --temperature 0',
+    "mycli chat pico --session talk.json --overflow drop-oldest",
     'echo "My name is Leo." | mycli chat pico --json',
 )
 HISTORY_LINES = 1000

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.links python -m tests.peers.quality_table [--bits 4 3] [--group 128] [--samples 128] [--tokens 16384]
 
-All rows see the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ
-is the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, natural order, groups
-scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
+All rows see the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
+the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order,
+groups scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import calibration
+from mycli.quant import calibration, schemes
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.evaluate import cut, evaluate, held_out_text
-from mycli.quant.grid import Grid, Quantized, dequantize
+from mycli.quant.grid import Grid, Quantized, Search, dequantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.record import Layer
 from mycli.quant.refit import Moments
-from mycli.quant.schemes import Solution, rtn
+from mycli.quant.schemes import Scheme, Solution, rtn
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement
 from mycli.runtime.packing import Packing
@@ -41,8 +41,8 @@ class PlainGptq:
 
     NEEDS_HESSIAN = True
 
-    @staticmethod
-    def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+        """As `Scheme.solve`."""
         assert hessian is not None
         weight, hessian = weight.float().clone(), hessian.clone()
         rows, columns = weight.shape
@@ -64,22 +64,12 @@ class PlainGptq:
         return Solution(Quantized(codes, scales))
 
 
-class Rounding:
-    """Rounding that looks at no data, although some is there."""
-
-    NEEDS_HESSIAN = False
-
-    @staticmethod
-    def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-        return rtn.solve(weight, grid, None)
-
-
 class Peer(Solver):
-    """A scheme that is no part of mycli, and aims at the weights as they are."""
+    """A scheme that aims at the weights as they are."""
 
-    def __init__(self, scheme: object, search: str) -> None:
-        super().__init__("rtn", torch.bfloat16, search)  # type: ignore[arg-type]  # one of the two
-        self._scheme = scheme  # type: ignore[assignment]  # has what a scheme has
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__("gptq", torch.bfloat16, "mse")
+        self._scheme = scheme
 
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
@@ -104,16 +94,18 @@ def main() -> None:
     tokenizer = Tokenizer.load(PICO, config.vocab_size)
     shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
     text = cut(held_out_text(), tokenizer, 512, options.tokens)
+    original = load_file(PICO / "model.safetensors")
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     print(f"calibration {options.samples} x {options.seq}, measured on {text.windows.numel()} held-out tokens\n")
     print("| bits | method | KL | against plain GPTQ | perplexity | same top token | seconds |")
     print("|---|---|---|---|---|---|---|")
     for bits in options.bits:
         packings = Recipe(bits=bits, group=options.group).packings(config)
-        solvers = {
-            "rounding, scale of the largest weight": Peer(Rounding, "absmax"),
-            "rounding, searched scale (`--method rtn`)": Peer(Rounding, "mse"),
-            "plain GPTQ": Peer(PlainGptq, "absmax"),
+        solvers: dict[str, Solver | Search] = {
+            "rounding, scale of the largest weight": "absmax",
+            "rounding, searched scale (`--method rtn`)": "mse",
+            "plain GPTQ": Peer(PlainGptq()),
+            "GPTQ of mycli, without refit": Peer(schemes.load("gptq")),
             "`--method gptq`": Solver("gptq", torch.bfloat16, "mse"),
         }
         plain = 0.0
@@ -125,12 +117,17 @@ def main() -> None:
                 state[f"{linear}.weight"] = dequantize(solved, grid).bfloat16()
 
             started = time.monotonic()
-            quantize_blocks(StreamedModel(PICO, CPU), packings, solver, shown.windows, sink)
+            if isinstance(solver, str):
+                for linear, packing in packings.items():
+                    weight = original[f"{linear}.weight"]
+                    sink(linear, rtn.solve(weight, Grid(packing, torch.bfloat16, solver)).quantized)
+            else:
+                quantize_blocks(StreamedModel(PICO, CPU), packings, solver, shown.windows, sink)
             seconds = time.monotonic() - started
             with tempfile.TemporaryDirectory() as folder:
                 copy = shutil.copytree(PICO, Path(folder) / "copy")
                 (copy / "model.safetensors").chmod(0o644)
-                save_file({**load_file(PICO / "model.safetensors"), **state}, copy / "model.safetensors")
+                save_file({**original, **state}, copy / "model.safetensors")
                 result = evaluate(StreamedModel(copy, CPU), text, StreamedModel(PICO, CPU))
             assert result.divergence is not None
             kl = result.divergence.kl.value
