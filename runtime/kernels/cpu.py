@@ -104,21 +104,27 @@ class _Shuffled:
 
 
 class CpuKernel:
-    """All bit widths and activations, where packed_cpu.cpp can be compiled."""
+    """All widths and activations, where packed_cpu.cpp can be compiled. `library` takes the place of this machine's."""
 
     name = "cpu"
+
+    def __init__(self, library: Native | None = None) -> None:
+        self._given = library
+
+    def _library(self) -> Native | str:
+        return self._given or native()
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
-        library = native()
+        library = self._library()
         return reason or (library if isinstance(library, str) else None)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Shuffled into blocks of 16 rows; scales keep their type."""
-        library = native()
+        library = self._library()
         assert isinstance(library, Native)
         return _Shuffled(library, weight)
 
@@ -190,7 +196,8 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes + _HUGE)  # what is not touched is not taken
+    # Private, since shared memory is another setting of Linux; what is not touched is not taken.
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
