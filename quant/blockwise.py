@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant import schemes
+from mycli.quant.fold import choose_scale, fold, restore
 from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
 from mycli.quant.observe import HELD, View, observe, require_finite
 from mycli.quant.progress import Progress, silent
@@ -25,16 +26,21 @@ from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.transformer import Block
 
-Sink = Callable[[str, Quantized], None]  # takes each linear by its name as soon as it is solved
+Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
 
 
 class Solver:
     """Solves linears that share an input and a packing, and describes what came of it."""
 
-    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search) -> None:
+    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False) -> None:
         self._scheme = schemes.load(method)
         self._scale_dtype = scale_dtype
         self._search = search
+        self.folds = folds
+
+    def grid(self, packing: Packing) -> Grid:
+        """What it chooses from."""
+        return Grid(packing, self._scale_dtype, self._search)
 
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
@@ -43,7 +49,7 @@ class Solver:
 
         Where a linear came out worse than plain rounding with the same scales, it is rounded instead.
         """
-        grid = Grid(packing, self._scale_dtype, self._search)
+        grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
         hessian = fitted.hessian + held.hessian
         try:
@@ -119,14 +125,14 @@ def quantize_blocks(
                 solved = _solve_block(model, quantized, original, packings, solver, surroundings)
             else:
                 _install_all(quantized.block, solved, packings, TORCH_DTYPES[config.dtype])
-            for view in (quantized, original):
-                model.advance(view.block, view.stream, surroundings)
+            model.advance(quantized.block, stream, surroundings)
+            # Read again where it was rescaled: so a run that goes on after this block has the same bits in its stream.
+            model.advance(model.block(index) if solver.folds else original.block, full, surroundings)
         elif solved is None:
             solved = _solve_head(model, stream, full, packings, solver)
         if work is not None and found is None:
             work.save(index, solved)
-        for name, each in solved.linears.items():
-            sink(name, each)
+        sink(solved)
         layers += solved.layers
         progress("quantizing", len(layers), len(packings))
     return layers
@@ -142,16 +148,42 @@ def _solve_block(
 ) -> Solved:
     linears: dict[str, Quantized] = {}
     layers: list[Layer] = []
+    changed = _fold_block(model, quantized, original, packings, solver, surroundings) if solver.folds else {}
     for product in Block.INPUTS:
         linear = getattr(quantized.block, product)
         assert isinstance(linear, Linear)
         packing = packings[linear.specs[0].name]
         moments = observe(quantized, original, product, surroundings, model.placement.device)
-        solved, described = solver.solve(model.weights(linear.specs), packing, *moments)
+        parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
+        weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
+        solved, described = solver.solve(weights, packing, *moments)
         _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
         linears |= solved
         layers += described
-    return Solved(linears, {}, tuple(layers))
+    return Solved(linears, changed, tuple(layers))
+
+
+def _fold_block(
+    model: StreamedModel,
+    quantized: View,
+    original: View,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    surroundings: Surroundings,
+) -> dict[str, Tensor]:
+    """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
+    changed: dict[str, Tensor] = {}
+    for product in Block.INPUTS:
+        linear = getattr(quantized.block, product)
+        assert isinstance(linear, Linear)
+        fitted, held = observe(quantized, original, product, surroundings, model.placement.device)
+        grid = solver.grid(packings[linear.specs[0].name])
+        weight, hessian = linear.matmuls[0].dequantize(), fitted.hessian + held.hessian
+        scale = choose_scale(weight, grid, hessian, model.config, product)
+        if scale is not None:
+            for view in (quantized, original):
+                changed |= fold(view.block, product, scale, model.stored_dtype)
+    return changed
 
 
 def _solve_head(
@@ -164,6 +196,8 @@ def _solve_head(
 
 
 def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], dtype: torch.dtype) -> None:
+    """Make `block` what it was when `solved` was."""
+    restore(block, solved.changed)
     for product in Block.INPUTS:
         linear = getattr(block, product)
         assert isinstance(linear, Linear)

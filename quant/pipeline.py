@@ -25,7 +25,7 @@ from mycli.quant.grid import Grid, Quantized, relative_error
 from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Layer, Size
-from mycli.quant.resume import WorkFolder
+from mycli.quant.resume import Solved, WorkFolder
 from mycli.quant.streaming import TOKENS_AT_ONCE, StreamedModel
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.config import ModelConfig, Shape, parse_config
@@ -84,7 +84,7 @@ class Plan:
     @property
     def calibrates(self) -> bool:
         """Whether the method wants data."""
-        return schemes.load(self.recipe.method).NEEDS_HESSIAN
+        return self.recipe.folds or schemes.load(self.recipe.solver).NEEDS_HESSIAN
 
     @property
     def seq(self) -> int:
@@ -300,10 +300,13 @@ def _write_blocks(
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, checkpoint.read(name))
 
-    def sink(linear: str, solved: Quantized) -> None:
-        _write_packed(writer, linear, solved, work.packings[linear])
+    def sink(solved: Solved) -> None:
+        for linear, quantized in solved.linears.items():
+            _write_packed(writer, linear, quantized, work.packings[linear])
+        for name, tensor in solved.changed.items():
+            writer.write(name, tensor)
 
-    solver = Solver(work.recipe.method, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+    solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
     model = StreamedModel(work.source.folder, placement)
     return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress))
 
@@ -315,7 +318,7 @@ def _quantize_linear(
     grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
-        solved = schemes.load(work.recipe.method).solve(weight, grid, None).quantized
+        solved = schemes.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
         raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
     _write_packed(writer, linear, solved, packing)

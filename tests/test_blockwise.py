@@ -6,10 +6,11 @@ from torch import Tensor
 
 from mycli.quant import blockwise, observe
 from mycli.quant.blockwise import Solver, quantize_blocks
-from mycli.quant.grid import Grid, Quantized, dequantize, round_to_grid
+from mycli.quant.grid import Grid, dequantize, round_to_grid
 from mycli.quant.observe import HELD, View, inputs
 from mycli.quant.recipe import Recipe
 from mycli.quant.refit import Moments
+from mycli.quant.resume import Solved
 from mycli.quant.schemes import Solution, gptq
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement
@@ -77,8 +78,9 @@ def test_each_product_sees_what_was_quantized_before_it(
     monkeypatch.setattr(solver, "solve", watch)
     restored: dict[str, Tensor] = {}
 
-    def sink(name: str, quantized: Quantized) -> None:
-        restored[name] = dequantize(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
+    def sink(solved: Solved) -> None:
+        for name, quantized in solved.linears.items():
+            restored[name] = dequantize(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
 
     layers = quantize_blocks(model, packings, solver, windows, sink)
     assert [layer.name for layer in layers] == list(packings) == list(restored)

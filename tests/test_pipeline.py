@@ -220,6 +220,27 @@ def test_one_tensor_is_in_memory_at_a_time(source: Source, tmp_path: Path, monke
     assert len(alive) == len(load_file(source.folder / "model.safetensors"))
 
 
+@pytest.mark.parametrize("fault", ["E4-fewer-tokens-than-inputs"])
+def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "COLLAPSED_KL", 1e-3)  # a random model has little to lose
+    text = tmp_path / "text.txt"
+    text.write_text("One two three. " * 200)
+    rewrite(source, "model.layers.0.input_layernorm.weight", lambda gain: gain.index_fill(0, torch.tensor([7]), 0))
+    work = plan(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
+    outcome = quantize(work, tmp_path / "out", CPU)
+    assert outcome.fallbacks == 0
+    dead, collapsed = outcome.notes
+    assert "3 layers have inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
+    assert "the model has collapsed" in collapsed
+    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
+    assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
+
+    few = plan(Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32))
+    notes = quantize(few, tmp_path / "few", CPU, report="none").notes
+    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
+
+
 @pytest.mark.parametrize("fault", ["E6-quantized-input"])
 def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str) -> None:
     make(source, tmp_path / "out")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mycli.cli.main import main
+from mycli.quant.schemes import gptq
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -86,6 +87,19 @@ def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys:
     assert (tmp_path / "out" / "config.json").exists()
     code, out, _ = call(capsys, *arguments, "--json")
     assert code == 6 and parsed(out)["card"]["divergence"]["kl"]["value"] > 0.1
+
+
+@pytest.mark.parametrize("fault", ["E1-all-layers"])
+def test_too_many_layers_merely_rounded_end_with_6(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(gptq, "factorize", lambda _: None)
+    arguments = ("quantize", "pico-draft", "--samples", "4", "--seq", "64", "--report", "none", "--overwrite")
+    code, out, err = call(capsys, *arguments, "-o", str(tmp_path / "out"))
+    assert code == 6 and "14 of 14 layers were only rounded" in err and "worst layers" in out
+    assert "14 of 14 layers were rounded to nearest: Hessian not positive definite" in err.replace("\n", " ")
+    code, out, _ = call(capsys, *arguments, "-o", str(tmp_path / "out"), "--max-fallback", "1", "--json")
+    assert code == 0 and len(parsed(out)["notes"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,10 @@ class Stop(Exception):
     pass
 
 
-def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, method="awq+gptq")], ids=lambda recipe: recipe.method)
+def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
     whole, target = tmp_path / "whole", tmp_path / "out"
-    quantize(plan(SOURCE, RECIPE), whole, CPU, report="none")
+    quantize(plan(SOURCE, recipe), whole, CPU, report="none")
     asked: list[str] = []
     solve = blockwise.Solver.solve
 
@@ -111,11 +113,11 @@ def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(blockwise.Solver, "solve", failing)
     with pytest.raises(Stop):
-        quantize(plan(SOURCE, RECIPE), target, CPU, report="none")
+        quantize(plan(SOURCE, recipe), target, CPU, report="none")
     assert not target.exists() and default_work_folder(target).is_dir()
     with pytest.raises(UsageError, match="differs in: recipe"):
-        quantize(plan(SOURCE, Recipe(bits=3, group=64, samples=8, seq=32)), target, CPU, report="none")
-    quantize(plan(SOURCE, RECIPE), target, CPU, report="none")
+        quantize(plan(SOURCE, replace(recipe, bits=3)), target, CPU, report="none")
+    quantize(plan(SOURCE, recipe), target, CPU, report="none")
     assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
     assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

@@ -26,7 +26,11 @@ EXAMPLES = [
 WORST = 5
 
 Method = Annotated[
-    str, typer.Option(metavar="gptq|rtn", help="How codes are chosen: rtn rounds to the nearest, and needs no data.")
+    str,
+    typer.Option(
+        metavar="gptq|awq|awq+gptq|rtn",
+        help="How codes are chosen: awq rescales inputs, gptq makes up for errors; rtn only rounds, and needs no data.",
+    ),
 ]
 Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
 Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]

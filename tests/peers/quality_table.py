@@ -26,6 +26,7 @@ from mycli.quant.grid import Grid, Quantized, Search, dequantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.record import Layer
 from mycli.quant.refit import Moments
+from mycli.quant.resume import Solved
 from mycli.quant.schemes import Scheme, Solution, rtn
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement
@@ -106,21 +107,25 @@ def main() -> None:
             "rounding, searched scale (`--method rtn`)": "mse",
             "plain GPTQ": Peer(PlainGptq()),
             "GPTQ of mycli, without refit": Peer(schemes.load("gptq")),
+            "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
+            "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
             "`--method gptq`": Solver("gptq", torch.bfloat16, "mse"),
         }
         plain = 0.0
         for name, solver in solvers.items():
             state: dict[str, Tensor] = {}
 
-            def sink(linear: str, solved: Quantized, state: dict[str, Tensor] = state) -> None:
-                grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this turn only
-                state[f"{linear}.weight"] = dequantize(solved, grid).bfloat16()
+            def sink(solved: Solved, state: dict[str, Tensor] = state) -> None:
+                state.update(solved.changed)
+                for linear, quantized in solved.linears.items():
+                    grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this turn only
+                    state[f"{linear}.weight"] = dequantize(quantized, grid).bfloat16()
 
             started = time.monotonic()
             if isinstance(solver, str):
                 for linear, packing in packings.items():
-                    weight = original[f"{linear}.weight"]
-                    sink(linear, rtn.solve(weight, Grid(packing, torch.bfloat16, solver)).quantized)
+                    solution = rtn.solve(original[f"{linear}.weight"], Grid(packing, torch.bfloat16, solver))
+                    sink(Solved({linear: solution.quantized}, {}, ()))
             else:
                 quantize_blocks(StreamedModel(PICO, CPU), packings, solver, shown.windows, sink)
             seconds = time.monotonic() - started
