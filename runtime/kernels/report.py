@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to, counted without a GPU: `python -m mycli.runtime.kernels.report [docs/kernels.md]`.
+"""What the Triton kernels compile to, counted without a GPU: `python -m mycli.runtime.kernels.report`.
 
 Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
 instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a

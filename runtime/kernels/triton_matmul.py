@@ -6,9 +6,9 @@ the unpacking leaves in (bias, power of two) is taken off once per group:
 
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
 
-with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16 fits
-exactly; their sums come from `prepare_kernel`. Sums over K are fp32 and in a fixed order: parts of K are written apart
-and added by `reduce_kernel`, never by atomics. Knows no tensors; `triton_packed` launches.
+with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
+fits exactly; their sums come from `prepare_kernel`. Sums over K are fp32 and in a fixed order: parts of K are written
+apart and added by `reduce_kernel`, never by atomics. Knows no tensors; `triton_packed` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -29,10 +29,9 @@ def _tile_blocks(block, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.
 
 
 @triton.jit
-def _row_steps(
-    BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, FIELD_ROWS: tl.constexpr, WARPS: tl.constexpr
-):
+def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
     """By what power of two the codes of each row of a tile come out."""
+    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
     row = tl.arange(0, BLOCK_N)
     field = row // 16 // WARPS % REPEATS % (FIELD_ROWS // 2) * 2 + row // 8 % 2
     if BITS == 8:
@@ -44,38 +43,16 @@ def _row_steps(
 
 
 @triton.jit
-def _load_words(
-    codes,
-    first,
-    k_chunks,
-    tile,
-    BLOCK_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    CHUNK_N: tl.constexpr,
-    CHUNK_K: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD: tl.constexpr,
-):
-    """One run of 32 lanes * 16 bytes of each chunk of a tile, int16 [chunks of rows, chunks of columns, 256]."""
-    K_CHUNKS: tl.constexpr = TILE_K // CHUNK_K
-    column = tl.arange(0, K_CHUNKS)[None, :, None] * (WORDS * 256) + tl.arange(0, 256)[None, None, :]
-    return tl.load(
-        codes + (tile * K_CHUNKS * WORDS + WORD) * 256 + first[:, None, None] * (k_chunks * WORDS * 256) + column
-    )
-
-
-@triton.jit
 def _load_weights(
     codes,
-    chunks,
+    chunks,  # which chunk each of the tile's is, int64
     k_chunks,
     tile,
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    CHUNK_N: tl.constexpr,
+    REPEATS: tl.constexpr,
     CHUNK_K: tl.constexpr,
-    WORDS: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -85,8 +62,11 @@ def _load_weights(
     """
     NARROW: tl.constexpr = CHUNK_K == 32 and BITS != 8
     WIDE_K: tl.constexpr = TILE_K // CHUNK_K
-    TURNS: tl.constexpr = BLOCK_N // CHUNK_N // WARPS
-    a = _load_words(codes, chunks, k_chunks, tile, BLOCK_N, TILE_K, CHUNK_N, CHUNK_K, WORDS, 0)
+    TURNS: tl.constexpr = BLOCK_N // (16 * REPEATS) // WARPS
+    WORDS: tl.constexpr = 3 if BITS == 3 else 1
+    run = tl.arange(0, WIDE_K)[None, :, None] * (WORDS * 256) + tl.arange(0, 256)[None, None, :]
+    source = codes + tile * (WIDE_K * WORDS * 256) + chunks[:, None, None] * (k_chunks * WORDS * 256) + run
+    a = tl.load(source)
     if BITS == 8:
         w = unpack8(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
@@ -97,21 +77,19 @@ def _load_weights(
         w = unpack2(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
         w = w.permute(0, 5, 9, 1, 8, 3, 2, 10, 4, 6, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 10, 4, 6, 7)
     else:
-        b = _load_words(codes, chunks, k_chunks, tile, BLOCK_N, TILE_K, CHUNK_N, CHUNK_K, WORDS, 1)
-        c = _load_words(codes, chunks, k_chunks, tile, BLOCK_N, TILE_K, CHUNK_N, CHUNK_K, WORDS, 2)
+        b, c = tl.load(source + 256), tl.load(source + 512)
         w = unpack3(a, b, c, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2, 2)
-        w = (
-            w.permute(0, 5, 10, 9, 1, 8, 3, 2, 11, 4, 6, 7)
-            if NARROW
-            else w.permute(0, 10, 9, 1, 8, 3, 2, 5, 11, 4, 6, 7)
-        )
+        if NARROW:
+            w = w.permute(0, 5, 10, 9, 1, 8, 3, 2, 11, 4, 6, 7)
+        else:
+            w = w.permute(0, 10, 9, 1, 8, 3, 2, 5, 11, 4, 6, 7)
     return w.reshape(BLOCK_N, TILE_K)
 
 
 @triton.jit
 def _load_scales(scales, tile, n_kept, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
     """The raw words of a group's scales: int32 [BLOCK_N / 2], two 16-bit scales each, or fp32 [BLOCK_N]."""
-    if SCALE == tl.float32:
+    if SCALE == "fp32":
         rows = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
         words = tl.load(scales + tile * n_kept + rows)
     else:
@@ -123,14 +101,14 @@ def _load_scales(scales, tile, n_kept, blocks, BLOCK_N: tl.constexpr, SCALE: tl.
 @triton.jit
 def _to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
     """fp32 [BLOCK_N] from what `_load_scales` returned."""
-    if SCALE == tl.float32:
+    if SCALE == "fp32":
         result = words
     else:
-        if SCALE == tl.bfloat16:  # the upper half of an fp32
+        if SCALE == "bf16":  # the upper half of an fp32
             low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
         else:
-            low = (words & 65535).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-            high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+            low = (words & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         result = tl.join(low, high).reshape(BLOCK_N // 16, 8, 2).permute(0, 2, 1).reshape(BLOCK_N)
     return result
 
@@ -138,7 +116,7 @@ def _to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def _scale_words(scales, tile, end, n_kept, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
     """The scale words of the next UNROLL tiles; past the end, those of the last."""
-    words = ()
+    words: tl.tuple = ()
     for step in tl.static_range(UNROLL):
         words = words + (_load_scales(scales, tl.minimum(tile + step, end - 1), n_kept, blocks, BLOCK_N, SCALE),)
     return words
@@ -147,7 +125,7 @@ def _scale_words(scales, tile, end, n_kept, blocks, UNROLL: tl.constexpr, BLOCK_
 @triton.jit
 def _row_sums(sums, tile, end, columns, rows_kept, UNROLL: tl.constexpr):
     """(scale, sum) fp32 [BLOCK_M, 2] of the activations of the next UNROLL tiles."""
-    pairs = ()
+    pairs: tl.tuple = ()
     for step in tl.static_range(UNROLL):
         start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_kept)
         pairs = pairs + (tl.load(start + columns[:, None] * 2 + tl.arange(0, 2)[None, :]),)
@@ -175,15 +153,13 @@ def multiply_kernel(
     WARPS: tl.constexpr,
     REPEATS: tl.constexpr,  # MMA tiles of 16 rows in a chunk
     CHUNK_K: tl.constexpr,
-    SCALE: tl.constexpr,  # dtype of the scales
+    SCALE: tl.constexpr,  # dtype of the scales: bf16, fp16, fp32
     CHANNEL: tl.constexpr,  # one scale a row
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
 ):
-    """Grid (blocks of n, parts of K, blocks of rows). tiles_per_part and the number of tiles are multiples of UNROLL."""
-    WORDS: tl.constexpr = 3 if BITS == 3 else 1
+    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
-    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
     block, part = tl.program_id(0), tl.program_id(1)
     # Chunks past the end read the last: their rows are never stored.
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
@@ -193,7 +169,7 @@ def multiply_kernel(
     k_chunks = k_kept // CHUNK_K
     columns = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x + columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
-    step = _row_steps(BITS, BLOCK_N, REPEATS, FIELD_ROWS, WARPS).to(tl.float32)
+    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
     factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
@@ -215,7 +191,7 @@ def multiply_kernel(
             pairs = _row_sums(sums, tile, end, columns, rows_kept, UNROLL)
         for turn in tl.static_range(UNROLL):
             now = tile + turn
-            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, CHUNK_N, CHUNK_K, WORDS, WARPS, ASM)
+            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM)
             xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < rows, other=0.0)
             if not PERMUTED:
                 xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(BLOCK_M, TILE_K)
@@ -310,18 +286,16 @@ def dequantize_kernel(
     ASM: tl.constexpr,
 ):
     """Grid (blocks of n, tiles of K). y = (u - 2^(bits-1)) * s, rounded once."""
-    WORDS: tl.constexpr = 3 if BITS == 3 else 1
     CHUNK_N: tl.constexpr = 16 * REPEATS
-    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
     block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
     blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     w = _load_weights(
-        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, CHUNK_N, CHUNK_K, WORDS, WARPS, ASM
+        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM
     )
     w = w.reshape(BLOCK_N, TILE_K // 32, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, TILE_K)
     words = _load_scales(scales, 0 if CHANNEL else tile, n_kept, tl.minimum(blocks, n_kept // 16 - 1), BLOCK_N, SCALE)
-    step = _row_steps(BITS, BLOCK_N, REPEATS, FIELD_ROWS, WARPS).to(tl.float32)
+    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
     signed = (w.to(tl.float32) - (1024.0 + step * (1 << (BITS - 1)))[:, None]) / step[:, None]
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     column = tile * TILE_K + tl.arange(0, TILE_K)

@@ -20,6 +20,7 @@ from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
+_SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -39,16 +40,13 @@ def uses_ptx() -> bool:
 
 def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str, Any]:
     """What `multiply_kernel` and `dequantize_kernel` are compiled for, besides a tile."""
-    import triton.language as tl
-
     layout = layout_of(packing)
-    scale = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return {
         "BITS": packing.bits,
         "TILE_K": tile_k(packing),
         "REPEATS": layout.repeats,
         "CHUNK_K": layout.chunk_k,
-        "SCALE": scale[scale_dtype],
+        "SCALE": _SCALES[scale_dtype],
         "CHANNEL": packing.group_size is None,
         "ASM": ptx,
     }
@@ -70,7 +68,7 @@ def _check(x: Tensor, columns: int) -> None:
     """The kernels take what follows for granted."""
     if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in _ACTIVATIONS:
         raise ValueError(
-            f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want bf16/fp16 [rows, {columns}]"
+            f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
         )
 
 

@@ -117,7 +117,7 @@ def _from_fields(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def shuffle(weight: PackedWeight) -> Tensor:
-    """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up rows and columns decodes to zero."""
+    """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up decodes to zero."""
     packing, k = weight.packing, weight.in_features
     layout, kept = layout_of(packing), padded_k(packing, k)
     chunks = -(-weight.out_features // layout.chunk_n)

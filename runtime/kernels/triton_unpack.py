@@ -1,8 +1,8 @@
 """Codes to fp16 numbers in registers: one logic operation for two weights, the bias left in.
 
-A code ORed under the exponent of 1024 is the fp16 number 1024 + scale * code, exactly, as long as it fits in the ten bits
-of the mantissa; scale is the power of two of the bit it lies at (`triton_shuffle.Layout.log_scale`). Who uses the
-numbers takes bias and scale off, once per group of weights instead of once per weight.
+A code ORed under the exponent of 1024 is the fp16 number 1024 + 2^e * code, exactly, as long as it fits in the ten bits
+of the mantissa; e is the bit it lies at (`triton_shuffle.Layout.fields`). Who uses the numbers takes 1024 and 2^e off,
+once per group of weights instead of once per weight.
 
 Each width has inline PTX on two 16-bit fields at a time, and a twin in plain operations for the interpreter and for
 GPUs without PTX. Knows no memory and no matrices.
@@ -85,11 +85,6 @@ _OUT3 = tl.constexpr("=&r," * 16 + "r,r,r")
 def _field(word, MASK: tl.constexpr):
     """The twin of one masked OR: int16 to the fp16 number 1024 + (word & MASK)."""
     return ((word & MASK) | 0x6400).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _two(first, second):
-    return tl.join(first, second)
 
 
 @triton.jit
