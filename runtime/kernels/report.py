@@ -1,0 +1,207 @@
+"""What the Triton kernels compile to, counted without a GPU: `python -m mycli.runtime.kernels.report`.
+
+Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
+instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a
+multiprocessor. Judges nothing: the bars are in the tests. The one place of the runtime that writes to standard output,
+because it is a development tool of its own and no part of the command line.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mycli.runtime.kernels import triton_matmul, triton_tiles
+from mycli.runtime.kernels.triton_packed import constants
+from mycli.runtime.kernels.triton_shuffle import tile_k
+from mycli.runtime.kernels.triton_tiles import Chip, Tile
+from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+AMD = "gfx942"
+# Per multiprocessor: warps, KiB of shared memory, blocks (CUDA programming guide, compute capabilities).
+_LIMITS = {80: (64, 164, 32), 86: (48, 100, 16), 89: (48, 100, 24), 90: (64, 228, 32), 100: (64, 228, 32)}
+_LIMITS[120] = (48, 100, 32)
+_REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel with all that it is compiled for. `weights`: how many one turn of its main loop handles, 0 if none."""
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 3
+    weights: int = 0
+    unaligned: tuple[str, ...] = ()  # integers that need not be multiples of 16
+
+    def compile(self, target: GPUTarget) -> Any:
+        """The compiled kernel; needs no GPU."""
+        names = [argument.name for argument in self.kernel.params]
+        signature = {name: self.types.get(name, "constexpr") for name in names}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if name in self.types and name not in self.unaligned
+        }
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=dict(self.constants), attrs=aligned)
+        return triton.compile(source, target=target, options={"num_warps": self.warps, "num_stages": self.stages})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Counts of one compiled kernel. Bytes are of one thread, in one turn of the main loop."""
+
+    loop: int  # instructions
+    per_weight: float
+    wide_bytes: int  # by global loads of 16 bytes
+    narrow_bytes: int  # by narrower ones
+    shared_store_bytes: int
+    spills: int  # bytes of stack and local memory
+    registers: int
+    shared: int
+    blocks: int  # that fit on one multiprocessor
+    products: str  # which matrix instruction
+
+
+def _tool(name: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _main_loop(sass: str) -> list[str]:
+    """The instructions of the innermost loop with a matrix product, else of the longest loop, else all of them."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+            lines.append(code[1].strip())
+    loops = []
+    for end, line in enumerate(lines):
+        target = re.search(r"^BRA.*?(\.L_x_\d+)", line)
+        if target and labels.get(target[1], end + 1) <= end:
+            loops.append(lines[labels[target[1]] : end + 1])
+    products = [loop for loop in loops if any("MMA" in line for line in loop)]
+    return min(products, key=len) if products else max(loops, key=len, default=lines)
+
+
+def _width(instruction: str) -> int:
+    """Bytes a thread moves: LDG.E.128, STS.U16, STSM.16.M88.4 (four 8x8 matrices: 16 bytes a thread)."""
+    if matrices := re.match(r"STSM\S*\.([124])\b", instruction):
+        return 4 * int(matrices[1])
+    size = re.search(r"\.(128|64|U?16|U?8)\b", instruction.split()[0])
+    return int(size[1].strip("U")) // 8 if size else 4
+
+
+def measure(build: Build, capability: int) -> Measured:
+    """Compile for an NVIDIA architecture and count."""
+    compiled = build.compile(GPUTarget("cuda", capability, 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        loop = _main_loop(_tool("nvdisasm", "-c", file.name))
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+    found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
+    # reason: the three are printed for every kernel; a missing one should fail loudly
+    loads = [_width(line) for line in loop if line.startswith(("LDG.", "LDGSTS."))]
+    stores = sum(_width(line) for line in loop if line.startswith(("STS", "STTM")))
+    threads = 32 * build.warps
+    products = Counter(line.split(".")[0] for line in loop if "MMA" in line.split(".")[0])
+    return Measured(
+        loop=len(loop),
+        per_weight=len(loop) * threads / build.weights if build.weights else 0.0,
+        wide_bytes=sum(width for width in loads if width == 16),
+        narrow_bytes=sum(width for width in loads if width < 16),
+        shared_store_bytes=stores,
+        spills=found["STACK"] + found["LOCAL"],
+        registers=found["REG"],
+        shared=compiled.metadata.shared,
+        blocks=_blocks(capability, found["REG"], compiled.metadata.shared, build.warps),
+        products=products.most_common(1)[0][0] if products else "",
+    )
+
+
+def _blocks(capability: int, registers: int, shared: int, warps: int) -> int:
+    """Blocks that fit on one multiprocessor: registers go out by 256 a warp, each block reserves 1 KiB of shared."""
+    most_warps, kilobytes, most = _LIMITS[capability]
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(most, most_warps // warps, _REGISTERS // (per_warp * warps), kilobytes * 1024 // (shared + 1024))
+
+
+def _multiply(capability: int, packing: Packing, shape: Tile) -> Build:
+    columns = tile_k(packing)
+    pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
+    sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
+    unroll = max(1, shape.turn // columns)
+    return Build(
+        name=f"multiply {packing.name} rows {shape.block_m}",
+        kernel=triton_matmul.multiply_kernel,
+        types={**pointers, **sizes},
+        constants={
+            **constants(packing, torch.bfloat16, ptx=True),
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": shape.block_m,
+            "WARPS": shape.warps,
+            "UNROLL": unroll,
+            "PERMUTED": shape.permuted,
+        },
+        warps=shape.warps,
+        stages=shape.stages,
+        weights=shape.block_n * columns * unroll,
+        unaligned=("rows", "rows_kept", "tiles_per_part"),
+    )
+
+
+def multiply_builds(capability: int) -> Iterator[Build]:
+    """The packed product for every packing and number of rows, as `triton_packed` would launch it."""
+    chip = Chip(divmod(capability, 10), 132)
+    for bits in BITS:
+        for group in (*GROUP_SIZES, None):
+            packing = Packing(bits, group)
+            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.ROWS):
+                yield _multiply(capability, packing, shape)
+
+
+def builds(capability: int) -> Iterator[Build]:
+    """Every kernel."""
+    yield from multiply_builds(capability)
+
+
+def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
+    """The report, in Markdown."""
+    lines = [
+        f"Compiled by Triton {triton.__version__}.",
+        "",
+        "| kernel | sm | instr/weight | loop | MMA | 16-byte loads, B | other loads, B | to shared, B | registers "
+        "| spills | shared, KiB | blocks/SM |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for capability in capabilities:
+        for build in builds(capability):
+            m = measure(build, capability)
+            ratio = f"{m.per_weight:.2f}" if build.weights else ""
+            lines.append(
+                f"| {build.name} | {capability} | {ratio} | {m.loop} | {m.products} | {m.wide_bytes} "
+                f"| {m.narrow_bytes} | {m.shared_store_bytes} | {m.registers} | {m.spills} | {m.shared / 1024:.0f} "
+                f"| {m.blocks} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(tuple(int(argument) for argument in sys.argv[1:]) or CAPABILITIES))

@@ -1,0 +1,198 @@
+"""Packed weights multiplied by Triton kernels: one tile shape per number of rows, and a dense product for many rows.
+
+Launches what `triton_matmul` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
+some platforms, and slow to load where nothing will use it.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.kernels import triton_tiles
+from mycli.runtime.kernels.triton_shuffle import layout_of, padded_k, shuffle, shuffle_scales, tile_k
+from mycli.runtime.kernels.triton_tiles import Chip, Tile
+from mycli.runtime.packed import Matmul, PackedWeight
+from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+
+_DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
+_ACTIVATIONS = (torch.bfloat16, torch.float16)
+_SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def chip_of(device: torch.device) -> Chip:
+    """What the tile table needs to know of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Chip((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def uses_ptx() -> bool:
+    """Whether kernels may hold inline PTX: not in the interpreter, not on AMD."""
+    import triton
+
+    from mycli.runtime.kernels.triton_matmul import multiply_kernel
+
+    return isinstance(multiply_kernel, triton.runtime.JITFunction) and torch.version.hip is None
+
+
+def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str, Any]:
+    """What `multiply_kernel` and `dequantize_kernel` are compiled for, besides a tile."""
+    layout = layout_of(packing)
+    return {
+        "BITS": packing.bits,
+        "TILE_K": tile_k(packing),
+        "REPEATS": layout.repeats,
+        "CHUNK_K": layout.chunk_k,
+        "SCALE": _SCALES[scale_dtype],
+        "CHANNEL": packing.group_size is None,
+        "ASM": ptx,
+    }
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
+
+    sums: fp32 [K' / tile, rows kept, 2]; rows kept are whole tiles. Columns in MMA order if `permuted`.
+    """
+
+    values: Tensor
+    sums: Tensor
+    tile: Tile
+
+
+def _check(x: Tensor, columns: int) -> None:
+    """The kernels take what follows for granted."""
+    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in _ACTIVATIONS:
+        raise ValueError(
+            f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
+        )
+
+
+def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """parts fp32 [count, rows, N], added in order, in `dtype`."""
+    from mycli.runtime.kernels.triton_matmul import reduce_kernel
+
+    y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    reduce_kernel[(-(-y.numel() // 1024),)](parts, y, parts.shape[0], y.numel(), BLOCK=1024)
+    return y
+
+
+class TritonMatmul:
+    """A weight in the order of `triton_shuffle`."""
+
+    def __init__(self, weight: PackedWeight, chip: Chip) -> None:
+        self.packing, self.chip = weight.packing, chip
+        self.n, self.k = weight.out_features, weight.in_features
+        self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
+        self._k_kept = padded_k(self.packing, self.k)
+        self._codes, self._scales = shuffle(weight), shuffle_scales(weight)
+        self._n_kept = self._codes.shape[0] * self._layout.chunk_n
+        self._scale_dtype = weight.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def _constants(self) -> dict[str, Any]:
+        return constants(self.packing, self._scale_dtype, uses_ptx())
+
+    def prepare(self, x: Tensor) -> Activation:
+        """x [rows, K] for `multiply`."""
+        from mycli.runtime.kernels.triton_matmul import prepare_kernel
+
+        _check(x, self.k)
+        rows = x.shape[0]
+        shape = triton_tiles.tile(self.chip, self.packing, rows)
+        groups = self._k_kept // self._tile_k
+        rows_kept = -(-rows // shape.block_m) * shape.block_m
+        values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=x.device)
+        sums = torch.empty((groups, rows_kept, 2), dtype=torch.float32, device=x.device)
+        at_once = 1024 // self._tile_k
+        prepare_kernel[(rows, -(-groups // at_once))](
+            x, values, sums, self.k, self._k_kept, x.stride(0), rows_kept,
+            TILE_K=self._tile_k, TILES=at_once, PERMUTED=shape.permuted,
+        )  # fmt: skip
+        return Activation(values, sums, shape)
+
+    def multiply(self, x: Activation, dtype: torch.dtype) -> Tensor:
+        """The product [rows, N] in `dtype`, rounded once from fp32."""
+        from mycli.runtime.kernels.triton_matmul import multiply_kernel
+
+        shape, rows = x.tile, x.values.shape[0]
+        parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
+        kept = dtype if parts == 1 else torch.float32
+        y = torch.empty((parts, rows, self.n), dtype=kept, device=x.values.device)
+        grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
+        multiply_kernel[grid](
+            self._codes, self._scales, x.values, x.sums, y,
+            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
+            UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        return y[0] if parts == 1 else _add(y, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] to [rows, N] in the dtype of x."""
+        _check(x, self.k)
+        if x.shape[0] == 0:
+            return x.new_empty((0, self.n))
+        if x.shape[0] <= triton_tiles.dense_rows(self.chip):
+            return self.multiply(self.prepare(x), x.dtype)
+        rows = self._dense_rows(x.element_size())
+        pieces = [functional.linear(x, self._dense(a, min(a + rows, self.n), x.dtype)) for a in range(0, self.n, rows)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def _dense_rows(self, element_size: int) -> int:
+        """Weight rows unpacked at once: whole blocks of the dequantize kernel."""
+        return max(512, _DENSE_BYTES // (self.k * element_size) // 512 * 512)
+
+    def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        from mycli.runtime.kernels.triton_matmul import dequantize_kernel
+
+        warps = 2 if self._layout.chunk_n == 128 else 4
+        block = self._layout.chunk_n * warps
+        y = torch.empty((last - first, self.k), dtype=dtype, device=self._codes.device)
+        dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
+            self._codes, self._scales, y, first, last, self.k, self._n_kept, self._k_kept,
+            **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
+        )  # fmt: skip
+        return y
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in the dtype of its scales."""
+        return self._dense(0, self.n, self._scale_dtype)
+
+
+class TritonPacked:
+    """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
+
+    name = "triton"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Anything but bf16 or fp16 activations on a CUDA device of capability 8.0 or more, with Triton installed."""
+        if device.type != "cuda":
+            return f"runs on CUDA devices, not on {device.type}"
+        if torch.version.hip is not None:
+            return "has never been run on an AMD GPU"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        if dtype not in _ACTIVATIONS:
+            return f"takes bf16 or fp16 activations, not {dtype}"
+        if packing.bits not in BITS or packing.group_size not in (None, *GROUP_SIZES):
+            return f"does not take {packing.name}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        return None
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        """Shuffle the codes on their device; the caller then drops the tensors they came from."""
+        return TritonMatmul(weight, chip_of(weight.packed.device))
