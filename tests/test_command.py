@@ -116,7 +116,9 @@ def test_signals_let_a_command_clean_up(number: int, code: int, environment: dic
 
 
 def _default_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+    # A test run in the background, or under nohup, has them ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_nohup_is_respected(environment: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Constrained output: what is drawn is a text of the grammar, on real vocabularies; hostile grammars are refused."""
 
+import contextlib
 import json
 import math
 import re
@@ -194,8 +195,9 @@ def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["a{100000000}", "(a{1000}){1000}", "(.*a.{20}){20}", "(x+x+)+y"])
 def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pattern: str) -> None:
     """They are refused or they work; what counts is that neither takes for ever."""
-    text, _ = draw(pico, Grammar.from_regex(pattern, pico, frozenset(pico.eos)), seed=0, limit=10)
-    assert text
+    with contextlib.suppress(ModelError):
+        text, _ = draw(pico, Grammar.from_regex(pattern, pico, frozenset(pico.eos)), seed=0, limit=10)
+        assert text
 
 
 def test_ordinary_schemas_are_not_too_large(pico: Tokenizer) -> None:

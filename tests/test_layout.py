@@ -22,6 +22,7 @@ PRINTER = "cli/output.py"
 PIPES = {
     "cli/progress.py": "the printer's bar",
     "cli/batch.py": "reads prompts from standard input",
+    "runtime/kernels/report.py": "a program of its own, which writes the table of docs/kernels.md",
     "cli/prompt.py": "reads the prompt from standard input",
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }

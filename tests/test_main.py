@@ -103,6 +103,12 @@ def test_a_reader_that_leaves_is_141_without_a_word(environment: dict[str, str])
     assert done.returncode == 141 and done.stderr == ""
 
 
+def _default_signals() -> None:
+    """As in a terminal, whatever the test runner inherited: under nohup a child would ignore SIGHUP."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
 def test_signals(number: signal.Signals, code: int, environment: dict[str, str]) -> None:
     """D15, D17: while it waits for input, and in the middle of a reply."""
@@ -112,7 +118,7 @@ def test_signals(number: signal.Signals, code: int, environment: dict[str, str])
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_default_signals,
     )
     assert child.stdout is not None
     child.stdout.read(1)

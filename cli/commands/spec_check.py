@@ -12,7 +12,7 @@ from mycli.runtime.vocabulary import check
 
 EXAMPLES = (
     "mycli spec check pico pico-draft",
-    "mycli spec check org/model-8b org/model-1b  # not run",
+    "mycli spec check org/model-8b org/model-1b  # needs the network",
 )
 
 Draft = Annotated[str, typer.Argument(metavar="DRAFT", help="The small model that is to guess.", show_default=False)]
@@ -20,7 +20,7 @@ Draft = Annotated[str, typer.Argument(metavar="DRAFT", help="The small model tha
 
 @command
 def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
-    """Compare the vocabularies of a model and its draft, byte by byte.
+    """Say whether one model can draft for another.
 
     Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
     for nothing. No weights are read.

@@ -12,10 +12,7 @@ from mycli.cli.loading import load
 from mycli.cli.prompt import read_file
 from mycli.runtime.errors import GateError, UsageError
 
-EXAMPLES = (
-    "mycli spec verify pico pico-draft -n 16 --draws 2000",
-    "mycli spec verify pico pico-draft --dtype fp32 --prompts my-prompts.txt  # not run: your own prompts, one a line",
-)
+EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)
 SMALLEST_P = 1e-4  # chance of a false alarm
 TOP_K = 8
 
@@ -35,7 +32,7 @@ def spec_verify(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Compare replies with and without speculation, and test the drawn distribution.
+    """Test that a draft changes nothing but the speed.
 
     Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
