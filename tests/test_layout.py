@@ -164,3 +164,12 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     assert any(one.endswith(".dist-info/licenses/LICENSE") for one in held)
     (points,) = (one for one in held if one.endswith("entry_points.txt"))
     assert "mycli = mycli.cli.main:main" in zipfile.ZipFile(wheel).read(points).decode()
+
+
+@pytest.mark.parametrize(
+    "path", [p for part in PARTS for p in sorted((ROOT / part).rglob("*.py"))], ids=lambda p: p.name
+)
+def test_nothing_forks(path: Path) -> None:
+    """D20: a fork of a process with CUDA or threads is a trap; helper processes are started anew."""
+    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not names & {"fork", "forkpty", "get_context", "Process"} or DATA in path.parents
