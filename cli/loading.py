@@ -36,7 +36,15 @@ def parse_dtype(name: str) -> Dtype | None:
 
 
 def load(
-    call: Call, model: str, *, device: str, dtype: str, context: int | None, sequences: int = 1, draft: str = "none"
+    call: Call,
+    model: str,
+    *,
+    device: str,
+    dtype: str,
+    context: int | None,
+    sequences: int = 1,
+    draft: str = "none",
+    allow_nonfinite: bool = False,
 ) -> Loaded:
     """Load MODEL with room for `context` tokens; None: the model's own context, or as much as fits.
 
@@ -58,7 +66,7 @@ def load(
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
-    assistant = Assistant.load(source.folder, placement)
+    assistant = Assistant.load(source.folder, placement, allow_nonfinite=allow_nonfinite)
     for warning in assistant.warnings:
         call.out.warn(warning)
     session = make_session(call, assistant, capacity, second, ngram=draft == "ngram")

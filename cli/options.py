@@ -79,6 +79,9 @@ RepetitionPenalty = Annotated[
     float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=_OURS)
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="random")]
+AllowNonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
+]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations and cache.")

@@ -124,6 +124,7 @@ def chat(
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -140,7 +141,9 @@ def chat(
         conversation.load(session)
     if system is not None:
         conversation.system = system
-    loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
+    loaded = load(
+        call, model, device=device, dtype=dtype, context=context, draft=draft, allow_nonfinite=allow_nonfinite
+    )
     template = loaded.assistant.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")

@@ -97,6 +97,7 @@ def run(
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Answer one prompt and exit; made for pipes.
 
@@ -118,7 +119,16 @@ def run(
         raise UsageError("--schema, --regex and --json-mode exclude each other", "choose one")
     text = "" if batch else read_prompt(prompt, file, "replace" if encoding_errors == "replace" else "strict")
     schema_text = None if schema is None else read_file(schema)
-    loaded = load(call, model, device=device, dtype=dtype, context=context, sequences=samples, draft=draft)
+    loaded = load(
+        call,
+        model,
+        device=device,
+        dtype=dtype,
+        context=context,
+        sequences=samples,
+        draft=draft,
+        allow_nonfinite=allow_nonfinite,
+    )
     sampling = choose_sampling(
         loaded.assistant.defaults,
         temperature=temperature,
