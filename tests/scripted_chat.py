@@ -19,8 +19,8 @@ SECONDS = float(os.environ.get("MYTEST_SECONDS", "0"))  # between two tokens
 load = Assistant.load.__func__  # type: ignore[attr-defined]  # of a classmethod
 
 
-def loading(cls: Any, folder: Any, placement: Placement) -> Assistant:
-    assistant: Assistant = load(cls, folder, placement)
+def loading(cls: Any, folder: Any, placement: Placement, **options: Any) -> Assistant:
+    assistant: Assistant = load(cls, folder, placement, **options)
     assistant.model.__dict__["said"] = [assistant.tokenizer.encode(text, add_special=False) for text in REPLIES]
     return assistant
 
