@@ -15,12 +15,15 @@ from torch import Tensor
 from mycli.runtime.errors import ModelError, UsageError
 
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
+MOST_BIASES = 1024
+MOST_BIAS = 100
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
 
+    `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
     Raises UsageError, naming the option, for a value outside its range.
     """
 
@@ -30,6 +33,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         bounds = {
@@ -45,6 +49,14 @@ class Sampling:
                 raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
             raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise UsageError(f"logit_bias has {len(self.logit_bias)} entries", f"give at most {MOST_BIASES}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:  # false for NaN
+                raise UsageError(
+                    f"logit_bias {token}={bias} is out of range",
+                    f"a token id, and between -{MOST_BIAS} and {MOST_BIAS}",
+                )
 
     @property
     def greedy(self) -> bool:
@@ -77,10 +89,16 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Probabilities [rows, vocab] in the dtype of `logits`: penalty, temperature, top-k, top-p, min-p, in this order.
+    """Probabilities [rows, vocab] in the dtype of `logits`: bias, penalty, temperature, top-k, top-p, min-p, in order.
 
     Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals).
     """
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        added = logits.new_zeros(logits.shape[-1]).index_add(
+            0, logits.new_tensor(tokens).long(), logits.new_tensor(biases)
+        )
+        logits = logits + added
     if seen is not None and sampling.repetition_penalty != 1:
         logits = penalize(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
@@ -125,7 +143,16 @@ class Sampler:
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`constraint` limits what can be drawn, `recorder` is told what was."""
+        """`constraint` limits what can be drawn, `recorder` is told what was.
+
+        Raises UsageError for a bias of a token that is not in the vocabulary.
+        """
+        for token, _ in sampling.logit_bias:
+            if token >= vocab_size:
+                raise UsageError(
+                    f"logit_bias: there is no token {token}",
+                    f"the ids of this model's vocabulary end at {vocab_size - 1}",
+                )
         self.sampling = sampling
         self._constraint = constraint
         self._recorder = recorder
@@ -170,7 +197,7 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
-        return self.sampling.greedy and self._seen is None
+        return self.sampling.greedy and self._seen is None and not self.sampling.logit_bias
 
     @property
     def constrained(self) -> bool:

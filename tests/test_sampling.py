@@ -25,6 +25,7 @@ SETTINGS = {
     "top-p": Sampling(temperature=1.0, top_p=0.8),
     "min-p": Sampling(temperature=1.0, min_p=0.1),
     "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
+    "bias": Sampling(temperature=1.0, logit_bias=((3, 4.0), (40, -100.0), (41, 1.5))),
     "all": Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
 }
 SEEN = torch.tensor([[3, 5, 5, 8, 13, 21, 34]])
@@ -37,6 +38,9 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 def expected(logits: Tensor, sampling: Sampling) -> Tensor:
     """What transformers' generate would draw from."""
     processors: list[Any] = []
+    if sampling.logit_bias:
+        biases = {(token,): bias for token, bias in sampling.logit_bias}
+        processors.append(reference.SequenceBiasLogitsProcessor(biases))
     if sampling.repetition_penalty != 1:
         processors.append(reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(reference.TemperatureLogitsWarper(sampling.temperature))
@@ -159,3 +163,20 @@ def test_rows_that_pad_the_head_are_never_drawn() -> None:
 def test_values_out_of_range_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+def test_a_bias_holds_for_greedy() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 9] = 10.0, 6.0
+    for biases, best in ((((4, -5.0),), 9), (((4, -5.0), (4, 2.0)), 4), (((0, 100.0), (9, 90.0)), 0)):
+        assert int(Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu")).sample(logits)) == best
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [((VOCAB, 1.0),), ((-1, 1.0),), ((0, math.inf),), ((0, math.nan),), ((0, 101.0),), ((0, 1.0),) * 100_000],
+    ids=["F8-unknown-id", "F8-negative-id", "F8-inf", "F8-nan", "F8-too-large", "F8-100000-entries"],
+)
+def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(UsageError, match="logit_bias"):
+        Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu"))
