@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from mycli.quant.progress import Progress, silent
 from mycli.runtime.attention import visible
+from mycli.runtime.cache import PassingCache, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import LinearSpec
 from mycli.runtime.device import Placement
@@ -85,8 +86,9 @@ class StreamedModel:
     @torch.inference_mode()
     def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place."""
+        cache = PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
         for part in batches(stream):
-            part.copy_(block(part.to(self.placement.device), *surroundings, None))
+            part.copy_(block(part.to(self.placement.device), *surroundings, cache))
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:

@@ -24,6 +24,11 @@ class Placement:
     notes: tuple[str, ...] = ()
     kv: Kv = "auto"
 
+    @property
+    def dtype_name(self) -> Dtype:
+        """`dtype` as config.json spells it."""
+        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+
 
 def _cuda_problem() -> str | None:
     """Why CUDA cannot be used, None where it can."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.device import TORCH_DTYPES, Placement, free_memory
+from mycli.runtime.device import Placement, free_memory
 from mycli.runtime.estimate import DEFAULT_CONTEXT, Plan, longest_context
 from mycli.runtime.fit import SHORTEST_CONTEXT, preflight
 from mycli.runtime.manifest import Manifest
@@ -49,7 +49,7 @@ def plan_memory(
     """
     config, packings = describe(folder)
     device = placement.device
-    dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == placement.dtype)
+    dtype = placement.dtype_name
     free = free_memory(device)
     usual = min(config.max_context, DEFAULT_CONTEXT)
     plan = Plan(config, packings, usual, sequences, dtype, device.type == "cuda", kv=placement.kv)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from mycli.runtime.attention import attend, visible
 from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache, Stored, cache_dtype
+from mycli.runtime.cache import KeyValues, StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
@@ -77,7 +77,7 @@ class Block(nn.Module):
             elif isinstance(module, Linear):
                 module.load(checkpoint, packings, device, dtype)
 
-    def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         config, (batch, tokens, _) = self.config, x.shape
         sizes = [config.heads, config.kv_heads, config.kv_heads]
         projected = self.qkv(x).view(batch, tokens, sum(sizes), config.head_dim)
@@ -91,7 +91,7 @@ class Block(nn.Module):
         attended: Tensor = self.o(attend(query, *stored, masks[window], window))
         return attended
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
         x = x + self._attention(self.input_norm(x), tables, masks, cache)
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
