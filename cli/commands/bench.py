@@ -13,7 +13,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.draft_bench import bench_draft
-from mycli.cli.loading import parse_dtype, parse_kv
+from mycli.cli.loading import announce_build, parse_dtype, parse_kv
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.fields import Fields, read_object
@@ -104,6 +104,7 @@ def _measure(
             problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
         plan_memory(source.folder, placement, trial.capacity, trial.batch)
+    announce_build(call, placement)
     began = time.perf_counter()
     transformer = load_model(source.folder, placement)
     loaded = time.perf_counter() - began

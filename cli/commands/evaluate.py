@@ -8,7 +8,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import KINDS, parse_dtype, parse_kv
+from mycli.cli.loading import KINDS, announce_build, parse_dtype, parse_kv
 from mycli.cli.measures import rows
 from mycli.cli.stages import stages
 
@@ -116,6 +116,7 @@ def evaluate(
     ]
     if not cuts[0].windows.equal(cuts[-1].windows):
         raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models of one tokenizer")
+    announce_build(call, placements[0])
     if kv_sweep:
         sweep(call, sources[0], placements[0], cuts[0])
         return
