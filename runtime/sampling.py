@@ -91,7 +91,8 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
 def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """Probabilities [rows, vocab] in the dtype of `logits`: bias, penalty, temperature, top-k, top-p, min-p, in order.
 
-    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals).
+    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
+    with a logit of NaN or infinity is all NaN.
     """
     if sampling.logit_bias:
         tokens, biases = zip(*sampling.logit_bias, strict=True)
@@ -102,9 +103,12 @@ def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None)
     if seen is not None and sampling.repetition_penalty != 1:
         logits = penalize(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
-        best = logits.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(logits).scatter(1, best, 1.0)
-    return _filter(logits / sampling.temperature, sampling).softmax(dim=-1)
+        largest, best = logits.max(dim=-1, keepdim=True)
+        nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
+        return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    return _filter(logits, sampling).softmax(dim=-1)
 
 
 class Constraint(Protocol):
@@ -212,15 +216,23 @@ class Sampler:
             for index in range(len(tokens)):
                 self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
 
-    def finite_rows(self, logits: Tensor) -> int:
-        """How many of the first rows of logits [rows, vocab or more] are numbers."""
-        finite = logits[:, : self._vocab_size].amax(dim=-1).isfinite()
-        return int(finite.int().cumprod(dim=0).sum())
-
     def best(self, logits: Tensor) -> list[int]:
-        """The likeliest token of each row of logits [rows, vocab or more]."""
-        found: list[int] = logits[:, : self._vocab_size].argmax(dim=-1).tolist()
+        """The likeliest token of each row of logits [rows, vocab or more], up to the first row that is not numbers."""
+        largest, tokens = logits[:, : self._vocab_size].max(dim=-1)
+        found: list[int] = tokens[: int(largest.isfinite().int().cumprod(dim=0).sum())].tolist()
         return found
+
+    def guess(self, logits: Tensor, following: Sequence[int]) -> tuple[int | None, Tensor | None]:
+        """A token after logits [1, vocab or more] and `following`, and the distribution [1, vocab] it was drawn from.
+
+        No token where the logits are not numbers; no distribution where the likeliest is taken. Nothing is observed.
+        """
+        if self.plain_greedy:
+            found = self.best(logits)
+            return (found[0] if found else None), None
+        row = self.probabilities(logits, following)
+        token = int(self.draw(row))
+        return (token if token < row.shape[1] else None), row
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
         """The distribution [rows, vocab] that each row of logits [rows, vocab or more] is drawn from.
@@ -237,8 +249,19 @@ class Sampler:
         return distribution(logits, self.sampling, seen)
 
     def draw(self, weights: Tensor) -> Tensor:
-        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1]."""
-        return torch.multinomial(weights, 1, generator=self._generator)
+        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].
+
+        `vocab`, one past the last token, where the weights of a row are all zero or not numbers.
+
+        By the inverse of the cumulative sum, in fp64: torch.multinomial draws a number for each token of the vocabulary
+        instead, which at 32,000 tokens takes longer than a layer of a small draft.
+        """
+        sums = weights.double().cumsum(dim=-1)
+        # A number that rounds up to the total would lie beyond the last token of any weight.
+        total = sums[:, -1:] * (1 - 2**-50)
+        shape = (len(weights), 1)
+        place = torch.rand(shape, generator=self._generator, device=weights.device, dtype=torch.float64) * total
+        return torch.searchsorted(sums, place, right=True)
 
     def accept(self, chances: Tensor) -> int:
         """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
