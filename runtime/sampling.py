@@ -5,8 +5,9 @@ from it. Does not know models, text or why a reply ends.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -111,6 +112,11 @@ def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None)
     return _filter(logits, sampling).softmax(dim=-1)
 
 
+def leading(found: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, found))
+
+
 class Constraint(Protocol):
     """What may be drawn next; see `mycli.runtime.constrain`."""
 
@@ -210,6 +216,8 @@ class Sampler:
 
     def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
+        if self._seen is None and self._recorder is None:
+            return
         rows = torch.tensor([tokens], device=logits.device)
         self.observe(rows)
         if self._recorder is not None:
@@ -219,8 +227,8 @@ class Sampler:
     def best(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of logits [rows, vocab or more], up to the first row that is not numbers."""
         largest, tokens = logits[:, : self._vocab_size].max(dim=-1)
-        found: list[int] = tokens[: int(largest.isfinite().int().cumprod(dim=0).sum())].tolist()
-        return found
+        found: list[int] = tokens.tolist()
+        return found[: leading(map(math.isfinite, largest.tolist()))]
 
     def guess(self, logits: Tensor, following: Sequence[int]) -> tuple[int | None, Tensor | None]:
         """A token after logits [1, vocab or more] and `following`, and the distribution [1, vocab] it was drawn from.
@@ -256,7 +264,7 @@ class Sampler:
         By the inverse of the cumulative sum, in fp64: torch.multinomial draws a number for each token of the vocabulary
         instead, which at 32,000 tokens takes longer than a layer of a small draft.
         """
-        sums = weights.double().cumsum(dim=-1)
+        sums = weights.cumsum(dim=-1, dtype=torch.float64)
         # A number that rounds up to the total would lie beyond the last token of any weight.
         total = sums[:, -1:] * (1 - 2**-50)
         shape = (len(weights), 1)
@@ -266,7 +274,7 @@ class Sampler:
     def accept(self, chances: Tensor) -> int:
         """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
         coins = torch.rand(chances.shape, generator=self._generator, device=chances.device)
-        return int((coins < chances).int().cumprod(dim=0).sum())
+        return leading((coins < chances).tolist())
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):

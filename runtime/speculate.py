@@ -5,6 +5,7 @@ the first refusal the token is drawn from max(0, p - q), normalized; if all stan
 proposal stands where it is the likeliest token. Knows drafters and paces; does not know text or whom it writes for.
 """
 
+import math
 import time
 from collections.abc import Generator, Sequence
 
@@ -15,7 +16,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.drafting import Drafter, Proposal
 from mycli.runtime.generate import PREFILL_CHUNK, Session
 from mycli.runtime.pacing import Pace, Record
-from mycli.runtime.sampling import Sampler, Sampling
+from mycli.runtime.sampling import Sampler, Sampling, leading
 from mycli.runtime.transformer import Transformer
 
 
@@ -45,7 +46,7 @@ def _judge_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[
 def _judge_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     """As `judge`; none where there are numbers for no more than the first row."""
     target = sampler.probabilities(logits, proposal.tokens)
-    rows = int((~target[:, 0].isnan()).int().cumprod(dim=0).sum())
+    rows = leading(map(math.isfinite, target[:, 0].tolist()))
     if rows < 2:
         return []
     drafted = proposal.tokens[: rows - 1]
