@@ -18,6 +18,7 @@ from mycli.runtime.errors import ModelError, UsageError
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
 MOST_BIASES = 1024
 MOST_BIAS = 100
+_NUMBERS = 256  # made at a time
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+        self._numbers, self._used = torch.empty(0), 0
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
@@ -265,16 +267,23 @@ class Sampler:
         instead, which at 32,000 tokens takes longer than a layer of a small draft.
         """
         sums = weights.cumsum(dim=-1, dtype=torch.float64)
-        # A number that rounds up to the total would lie beyond the last token of any weight.
-        total = sums[:, -1:] * (1 - 2**-50)
-        shape = (len(weights), 1)
-        place = torch.rand(shape, generator=self._generator, device=weights.device, dtype=torch.float64) * total
-        return torch.searchsorted(sums, place, right=True)
+        return torch.searchsorted(sums, sums[:, -1:] * self._random(len(weights))[:, None], right=True)
+
+    def _random(self, count: int) -> Tensor:
+        """Uniform numbers fp64 [count], a little below 1 at most: a sum times them does not round up to the sum.
+
+        Made many at a time: beside a large model's pass the call costs more than the numbers.
+        """
+        if self._used + count > len(self._numbers):
+            size = max(count, _NUMBERS)
+            numbers = torch.rand(size, generator=self._generator, device=self._generator.device, dtype=torch.float64)
+            self._numbers, self._used = numbers * (1 - 2**-50), 0
+        self._used += count
+        return self._numbers[self._used - count : self._used]
 
     def accept(self, chances: Tensor) -> int:
         """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
-        coins = torch.rand(chances.shape, generator=self._generator, device=chances.device)
-        return leading((coins < chances).tolist())
+        return leading((self._random(len(chances)) < chances).tolist())
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):

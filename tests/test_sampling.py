@@ -200,7 +200,7 @@ def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: floa
 
 
 def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1.0, dtype=torch.float64))
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size, dtype=torch.float64))
     weights = torch.zeros(2, 300)
     weights[0, [5, 131]], weights[1, 0] = torch.tensor([1.0, 1e-20]), 0.3
     sampler = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu"))
