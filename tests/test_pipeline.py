@@ -251,6 +251,26 @@ def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str
         plan(source, GROUP_32)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["E11-own-head", "E11-tied-head"])
+@pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
+def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, recipe: Recipe, tied: bool) -> None:
+    """Head, embedding and norms stay as they are to the bit, and `ignore` tells every reader which linear does."""
+    if tied:
+        tensors = load_file(source.folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
+        write_config(source.folder, tie_word_embeddings=True)
+    make(source, tmp_path / "out", recipe)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source.folder, tmp_path / "out"))
+    linears = {name for name in before if ".self_attn." in name or ".mlp." in name}
+    packed = {f"{name}_{part}" for name in linears for part in ("packed", "scale", "shape")}
+    assert len(linears) == 21 and set(after) == (set(before) - linears) | packed
+    assert all(torch.equal(after[name], before[name]) for name in set(before) - linears)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["ignore"] == ["lm_head"]
+    assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
+
+
 @pytest.mark.parametrize("fault", ["E5-indivisible"])
 def test_a_group_that_does_not_fit_is_refused_before_any_work(source: Source, fault: str) -> None:
     with pytest.raises(UsageError, match="--group 128 does not divide the 192 inputs of model.layers.0.mlp.down_proj"):
