@@ -26,7 +26,7 @@ from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Layer, Size
 from mycli.quant.resume import Solved, WorkFolder
-from mycli.quant.streaming import TOKENS_AT_ONCE, StreamedModel
+from mycli.quant.streaming import StreamedModel
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.config import ModelConfig, Shape, parse_config
 from mycli.runtime.device import TORCH_DTYPES, Placement
@@ -173,7 +173,7 @@ def _calibrating_bytes(work: Plan) -> int:
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     block = sum(math.prod(shape) for _, shape in config.block_tensors(0))
     stream = work.recipe.samples * work.seq * config.hidden_size
-    activations = TOKENS_AT_ONCE * (4 * config.hidden_size + 4 * config.intermediate_size)
+    activations = 4096 * (4 * config.hidden_size + 4 * config.intermediate_size)
     products = [
         (sum(linear.out_features for linear in group), group[0].in_features)
         for group in config.block_linears(0).values()
@@ -363,4 +363,6 @@ def _measure(work: Plan, folder: Path, placement: Placement, report: Report, pro
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if report == "quick" else None)
     model, reference = StreamedModel(folder, placement), StreamedModel(work.source.folder, placement)
+    if "lm_head" not in work.packings:
+        model.share_head(reference)
     return evaluate(model, text, reference, progress)
