@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mycli.quant import pipeline, record
 from mycli.quant.grid import Grid, dequantize
+from mycli.quant.memory import Need
 from mycli.quant.pipeline import Plan, plan, quantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.schemes import rtn
@@ -77,8 +78,8 @@ def rewrite(source: Source, name: str, change: Any) -> None:
 
 
 def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> Plan:
-    work = plan(source, recipe)
-    quantize(work, target, CPU, **{"report": "none", **options})
+    work = plan(source, recipe, report=options.pop("report", "none"))
+    quantize(work, target, CPU, **options)
     return work
 
 
@@ -236,8 +237,10 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
     assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
 
-    few = plan(Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32))
-    notes = quantize(few, tmp_path / "few", CPU, report="none").notes
+    few = plan(
+        Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32), report="none"
+    )
+    notes = quantize(few, tmp_path / "few", CPU).notes
     assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
 
 
@@ -336,6 +339,6 @@ def test_no_space_is_known_before_the_work(
 
 
 def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
-    work = replace(plan(source, GROUP_32), memory_bytes=1 << 60)
+    work = replace(plan(source, GROUP_32), need=Need(1 << 60, 0, 1024))
     with pytest.raises(ResourceError, match="GiB of memory needed"):
         quantize(work, tmp_path / "out", CPU)

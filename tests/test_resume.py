@@ -95,7 +95,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, method="awq+gptq")], ids=lambda recipe: recipe.method)
 def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
     whole, target = tmp_path / "whole", tmp_path / "out"
-    quantize(plan(SOURCE, recipe), whole, CPU, report="none")
+    quantize(plan(SOURCE, recipe, report="none"), whole, CPU)
     asked: list[str] = []
     solve = blockwise.Solver.solve
 
@@ -109,11 +109,11 @@ def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(blockwise.Solver, "solve", failing)
     with pytest.raises(Stop):
-        quantize(plan(SOURCE, recipe), target, CPU, report="none")
+        quantize(plan(SOURCE, recipe, report="none"), target, CPU)
     assert not target.exists() and default_work_folder(target).is_dir()
     with pytest.raises(UsageError, match="differs in: recipe"):
-        quantize(plan(SOURCE, replace(recipe, bits=3)), target, CPU, report="none")
-    quantize(plan(SOURCE, recipe), target, CPU, report="none")
+        quantize(plan(SOURCE, replace(recipe, bits=3), report="none"), target, CPU)
+    quantize(plan(SOURCE, recipe, report="none"), target, CPU)
     assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
     assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
@@ -122,7 +122,7 @@ def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytes
 def test_the_work_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_write_blocks", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        quantize(plan(SOURCE, RECIPE), tmp_path / "out", CPU, report="none", work_folder=tmp_path / "work")
+        quantize(plan(SOURCE, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
     assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
 
 
