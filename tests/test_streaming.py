@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant import streaming
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.batch import Batch
 from mycli.runtime.device import Placement
@@ -18,12 +17,11 @@ PICO = Path(__file__).parent.parent / "runtime" / "pico" / "pico"
 FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
-def test_logits_equal_those_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "TOKENS_AT_ONCE", 80)  # two windows at a time, then one
+def test_logits_equal_those_of_the_whole_model() -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     whole = load_model(PICO, FP32)
     expected = whole(Batch(tokens, 0, "all"), Rope(whole.config, 40, FP32.device, FP32.dtype))
-    model = StreamedModel(PICO, FP32)
+    model = StreamedModel(PICO, FP32, at_once=80)  # two windows, then one
     logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
     assert expected is not None
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
