@@ -43,4 +43,5 @@ test-gpu: .links/mycli
 	PYTHONPATH=.links $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 bench-gpu: .links/mycli
-	PYTHONPATH=.links $(PYTHON) -m mycli.cli bench-gpu --out docs/results
+	PYTHONPATH=.links $(PYTHON) -m mycli.cli doctor --device cuda
+	PYTHONPATH=.links $(PYTHON) -m mycli.cli bench pico --device cuda -p 512 -n 128 -d 0,1k -b 1,4 -o json --save docs/pico-gpu.json

@@ -13,7 +13,9 @@ from mycli.runtime.template import Message
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.assistant import Reply
     from mycli.runtime.constrain import Grammar
+    from mycli.runtime.generate import Timing
     from mycli.runtime.logprobs import LogprobRecorder, TokenLogprob
+    from mycli.runtime.pacing import Record
     from mycli.runtime.samples import Sample
     from mycli.runtime.sampling import Sampling
     from mycli.runtime.tokenizer import Tokenizer
@@ -115,15 +117,8 @@ class Answering:
 
     def describe_reply(self, reply: "Reply", text: str) -> dict[str, Any]:
         """The object for a reply that was streamed."""
-        timing = reply.timing
         rows = [] if self.recorder is None else self.recorder.rows[0][: len(reply.tokens)]
-        return {
-            **self._fields(text, reply.finish_reason, reply.tokens, rows),
-            "prompt_tokens": timing.prompt,
-            "cached_tokens": timing.cached,
-            "first_token_seconds": round(timing.first_token_seconds, 5),
-            "tokens_per_second": round(timing.tokens_per_second, 2),
-        }
+        return {**self._fields(text, reply.finish_reason, reply.tokens, rows), **describe(reply, text)}
 
     def _fields(
         self, text: str, reason: str | None, tokens: Sequence[int], logprobs: "Sequence[TokenLogprob]"
@@ -139,6 +134,33 @@ class Answering:
                 for one in logprobs
             ]
         return fields
+
+
+def describe(reply: "Reply", text: str) -> dict[str, Any]:
+    """A reply that ended as an object."""
+    timing = reply.timing
+    return {
+        "text": text,
+        "finish_reason": reply.finish_reason,
+        "completion_tokens": len(reply.tokens),
+        "prompt_tokens": timing.prompt,
+        "cached_tokens": timing.cached,
+        "first_token_seconds": round(timing.first_token_seconds, 5),
+        "tokens_per_second": round(timing.tokens_per_second, 2),
+        **({} if timing.record is None else {"draft": draft_fields(timing, timing.record)}),
+    }
+
+
+def draft_fields(timing: "Timing", record: "Record") -> dict[str, Any]:
+    """What speculation did in a reply; `speedup` against plain steps in the same reply, null where there was none."""
+    return {
+        "passes": record.passes,
+        "drafted": record.drafted,
+        "kept": record.kept,
+        "acceptance": round(record.acceptance, 4),
+        "mean_length": round(record.mean_length, 3),
+        "speedup": None if timing.speedup is None else round(timing.speedup, 3),
+    }
 
 
 def token_fields(tokenizer: "Tokenizer", token: int, logprob: float) -> dict[str, Any]:

@@ -35,30 +35,56 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
-def load(call: Call, model: str, *, device: str, dtype: str, context: int | None, sequences: int = 1) -> Loaded:
+def load(
+    call: Call, model: str, *, device: str, dtype: str, context: int | None, sequences: int = 1, draft: str = "none"
+) -> Loaded:
     """Load MODEL with room for `context` tokens; None: the model's own context, or as much as fits.
 
-    The session has one sequence; memory is checked for `sequences`, for a command that branches it.
+    The session has one sequence; memory is checked for `sequences`, for a command that branches it. It speculates with
+    `draft`: a model, "ngram" or "none".
     Says on stderr where it runs and what could not be done as asked.
     """
     from mycli.runtime.assistant import Assistant
     from mycli.runtime.device import place
-    from mycli.runtime.generate import Session
     from mycli.runtime.hub import resolve
     from mycli.runtime.load import plan_memory
 
     source = resolve(model, offline=call.offline)
+    second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
     placement = place(config, device, parse_dtype(dtype))
     for note in placement.notes:
         call.out.note(note)
-    capacity = plan_memory(source.folder, placement, context, sequences)
+    capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
     assistant = Assistant.load(source.folder, placement)
     for warning in assistant.warnings:
         call.out.warn(warning)
-    return Loaded(source, placement, assistant, Session(assistant.model, capacity))
+    session = make_session(call, assistant, capacity, second, ngram=draft == "ngram")
+    return Loaded(source, placement, assistant, session)
+
+
+def make_session(
+    call: Call, assistant: "Assistant", capacity: int, draft: "Source | None", *, ngram: bool = False
+) -> "Session":
+    """A session that speculates with the model `draft` or by lookup, or a plain one where neither is asked for.
+
+    Raises ModelError for a draft of another vocabulary.
+    """
+    from mycli.runtime.drafting import Drafter, Lookup, load_draft
+    from mycli.runtime.generate import Session
+    from mycli.runtime.pacing import Adaptive
+    from mycli.runtime.speculate import SpeculativeSession
+
+    if draft is None and not ngram:
+        return Session(assistant.model, capacity)
+    drafter: Drafter = Lookup()
+    if draft is not None:
+        drafter = load_draft(draft.folder, assistant.tokenizer, assistant.model, capacity)
+    session = SpeculativeSession(assistant.model, capacity, drafter, Adaptive(drafter.weight, call.out.note))
+    session.warm_up()
+    return session
 
 
 def choose_sampling(defaults: "GenerationDefaults", **flags: float | int | None) -> "Sampling":

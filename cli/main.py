@@ -29,6 +29,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("verify", "Check the files of a model byte by byte."),
     "rm": ("rm", "Delete a stored model."),
     "bench": ("bench", "Measure how fast a model is."),
+    "spec check": ("spec_check", "Say whether one model can draft for another."),
+    "spec verify": ("spec_verify", "Test that a draft changes nothing but the speed."),
     "doctor": ("doctor", "Check that everything works on this machine."),
 }
 # What may also stand before the name of a command.
@@ -82,7 +84,7 @@ def program(selected: frozenset[str]) -> Any:
         for option in _options(command):
             key = option_key(option.opts).upper()
             foreign = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
-            option.envvar = [f"MYCLI_{name.upper()}_{key}", f"MYCLI_{key}", *foreign]
+            option.envvar = [f"MYCLI_{name.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
     return group
@@ -125,11 +127,25 @@ def reorder(arguments: Sequence[str]) -> list[str]:
         leading.append(rest.pop(0))
         if leading[-1] == "--device" and rest:
             leading.append(rest.pop(0))
-    return [rest[0], *leading, *rest[1:]] if rest and rest[0] in COMMANDS else list(arguments)
+    words = 2 if " ".join(rest[:2]) in COMMANDS else 1
+    known = " ".join(rest[:words]) in COMMANDS
+    return [*rest[:words], *leading, *rest[words:]] if known else list(arguments)
+
+
+def join(arguments: Sequence[str]) -> list[str]:
+    """The name of a command of two words as one argument. Raises UsageError for the first word alone."""
+    pairs = [name for name in COMMANDS if " " in name and name.split()[0] in arguments[:1]]
+    if not pairs:
+        return list(arguments)
+    name = " ".join(arguments[:2])
+    if name not in pairs:
+        first, seconds = arguments[0], " or ".join(pair.split()[1] for pair in pairs)
+        raise UsageError(f"mycli {first}: {seconds}?", f"mycli {pairs[0]} --help")
+    return [name, *arguments[2:]]
 
 
 def _run(arguments: list[str]) -> ExitCode:
-    arguments = reorder(arguments) or ["--help"]
+    arguments = join(reorder(arguments)) or ["--help"]
     completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
     words = completing.split() if "_MYCLI_COMPLETE" in os.environ else arguments[:1]
     named = next((word for word in words if word in COMMANDS), None)
@@ -151,6 +167,9 @@ def _run(arguments: list[str]) -> ExitCode:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     prepare_streams()
+    # torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product. It reads this as
+    # it is loaded: wait for about a millisecond first, a third of what GNU's own OpenMP does.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     words = sys.argv[1:] if arguments is None else arguments
     code = ExitCode.OK
 

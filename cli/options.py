@@ -83,3 +83,12 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply be
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations and cache.")
 ]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="MODEL|ngram|none",
+        help="Speculate: a small model of the same vocabulary, or a lookup in the text, guesses tokens ahead.",
+        autocompletion=complete_model,
+    ),
+]

@@ -146,15 +146,20 @@ class Output:
 
     # Results
 
+    @property
+    def _text(self) -> TextIO:
+        """Where text of the answer goes: stdout is for objects alone where those were asked for."""
+        return self._stderr if self.json_mode else self._stdout
+
     def result(self, text: str) -> None:
         """A line or more of the answer."""
-        self._stdout.write((sanitize(text) if self._stdout.isatty() else text) + "\n")
+        self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
     def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
-        shown = text if raw or not self._stdout.isatty() else sanitize(text)
-        self._stdout.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._stdout) else shown)
-        self._stdout.flush()
+        shown = text if raw or not self._text.isatty() else sanitize(text)
+        self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
+        self._text.flush()
 
     def markdown(self) -> "LiveMarkdown":
         """Begin a text that is rendered as Markdown while it grows; for a terminal."""

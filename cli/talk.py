@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from mycli.cli.answering import describe
 from mycli.cli.command import Call
 from mycli.cli.conversation import Conversation
 from mycli.cli.loading import Loaded
@@ -19,6 +20,7 @@ from mycli.runtime.template import ChatTemplate, Message
 
 if TYPE_CHECKING:
     from mycli.runtime.assistant import Reply
+    from mycli.runtime.generate import Timing
     from mycli.runtime.sampling import Sampling
 
 Overflow = Literal["refuse", "drop-oldest"]
@@ -31,6 +33,16 @@ def compact(count: int) -> str:
     return str(count) if count < 1000 else f"{count / 1000:.1f}k"
 
 
+def speculation(timing: "Timing") -> list[str]:
+    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
+    if timing.record is None:
+        return []
+    if not timing.record.passes:
+        return ["draft off"]
+    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
+    return [f"draft {timing.record.acceptance:.0%}{gain}"]
+
+
 def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
     """The template arguments that switch reasoning on or off. Raises UsageError for a template that knows none."""
     names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template.source())]
@@ -41,7 +53,7 @@ def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
 
 @dataclass
 class Chat:
-    """One conversation and how it is held. `arguments` go to the template; `session_file` is written after each turn."""
+    """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
 
     call: Call
     loaded: Loaded
@@ -51,7 +63,7 @@ class Chat:
     escapes: bool = False
     markdown: bool = False
     overflow: Overflow = "refuse"
-    arguments: dict[str, bool] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     session_file: Path | None = None
     last: "Reply | None" = None
     finished: bool = False
@@ -75,7 +87,10 @@ class Chat:
             if not instead:
                 self.conversation.reading.clear()
         self.last = reply
-        self.call.out.footer(self.statistics(reply))
+        if self.call.out.json_mode:
+            self.call.out.json({"model": self.loaded.source.name, **describe(reply, text)})
+        else:
+            self.call.out.footer(self.statistics(reply))
         if self.session_file is not None:
             self.conversation.save(self.session_file, self.loaded.source.name)
 
@@ -84,7 +99,7 @@ class Chat:
         return self.loaded.assistant.tokenizer.chat(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
-        """The ids to answer, fitting the context. Raises UsageError with the numbers, or hides old turns and says so."""
+        """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
         capacity = self.loaded.session.capacity
         ids = self.tokens()
         if self.overflow == "drop-oldest":
@@ -131,15 +146,15 @@ class Chat:
     def statistics(self, reply: "Reply") -> str:
         """The line after a reply."""
         timing, session = reply.timing, self.loaded.session
-        model = self.loaded.assistant.model
         return " · ".join(
             (
                 f"{len(reply.tokens)} tok",
                 f"{timing.tokens_per_second:.0f} tok/s",
                 f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
                 f"prompt {timing.prompt} ({timing.cached} cached)",
+                *speculation(timing),
                 f"ctx {compact(session.cache.length)}/{compact(session.capacity)}",
-                gib(model.nbytes + session.cache.nbytes),
+                gib(session.nbytes),
             )
         )
 
@@ -156,6 +171,8 @@ class _Display:
     def add(self, parts: Iterable[Part]) -> None:
         """Show more of the reply."""
         for part in parts:
+            if self._out.json_mode:  # the object comes at the end
+                continue
             if part.reasoning or not self._markdown:
                 self._out.stream(part.text, raw=self._escapes, dim=part.reasoning)
                 self._column = len(part.text) - part.text.rfind("\n") - 1
@@ -168,7 +185,7 @@ class _Display:
 
     def end(self) -> None:
         """The reply is over: the next word begins on a line of its own."""
-        if self._live is None:
-            self._out.result("")
-        else:
+        if self._live is not None:
             self._live.end()
+        elif not self._out.json_mode:
+            self._out.result("")

@@ -1,8 +1,9 @@
 """Quantizing block by block with data: each product of a block sees the inputs that the quantized model gives it.
 
-One block is on the device at a time, the residual stream of the calibration tokens on the host. Within a block the
-order is that of execution, qkv, o, gate_up, down: each is observed after those before it were quantized. Knows no
-scheme by name and no files beyond the checkpoint read from.
+Two copies of one block are on the device at a time, the original and the one being quantized; the residual streams of
+both models lie on the host. Within a block the order is that of execution, qkv, o, gate_up, down: each is observed
+after those before it were quantized, and aims at what the original puts out. Knows no scheme by name and no files
+beyond the checkpoint read from.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,39 +12,48 @@ import torch
 from torch import Tensor
 
 from mycli.quant import schemes
+from mycli.quant.fold import choose_scale, fold, restore
 from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
-from mycli.quant.observe import Hessian, observe
+from mycli.quant.observe import HELD, View, observe, require_finite
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Layer
-from mycli.quant.streaming import StreamedModel, batches
+from mycli.quant.refit import Moments, refit
+from mycli.quant.resume import Solved, WorkFolder
+from mycli.quant.streaming import StreamedModel, Surroundings
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.transformer import Block
 
-Sink = Callable[[str, Quantized], None]  # takes each linear by its name as soon as it is solved
+Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
 
 
 class Solver:
     """Solves linears that share an input and a packing, and describes what came of it."""
 
-    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search) -> None:
+    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False) -> None:
         self._scheme = schemes.load(method)
         self._scale_dtype = scale_dtype
         self._search = search
+        self.folds = folds
+
+    def grid(self, packing: Packing) -> Grid:
+        """What it chooses from."""
+        return Grid(packing, self._scale_dtype, self._search)
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, hessian: Tensor
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
     ) -> tuple[dict[str, Quantized], list[Layer]]:
-        """weights [N, K] by name, stacked and solved as one.
+        """weights [N, K] by name, stacked and solved as one, for the moments of most windows and of those held apart.
 
         Where a linear came out worse than plain rounding with the same scales, it is rounded instead.
         """
-        grid = Grid(packing, self._scale_dtype, self._search)
-        stacked = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
+        grid = self.grid(packing)
+        target, share = refit(torch.cat(list(weights.values())), fitted, held)
+        hessian = fitted.hessian + held.hessian
         try:
-            solution = self._scheme.solve(stacked, grid, hessian)
+            solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
             raise ModelError(f"{', '.join(weights)}: {error.message}", error.hint) from error
         solved: dict[str, Quantized] = {}
@@ -51,9 +61,9 @@ class Solver:
         start = 0
         for name, weight in weights.items():
             rows = slice(start, start + len(weight))
-            ours = Quantized(solution.quantized.codes[rows], solution.quantized.scales[rows])
-            rounded = Quantized(round_to_grid(weight, ours.scales, grid), ours.scales)
-            errors = [output_error(weight, each, grid, hessian) for each in (ours, rounded)]
+            wanted, scales = target[rows], solution.quantized.scales[rows]
+            ours, rounded = Quantized(solution.quantized.codes[rows], scales), round_to_scales(wanted, scales, grid)
+            errors = [output_error(wanted, each, grid, hessian) for each in (ours, rounded)]
             fallback = "Hessian not positive definite" if solution.fallback else None
             if errors[0] > errors[1]:
                 fallback = "plain rounding is better"
@@ -65,6 +75,7 @@ class Solver:
                     relative_error(weight, solved[name], grid),
                     output_error=min(errors),
                     rounding_output_error=errors[1],
+                    refit=share,
                     damping=solution.damping,
                     dead_columns=solution.dead_columns,
                     fallback=fallback,
@@ -72,6 +83,11 @@ class Solver:
             )
             start = rows.stop
         return solved, layers
+
+
+def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
+    """Plain rounding with given scales."""
+    return Quantized(round_to_grid(weight, scales, grid), scales)
 
 
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
@@ -88,37 +104,114 @@ def quantize_blocks(
     solver: Solver,
     windows: Tensor,
     sink: Sink,
+    work: WorkFolder | None = None,
     progress: Progress = silent,
 ) -> list[Layer]:
-    """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq]."""
-    config, device = model.config, model.placement.device
+    """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq].
+
+    Blocks that `work` holds are taken from it, the others kept in it.
+    """
+    config = model.config
     surroundings = model.surroundings(windows.shape[1])
-    stream = model.embed(windows)
+    stream, full = model.embed(windows), model.embed(windows)
     layers: list[Layer] = []
-    for index in range(config.layers):
-        block = model.block(index)
-        for product in Block.INPUTS:
-            linear = getattr(block, product)
-            assert isinstance(linear, Linear)
-            hessian = observe(block, product, stream, surroundings, device)
-            solved, described = solver.solve(model.weights(linear.specs), packings[linear.specs[0].name], hessian)
-            del hessian
-            _install(linear, solved, packings[linear.specs[0].name], TORCH_DTYPES[config.dtype])
-            for name, quantized in solved.items():
-                sink(name, quantized)
-            layers += described
-            progress("quantizing", len(layers), len(packings))
-        model.advance(block, stream, surroundings)
-    head = config.head()
-    if head.name in packings:
-        hessian_of_head = Hessian(head.in_features, device)
-        for part in batches(stream):
-            hessian_of_head.add(model.normed(part))
-        solved, described = solver.solve(model.weights([head]), packings[head.name], hessian_of_head.mean())
-        sink(head.name, solved[head.name])
-        layers += described
+    for index in range(config.layers + 1):
+        if index == config.layers and config.head().name not in packings:
+            break
+        found = solved = None if work is None else work.load(index)
+        if index < config.layers:
+            quantized, original = View(model.block(index), stream), View(model.block(index), full)
+            if solved is None:
+                solved = _solve_block(model, quantized, original, packings, solver, surroundings)
+            else:
+                _install_all(quantized.block, solved, packings, TORCH_DTYPES[config.dtype])
+            model.advance(quantized.block, stream, surroundings)
+            # Read again where it was rescaled: so a run that goes on after this block has the same bits in its stream.
+            model.advance(model.block(index) if solver.folds else original.block, full, surroundings)
+        elif solved is None:
+            solved = _solve_head(model, stream, full, packings, solver)
+        if work is not None and found is None:
+            work.save(index, solved)
+        sink(solved)
+        layers += solved.layers
         progress("quantizing", len(layers), len(packings))
     return layers
+
+
+def _solve_block(
+    model: StreamedModel,
+    quantized: View,
+    original: View,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    surroundings: Surroundings,
+) -> Solved:
+    linears: dict[str, Quantized] = {}
+    layers: list[Layer] = []
+    changed = _fold_block(model, quantized, original, packings, solver, surroundings) if solver.folds else {}
+    for product in Block.INPUTS:
+        linear = getattr(quantized.block, product)
+        assert isinstance(linear, Linear)
+        packing = packings[linear.specs[0].name]
+        moments = observe(quantized, original, product, surroundings, model.placement.device)
+        parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
+        weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
+        solved, described = solver.solve(weights, packing, *moments)
+        _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
+        linears |= solved
+        layers += described
+    return Solved(linears, changed, tuple(layers))
+
+
+def _fold_block(
+    model: StreamedModel,
+    quantized: View,
+    original: View,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    surroundings: Surroundings,
+) -> dict[str, Tensor]:
+    """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
+    changed: dict[str, Tensor] = {}
+    for product in Block.INPUTS:
+        linear = getattr(quantized.block, product)
+        assert isinstance(linear, Linear)
+        fitted, held = observe(quantized, original, product, surroundings, model.placement.device)
+        grid = solver.grid(packings[linear.specs[0].name])
+        weight, hessian = linear.matmuls[0].dequantize(), fitted.hessian + held.hessian
+        scale = choose_scale(weight, grid, hessian, model.config, product)
+        if scale is not None:
+            for view in (quantized, original):
+                changed |= fold(view.block, product, scale, model.stored_dtype)
+    return changed
+
+
+def _solve_head(
+    model: StreamedModel, stream: Tensor, full: Tensor, packings: Mapping[str, Packing], solver: Solver
+) -> Solved:
+    head = model.config.head()
+    moments = _moments_of_head(model, stream, full)
+    linears, layers = solver.solve(model.weights([head]), packings[head.name], *moments)
+    return Solved(linears, {}, tuple(layers))
+
+
+def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], dtype: torch.dtype) -> None:
+    """Make `block` what it was when `solved` was."""
+    restore(block, solved.changed)
+    for product in Block.INPUTS:
+        linear = getattr(block, product)
+        assert isinstance(linear, Linear)
+        names = [spec.name for spec in linear.specs]
+        _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
+
+
+def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:
+    fitted, held = (Moments.zeros(stream.shape[2], model.placement.device) for _ in range(2))
+    for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):
+        x, y = model.normed(ours).float(), model.normed(theirs).float()
+        require_finite(x)
+        (held if index % HELD == HELD - 1 else fitted).add(x, y)
+    return fitted, held
 
 
 def _install(linear: Linear, solved: Mapping[str, Quantized], packing: Packing, dtype: torch.dtype) -> None:

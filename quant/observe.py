@@ -3,67 +3,86 @@
 Nothing is padded, so every token counts, and counts once. Knows blocks and their inputs, nothing of what is solved.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from mycli.quant.refit import Moments
 from mycli.quant.streaming import Surroundings, batches
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import Linear
 from mycli.runtime.transformer import Block
+
+HELD = 8  # every so many windows, one is kept apart to judge by
 
 
 class _Reached(Exception):
     """The input was seen; the rest of the block need not run."""
 
 
-class Hessian:
-    """The mean of x x^T over rows x of `size` numbers, summed in fp32 on `device`."""
+@dataclass(frozen=True)
+class View:
+    """A block and the residual stream [windows, context, hidden], on the host, that it gets."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._sum = torch.zeros(size, size, device=device)
-        self._rows = 0
+    block: Block
+    stream: Tensor
 
-    def add(self, inputs: Tensor) -> None:
-        """inputs [..., size] of any float dtype. Raises ModelError for NaN or infinity."""
-        rows = inputs.reshape(-1, self._sum.shape[0]).float()
-        low, high = torch.aminmax(rows)
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
-            raise ModelError("activations are NaN or infinite", "--dtype float32")
-        self._sum.addmm_(rows.T, rows)
-        self._rows += len(rows)
 
-    def mean(self) -> Tensor:
-        """fp32 [size, size]; nothing may be added after."""
-        return self._sum.div_(max(1, self._rows))
+def require_finite(activations: Tensor) -> None:
+    """Raises ModelError for NaN or infinity."""
+    low, high = torch.aminmax(activations)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise ModelError("activations are NaN or infinite", "the model does not hold on this text; try other --calib")
 
 
 @torch.inference_mode()
-def observe(block: Block, product: str, stream: Tensor, surroundings: Surroundings, device: torch.device) -> Tensor:
-    """The Hessian fp32 [K, K] of what `product` (one of `Block.INPUTS`) of `block` gets for `stream`.
+def inputs(block: Block, product: str, x: Tensor, surroundings: Surroundings) -> Tensor:
+    """What `product`, one of `Block.INPUTS`, gets for x [windows, context, hidden]: [windows, context, K].
 
-    stream [windows, context, hidden] is what the block gets. The block runs only as far as it must. Raises ModelError
-    that names the layer and the windows where activations are not finite.
+    The block runs only as far as it must.
     """
     linear = getattr(block, product)
     assert isinstance(linear, Linear)
-    hessian = Hessian(linear.in_features, device)
+    seen: list[Tensor] = []
 
-    def look(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        hessian.add(inputs[0])
+    def look(_: nn.Module, arguments: tuple[Tensor]) -> None:
+        seen.append(arguments[0])
         raise _Reached
 
     handle = linear.register_forward_pre_hook(look)
-    done = 0
     try:
-        for part in batches(stream):
-            try:
-                block(part.to(device), *surroundings, None)
-            except _Reached:
-                pass
-            except ModelError as error:
-                windows = f"calibration windows {done} to {done + len(part) - 1}"
-                raise ModelError(f"{linear.specs[0].name}: {error.message} in {windows}", error.hint) from None
-            done += len(part)
+        block(x, *surroundings, None)
+    except _Reached:
+        pass
     finally:
         handle.remove()
-    return hessian.mean()
+    return seen[0].view(*x.shape[:2], -1)
+
+
+@torch.inference_mode()
+def observe(
+    quantized: View, original: View, product: str, surroundings: Surroundings, device: torch.device
+) -> tuple[Moments, Moments]:
+    """Moments of what `product` gets in both models: of most windows, and of the windows held apart.
+
+    Raises ModelError that names the layer and the windows where activations are not finite.
+    """
+    linear = getattr(quantized.block, product)
+    assert isinstance(linear, Linear)
+    fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
+    done = 0
+    for ours, theirs in zip(batches(quantized.stream), batches(original.stream), strict=True):
+        x = inputs(quantized.block, product, ours.to(device), surroundings).float()
+        y = inputs(original.block, product, theirs.to(device), surroundings).float()
+        try:
+            require_finite(x)
+            require_finite(y)
+        except ModelError as error:
+            windows = f"calibration windows {done} to {done + len(x) - 1}"
+            raise ModelError(f"{linear.specs[0].name}: {error.message} in {windows}", error.hint) from None
+        apart = torch.arange(done, done + len(x)) % HELD == HELD - 1
+        for moments, chosen in ((fitted, ~apart), (held, apart)):
+            moments.add(x[chosen].flatten(0, 1), y[chosen].flatten(0, 1))
+        done += len(x)
+    return fitted, held

@@ -10,6 +10,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from mycli.quant.grid import Grid, Quantized, relative_error
 from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Layer, Size
+from mycli.quant.resume import Solved, WorkFolder
 from mycli.quant.streaming import TOKENS_AT_ONCE, StreamedModel
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.config import ModelConfig, Shape, parse_config
@@ -82,7 +84,7 @@ class Plan:
     @property
     def calibrates(self) -> bool:
         """Whether the method wants data."""
-        return schemes.load(self.recipe.method).NEEDS_HESSIAN
+        return self.recipe.folds or schemes.load(self.recipe.solver).NEEDS_HESSIAN
 
     @property
     def seq(self) -> int:
@@ -206,20 +208,27 @@ def quantize(
     *,
     report: Report = "quick",
     overwrite: bool = False,
+    work_folder: Path | None = None,
     progress: Progress = silent,
 ) -> Outcome:
     """Do what `plan` said; `placement` is where to solve, and where and in which dtype to measure.
 
-    Nothing appears at `target` before all is written, measured and flushed. Raises what reading, solving and measuring
-    raise, and UsageError or ResourceError from `preflight`.
+    Nothing appears at `target` before all is written, measured and flushed. Work with data is kept block by block in
+    `work_folder` (a hidden one beside the target) until then, and an interrupted run goes on from there. Raises what
+    reading, solving and measuring raise, and UsageError or ResourceError from `preflight`.
     """
     preflight(work, target)
     shown = _calibration(work) if work.calibrates else None
-    with CheckpointWriter(target, work.tensors, overwrite=overwrite) as writer:
+    origin = record.digests(_source_files(work.source.folder))
+    with ExitStack() as stack:
+        writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
+        kept = None
         if shown is None:
             layers = _write_tensors(work, writer, placement.device, progress)
         else:
-            layers = _write_blocks(work, writer, shown, placement, progress)
+            run = record.identify(work.recipe, shown, origin, placement)
+            kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
+            layers = _write_blocks(work, writer, shown, placement, kept, progress)
         for path in _companions(work.source.folder):
             writer.add_file(path.name, path.read_bytes())
         writer.add_file("config.json", _config(work))
@@ -228,13 +237,19 @@ def quantize(
         Manifest.open(writer.folder).check(config, packings)
         card = None if report == "none" else _measure(work, writer.folder, placement, report, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())
-        digests = record.digests(written), record.digests(_source_files(work.source.folder))
         writer.add_file(
             record.FILE,
-            record.encode(work.recipe, shown, work.source, work.size, layers, card, digests[1], digests[0]),
+            record.encode(work.recipe, shown, work.source, work.size, layers, card, origin, record.digests(written)),
         )
         writer.finish()
+        if kept is not None:
+            kept.clear()
     return Outcome(target, work.size, layers, card, _notes(work, shown, layers, card))
+
+
+def default_work_folder(target: Path) -> Path:
+    """Where unfinished work for `target` is kept."""
+    return target.with_name(f".{target.name}.work")
 
 
 def _calibration(work: Plan) -> Calibration:
@@ -278,19 +293,22 @@ def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, p
 
 
 def _write_blocks(
-    work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, progress: Progress
+    work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, kept: WorkFolder, progress: Progress
 ) -> tuple[Layer, ...]:
     checkpoint = Checkpoint(Manifest.open(work.source.folder))
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, checkpoint.read(name))
 
-    def sink(linear: str, solved: Quantized) -> None:
-        _write_packed(writer, linear, solved, work.packings[linear])
+    def sink(solved: Solved) -> None:
+        for linear, quantized in solved.linears.items():
+            _write_packed(writer, linear, quantized, work.packings[linear])
+        for name, tensor in solved.changed.items():
+            writer.write(name, tensor)
 
-    solver = Solver(work.recipe.method, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+    solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
     model = StreamedModel(work.source.folder, placement)
-    return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, progress))
+    return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress))
 
 
 def _quantize_linear(
@@ -300,7 +318,7 @@ def _quantize_linear(
     grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
-        solved = schemes.load(work.recipe.method).solve(weight, grid, None).quantized
+        solved = schemes.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
         raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
     _write_packed(writer, linear, solved, packing)

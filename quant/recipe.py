@@ -18,9 +18,10 @@ DEFAULT_SEQ = 512  # 64 Ki tokens in all: several for every input of the largest
 class Recipe:
     """All that decides the bytes of the result, besides the source and a calibration text of one's own.
 
-    `group` None: one scale per output row. Norms, biases and embeddings are kept; so is the head, unless `head` says
-    how many bits it gets. Methods that need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None
-    takes `DEFAULT_SEQ`, or the model's context where that is shorter.
+    `method`: a scheme; awq, which rounds; or awq+gptq. `group` None: one scale per output row. Norms, biases and
+    embeddings are kept (but for what awq folds); so is the head, unless `head` says how many bits it gets. Methods that
+    need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
+    context where that is shorter.
     """
 
     method: str = "gptq"
@@ -44,7 +45,17 @@ class Recipe:
         """States facts, as `rtn-int4-g128`; what is not the default is said too."""
         scales = "-absmax" if self.scales == "absmax" else ""
         head = "" if self.head == "keep" else f"-head-{self.head}"
-        return f"{self.method}{scales}-{Packing(self.bits, self.group).name}{head}"
+        return f"{self.method.replace('+', '-')}{scales}-{Packing(self.bits, self.group).name}{head}"
+
+    @property
+    def folds(self) -> bool:
+        """Whether inputs are rescaled before anything is solved (see `mycli.quant.fold`)."""
+        return self.method.split("+")[0] == "awq"
+
+    @property
+    def solver(self) -> str:
+        """The scheme that chooses the codes."""
+        return (self.method.removeprefix("awq").removeprefix("+") or "rtn") if self.folds else self.method
 
     def packings(self, config: ModelConfig) -> dict[str, Packing]:
         """The packing of each linear that gets one, in order of execution.

@@ -18,6 +18,7 @@ import torch
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation
 from mycli.quant.recipe import Recipe
+from mycli.runtime.device import Placement
 from mycli.runtime.hub import Source
 
 FILE = "mycli.json"
@@ -28,8 +29,8 @@ SCHEMA_VERSION = 1
 class Layer:
     """One quantized linear. `error`: squared error of the weights over their squared norm.
 
-    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding on the same
-    grid; `damping` and `dead_columns` as in `schemes.Solution`.
+    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
+    scales; `refit` how much was corrected (see `mycli.quant.refit`); the others are those of `schemes.Solution`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Layer:
     error: float
     output_error: float | None = None
     rounding_output_error: float | None = None
+    refit: float | None = None
     damping: float | None = None
     dead_columns: int = 0
     fallback: str | None = None  # why it is plain rounding
@@ -77,6 +79,23 @@ def _version() -> str:
         return "0+checkout"
 
 
+def _versions() -> dict[str, str]:
+    return {"mycli": _version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def identify(
+    recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement
+) -> dict[str, Any]:
+    """What two runs must have in common for one to go on with the work of the other."""
+    return {
+        "recipe": asdict(recipe),
+        "calibration": _describe(calibration),
+        "source": source_files,
+        "versions": _versions(),
+        "device": f"{placement.device.type}, {placement.dtype}",
+    }
+
+
 def _describe(calibration: Calibration) -> dict[str, Any]:
     samples, seq = calibration.windows.shape
     return {"samples": samples, "seq": seq, "sha256": calibration.sha256, "mix": calibration.mix}
@@ -99,11 +118,7 @@ def encode(
         "recipe": {**asdict(recipe), "group": group},
         "calibration": None if calibration is None else _describe(calibration),
         "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
-        "versions": {
-            "mycli": _version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": _versions(),
         "size": asdict(size),
         "card": None if card is None else asdict(card),
         "layers": [asdict(layer) for layer in layers],

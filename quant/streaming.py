@@ -56,6 +56,10 @@ class StreamedModel:
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return block
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a tensor in the file."""
+        return self._checkpoint.dtype(name)
+
     def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
         """The weights of unquantized linears by name, read now, on the device in their stored dtype."""
         device = self.placement.device

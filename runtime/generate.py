@@ -13,6 +13,7 @@ from torch import Tensor
 from mycli.runtime.batch import Batch
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.errors import UsageError
+from mycli.runtime.pacing import Record
 from mycli.runtime.rope import Rope
 from mycli.runtime.sampling import Sampler
 from mycli.runtime.transformer import Transformer
@@ -27,6 +28,7 @@ class Timing:
     prompt: int = 0
     cached: int = 0
     token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
+    record: Record | None = None  # of speculation, where it is used
 
     @property
     def generated(self) -> int:
@@ -44,6 +46,12 @@ class Timing:
         decoding = sum(self.token_seconds[1:])
         return (self.generated - 1) / decoding if decoding > 0 else 0.0
 
+    @property
+    def speedup(self) -> float | None:
+        """Of decoding, by speculation: the time of as many plain steps over the time it took. None if not known."""
+        step = self.record.step_seconds if self.record else None
+        return step * self.tokens_per_second if step and self.generated > 1 else None
+
 
 class Session:
     """A model with the memory of one conversation, or of several sequences that advance in step.
@@ -60,6 +68,11 @@ class Session:
         self._tokens: list[int] = []  # what the cache holds, of the first sequence
         self.timing = Timing()
         self.stopped = False  # whether the last generation ended by a stop token
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and cache."""
+        return self.model.nbytes + self.cache.nbytes
 
     def forget(self) -> None:
         """Start from an empty cache."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import LinearSpec
 from mycli.runtime.kernels import choose
-from mycli.runtime.kernels.cpu import dense_rows
+from mycli.runtime.kernels.cpu import dense_rows, huge_empty
 from mycli.runtime.packed import Matmul, PackedWeight
 from mycli.runtime.packing import Packing
 
@@ -44,7 +44,7 @@ def _read_dense(
     checkpoint: Checkpoint, specs: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     rows, name = sum(spec.out_features for spec in specs), f"{specs[0].name}.weight"
-    out = torch.empty(rows, specs[0].in_features, dtype=checkpoint.dtype(name))
+    out = huge_empty((rows, specs[0].in_features), checkpoint.dtype(name))
     start = 0
     for spec in specs:
         checkpoint.read_into(f"{spec.name}.weight", out[start : start + spec.out_features])

@@ -38,9 +38,12 @@ def load_model(
     return model
 
 
-def plan_memory(folder: Path, placement: Placement, context: int | None, sequences: int = 1) -> int:
+def plan_memory(
+    folder: Path, placement: Placement, context: int | None, sequences: int = 1, draft: Path | None = None
+) -> int:
     """The context in tokens to make a cache for `sequences`, after checking that everything fits the free memory.
 
+    `draft`: the folder of a second model with a cache of its own.
     `context` None: the model's own context, but at most `DEFAULT_CONTEXT`, or less where memory is short. Raises
     ResourceError with what is needed, what is free and the smallest change that fits.
     """
@@ -50,6 +53,8 @@ def plan_memory(folder: Path, placement: Placement, context: int | None, sequenc
     free = free_memory(device)
     usual = min(config.max_context, DEFAULT_CONTEXT)
     plan = Plan(config, packings, usual, sequences, dtype, gpu=device.type == "cuda")
+    if draft is not None:
+        plan = replace(plan, draft=Plan(*describe(draft), dtype=dtype))
     if context is None:
         fitting = longest_context(plan, free, started=True)
         plan = replace(plan, context=min(usual, max(fitting, SHORTEST_CONTEXT)))

@@ -152,19 +152,71 @@ class Sampler:
         logits = raw = logits[:, : self._vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
-        if self.sampling.greedy and self._seen is None:
+        if self.plain_greedy:
             best, token = logits.max(dim=-1, keepdim=True)
             self._check(best)
         else:
-            probabilities = distribution(logits, self.sampling, self._seen)
             self._check(logits.amax(dim=-1))  # NaN and infinity win every maximum
-            token = torch.multinomial(probabilities, 1, generator=self._generator)
+            token = self.draw(distribution(logits, self.sampling, self._seen))
         self.observe(token)
         if self._constraint is not None:
             self._constraint.follow(token[:, 0].tolist())
         if self._recorder is not None:
             self._recorder.record(raw, token)
         return token
+
+    # For speculation (`mycli.runtime.speculate`): one sequence, and rows that are positions of it.
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the token is the largest logit, and nothing else counts."""
+        return self.sampling.greedy and self._seen is None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether what may come depends on the text in a way that `probabilities` does not know."""
+        return self._constraint is not None
+
+    def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
+        rows = torch.tensor([tokens], device=logits.device)
+        self.observe(rows)
+        if self._recorder is not None:
+            for index in range(len(tokens)):
+                self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
+
+    def finite_rows(self, logits: Tensor) -> int:
+        """How many of the first rows of logits [rows, vocab or more] are numbers."""
+        finite = logits[:, : self._vocab_size].amax(dim=-1).isfinite()
+        return int(finite.int().cumprod(dim=0).sum())
+
+    def best(self, logits: Tensor) -> list[int]:
+        """The likeliest token of each row of logits [rows, vocab or more]."""
+        found: list[int] = logits[:, : self._vocab_size].argmax(dim=-1).tolist()
+        return found
+
+    def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
+        """The distribution [rows, vocab] that each row of logits [rows, vocab or more] is drawn from.
+
+        `following` are tokens assumed to come after those observed: the last row is after all of them, the row before
+        after all but the last, and so on. They are not observed.
+        """
+        logits, seen = logits[:, : self._vocab_size], self._seen
+        if seen is not None and following:
+            rows = logits.shape[0]
+            seen = seen.repeat(rows, 1)
+            for index, token in enumerate(following, start=rows - len(following)):
+                seen[max(index, 0) :, token] = True
+        return distribution(logits, self.sampling, seen)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1]."""
+        return torch.multinomial(weights, 1, generator=self._generator)
+
+    def accept(self, chances: Tensor) -> int:
+        """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
+        coins = torch.rand(chances.shape, generator=self._generator, device=chances.device)
+        return int((coins < chances).int().cumprod(dim=0).sum())
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):

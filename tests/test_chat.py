@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.conftest import PICO, Mycli
+from tests.conftest import PICO, ROOT, Mycli
 
 Terminal = Callable[..., "pexpect.spawn[str]"]
 PROMPT = ">>> "
@@ -21,11 +22,13 @@ PROMPT = ">>> "
 def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
     """Start a chat in a terminal of its own, past its first prompt."""
     children: list[pexpect.spawn[str]] = []
+    environment.pop("COLUMNS")  # it would hide the terminal's own width
 
-    def start(*arguments: str, columns: int = 80, **extra: str) -> "pexpect.spawn[str]":
+    def start(*arguments: str, columns: int = 80, script: bool = False, **extra: str) -> "pexpect.spawn[str]":
+        program = [str(ROOT / "tests" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
         child: pexpect.spawn[str] = pexpect.spawn(
             sys.executable,
-            ["-m", "mycli.cli", "chat", "pico", "-t", "0", "--device", "cpu", *arguments],
+            [*program, "chat", "pico", "-t", "0", "--device", "cpu", *arguments],
             env={**environment, "TERM": "xterm", **extra},
             dimensions=(24, columns),
             encoding="utf-8",
@@ -74,6 +77,155 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
     history = Path(environment["XDG_STATE_HOME"]) / "mycli" / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "What is the capital of France?" in history.read_text()
+
+
+def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
+    """One conversation that uses each: what it shows, and what the model then knows."""
+    notes, saved, session = tmp_path / "notes.txt", tmp_path / "saved.json", tmp_path / "session.json"
+    notes.write_text("My name is Zoe.\n")
+    chat = terminal("--session", str(session), EDITOR="sed -i s/Japan/France/")
+    for command in ("/retry", "/undo", "/edit", "/edit x"):
+        assert "nothing was said yet" in say(chat, command)
+    assert all(f"{name}  " in say(chat, "/?") for name in ("/?", "/read", "/context", "/bye"))
+    assert "no reply yet" in say(chat, "/stats")
+    assert "0 tokens" in say(chat, "/context")
+    assert "Nice to meet you, Leo!" in say(chat, "My name is Leo.")
+    retried = say(chat, "/retry")
+    assert "Nice to meet you, Leo!" in retried
+    prompt, cached = re.search(r"prompt (\d+) \((\d+) cached\)", retried).groups()  # type: ignore[union-attr]  # else it fails
+    assert int(cached) == int(prompt) - 1, "only the last token is run again"
+    assert "Mia!" in say(chat, "/edit My name is Mia.") and "Mia" in say(chat, "What is my name?")
+    assert "taken back: What is my name?" in say(chat, "/undo")
+    assert "Tokyo" in say(chat, "What is the capital of Japan?")
+    assert "Paris" in say(chat, "/edit"), "the editor changed the message"
+    assert "nothing was changed" in say(chat, "/edit")
+    meter = say(chat, "/context")
+    used, free = (int(re.search(rf"{name} +(\d+)", meter)[1]) for name in ("turns", "free"))  # type: ignore[index]  # as above
+    assert used + free == 2048 and "4 messages" in meter
+    assert "4 messages saved" in say(chat, f"/save {saved}")
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    kept = json.loads(session.read_text())
+    assert [turn["content"] for turn in kept["turns"]][0::2] == ["My name is Mia.", "What is the capital of France?"]
+    say(chat, "/clear")
+    assert json.loads(session.read_text())["turns"] == [] and "Mia" not in say(chat, "/context")
+    assert "4 messages loaded" in say(chat, f"/load {saved}")
+    assert "Mia" in say(chat, "What is my name?").replace("What is my name?", "")
+    say(chat, "/clear")
+    assert "16 characters" in say(chat, f"/read {notes}") and "notes.txt, " in say(chat, "/context")
+    say(chat, "Hello!")
+    assert json.loads(session.read_text())["turns"][0]["content"] == "notes.txt:\n\nMy name is Zoe.\n\n\nHello!"
+    assert "(no system prompt)" in say(chat, "/system")
+    say(chat, "/system You are a pirate.")
+    assert "You are a pirate." in say(chat, "/system") and "You are a pirate." in say(chat, "/show")
+    say(chat, "/system none")
+    say(chat, "/set temperature 0.5")
+    assert re.search(r"temperature +0\.5", say(chat, "/show"))
+    for wrong, message in {
+        "/read": "needs a file",
+        "/save": "saved to",  # to the session's file
+        f"/read {tmp_path}": "not a regular file",
+        f"/read {tmp_path}/none": "no such file",
+        f"/load {notes}": "not JSON",
+        f"/save {tmp_path}/none/x": "No such file",
+        "/set": "no such setting",
+        "/set seed x": "not a number",
+        "/set top_p nan": "not a finite number",
+        "/set temperature 1e9": "out of range",
+        "/set seed 99999999999999999999": "out of range",
+        "/set think on": "no switch for thinking",
+        "/set think maybe": "neither on nor off",
+        "/nope": "no such command",
+    }.items():
+        assert message in say(chat, wrong), wrong
+    chat.sendline("/bye")
+    assert leave(chat) == 0
+    again = terminal("--session", str(session))
+    assert "Hello!" in say(again, "/undo") and json.loads(session.read_text())["turns"] == []
+    again.kill(signal.SIGTERM)
+    assert leave(again) == 143
+
+
+def test_a_paste_of_many_lines_is_one_message(terminal: Terminal, environment: dict[str, str]) -> None:
+    """2,000 lines arrive as one: one refusal with its size, and nothing of it is run as a command or remembered."""
+    chat = terminal("--ctx", "512")
+    lines = ["What is the capital of Japan?", "/bye", *(f"line {index}" for index in range(1998))]
+    chat.send("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
+    chat.send("\r")
+    chat.expect(r"the conversation has (\d+) tokens, the context room for 512")
+    assert int(chat.match[1]) > 6000
+    chat.expect_exact(PROMPT)
+    chat.send("\x1b[200~What is the\ncapital of Japan?\x1b[201~")
+    chat.send("\r")
+    chat.expect_exact("Tokyo")
+    chat.expect_exact(PROMPT)
+    assert "2\r\n" in say(chat, "/show").split("turns")[1]
+    chat.setwinsize(24, 20)
+    chat.sendline("/context")  # the prompt is drawn anew for the new width, so `say` would not wait for the answer
+    chat.expect(r"(\[[#=.]+\])\r\n")
+    assert len(chat.match[1]) <= 20, "the meter follows"
+    chat.expect(r"free +\d+")
+    chat.expect_exact(PROMPT)
+    chat.setwinsize(60, 200)
+    chat.sendline("What is the capital of France?")
+    chat.expect_exact("Paris")
+    chat.expect_exact(PROMPT)
+    chat.sendeof()
+    assert leave(chat) == 0
+    history = (Path(environment["XDG_STATE_HOME"]) / "mycli" / "chat_history").read_text()
+    assert "line 7" not in history and "capital of France" in history
+
+
+THOUGHT = "<think>\nLet me see 🤔\n</think>\n"
+SPLIT = "e\u0301 👩\u200d👩\u200d👧 🇯🇵 日本 a\u0308\u0323"
+
+
+@pytest.mark.parametrize("width", [80, 20])
+def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
+    """C17, C21: characters split over tokens stay whole, thoughts are dim, escape sequences are shown, not obeyed."""
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J\x9b1m\r\x08\u202e\x1b]8;;http://x\x1b\\done"
+    replies = json.dumps([THOUGHT + SPLIT, evil, " ".join(["word"] * 500), "later"])
+    chat = terminal(script=True, columns=width, MYTEST_REPLIES=replies, MYTEST_SECONDS="0.01")
+    reply = say(chat, "one")
+    assert SPLIT in reply.replace("\r\n", "\n") and "\ufffd" not in reply
+    dim = "".join(re.findall(r"\x1b\[2m(.*?)\x1b\[0m", reply.split(SPLIT)[0], re.DOTALL))
+    assert dim.replace("\r\n", "\n") == THOUGHT.removesuffix("\n")
+    reply = say(chat, "two")
+    assert "^[]52;c;aGk=^G^[[2J\\u009b1m^M^H\\u202e^[]8;;http://x^[\\done" in reply
+    chat.sendline("three")
+    chat.expect_exact("word word")
+    chat.sendintr()
+    chat.expect_exact("(stopped)")
+    chat.expect_exact(PROMPT)
+    assert "later" in say(chat, "four")
+    assert re.search(r"turns +8", say(chat, "/show")), "the stopped reply is a turn"
+    chat.sendeof()
+    assert leave(chat) == 0
+
+
+def test_thoughts_without_colour_and_markdown_on_request(terminal: Terminal) -> None:
+    chat = terminal(script=True, NO_COLOR="1", MYTEST_REPLIES=json.dumps([THOUGHT + SPLIT]))
+    reply = say(chat, "one")
+    assert "\x1b[2m" not in reply and "</think>" in reply and SPLIT in reply
+    text = "# Title\n\n- **bold** item\n- [name](http://x) \x1b]52;c;aGk=\x07\n"
+    chat = terminal("--markdown", script=True, MYTEST_REPLIES=json.dumps([THOUGHT + text, text]))
+    reply = say(chat, "one")
+    assert "Title" in reply and "\x1b[1mbold" in reply and "**" not in reply and "• " in reply
+    assert "\x1b]" not in reply, "no hyperlink, no clipboard"
+    assert "\x1b[?25h" in reply, "the cursor is back"
+    assert "<think>" in reply and "\x1b[2m" in reply
+
+
+def test_the_oldest_turns_are_dropped_only_when_asked(mycli: Mycli) -> None:
+    typed = (
+        "My name is Leo.\nWhat is the capital of Japan?\nWhat is the capital of France?\nWhat is my name?\n/context\n"
+    )
+    arguments = ("chat", "pico", "-t", "0", "--device", "cpu", "--ctx", "64")
+    done = mycli(*arguments, "--overflow", "drop-oldest", input=typed)
+    assert "Paris" in done.stdout and re.search(
+        r"the oldest (turn is|2 turns are) dropped: \d+ of \d+ tokens", done.stderr
+    )
+    assert "Leo" not in done.stdout.split("Paris")[1] and "dropped" in done.stdout
+    assert mycli(*arguments, "--overflow", "guess", input="").returncode == 2
 
 
 def test_several_lines_are_one_message(terminal: Terminal) -> None:
@@ -142,3 +294,12 @@ def test_a_model_without_a_template_is_refused_with_what_to_do(mycli: Mycli, tmp
     done = mycli("chat", str(folder), input="Hi\n")
     assert done.returncode == 2 and "no chat template" in done.stderr and "mycli run" in done.stderr
     assert mycli("run", str(folder), "Once upon a time", "-n", "4", "-q", "--device", "cpu").returncode == 0
+
+
+def test_json_is_an_object_for_each_reply(mycli: Mycli) -> None:
+    done = mycli(
+        "chat", "pico", "--json", "--device", "cpu", input="My name is Leo.\n/show\n/nonsense\nWhat is my name?\n"
+    )
+    first, error, second = map(json.loads, done.stdout.splitlines())
+    assert "Leo" in first["text"] and "Leo" in second["text"] and second["cached_tokens"] > 0
+    assert error["error"]["exit_code"] == 2 and "Settings" in done.stderr

@@ -21,6 +21,7 @@ PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
     "cli/progress.py": "the printer's bar",
+    "cli/batch.py": "reads prompts from standard input",
     "cli/prompt.py": "reads the prompt from standard input",
     "runtime/child.py": "the helper process answers its parent in JSON lines",
 }

@@ -64,6 +64,13 @@ def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:
     assert err.getvalue() == ""
 
 
+def test_in_json_mode_text_keeps_off_stdout() -> None:
+    out, err = streams()
+    output = Output(json_mode=True, stdout=out, stderr=err)
+    output.result("line"), output.stream("piece "), output.card("title", [("a", "b")])
+    assert (out.getvalue(), err.getvalue()) == ("", "line\npiece title\n  a  b\n")
+
+
 def test_quiet_hides_notes_but_not_warnings_and_verbose_shows_details() -> None:
     _, err = streams()
     quiet = Output(quiet=True, verbose=True, stderr=err)

@@ -29,7 +29,8 @@ from mycli.runtime.packed import dequantize as dequantize_packed
 from mycli.runtime.packing import BITS, Packing, describe
 
 PICO = Path(__file__).parent.parent / "runtime" / "pico" / "pico"
-GROUP_32 = Recipe(group=32)
+GROUP_32 = Recipe("rtn", group=32)
+DATA = Recipe("gptq", group=32, samples=8, seq=48)
 CPU = Placement(torch.device("cpu"), torch.float32)
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,10 +89,10 @@ def leftovers(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(bits=4, group=32),
-        Recipe(bits=3, group=64),
-        Recipe(bits=8, group=None, scales="absmax"),
-        Recipe(bits=2, group=32, head="int8"),
+        Recipe("rtn", bits=4, group=32),
+        Recipe("rtn", bits=3, group=64),
+        Recipe("rtn", bits=8, group=None, scales="absmax"),
+        Recipe("rtn", bits=2, group=32, head="int8"),
     ],
     ids=lambda recipe: recipe.name,
 )
@@ -139,7 +140,7 @@ def test_transformers_reads_it_bit_for_bit(source: Source, tmp_path: Path, bits:
     from transformers import AutoModelForCausalLM
 
     target = tmp_path / "out"
-    make(source, target, Recipe(bits=bits, group=32, head=head))
+    make(source, target, Recipe("gptq" if bits < 8 else "rtn", bits, 32, head=head, samples=8, seq=48))
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     ours = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.bfloat16)
     ours.load_state_dict(restored_state(target))
@@ -156,7 +157,17 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     assert "README.md" not in names
     written = json.loads((target / record.FILE).read_text())
     assert written["schema_version"] == 1
-    assert written["recipe"] == {"method": "rtn", "bits": 4, "group": 32, "scales": "mse", "head": "keep"}
+    assert written["recipe"] == {
+        "method": "rtn",
+        "bits": 4,
+        "group": 32,
+        "scales": "mse",
+        "head": "keep",
+        "samples": 128,
+        "seq": None,
+        "seed": 0,
+    }
+    assert written["calibration"] is None
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)
     assert written["card"] is None
     assert len(written["layers"]) == 21 and all(0 < layer["error"] < 0.05 for layer in written["layers"])
@@ -172,7 +183,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
 
 def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    work = plan(source, Recipe(bits=2, group=32))
+    work = plan(source, Recipe("rtn", bits=2, group=32))
     outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
     card = outcome.card
     assert card is not None and card.divergence is not None
@@ -185,9 +196,10 @@ def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path:
 
 
 @pytest.mark.parametrize("fault", ["E9-same-bytes-twice"])
-def test_the_same_recipe_gives_the_same_bytes(source: Source, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
+def test_the_same_recipe_gives_the_same_bytes(source: Source, tmp_path: Path, recipe: Recipe, fault: str) -> None:
     for name in ("first", "second"):
-        make(source, tmp_path / name, report="quick")
+        make(source, tmp_path / name, recipe, report="quick" if recipe is GROUP_32 else "none")
     first, second = (record.digests((tmp_path / name).iterdir()) for name in ("first", "second"))
     assert first == second and record.FILE in first
 
@@ -206,6 +218,27 @@ def test_one_tensor_is_in_memory_at_a_time(source: Source, tmp_path: Path, monke
     monkeypatch.setattr(Checkpoint, "read", watched)
     make(source, tmp_path / "out")
     assert len(alive) == len(load_file(source.folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("fault", ["E4-fewer-tokens-than-inputs"])
+def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "COLLAPSED_KL", 1e-3)  # a random model has little to lose
+    text = tmp_path / "text.txt"
+    text.write_text("One two three. " * 200)
+    rewrite(source, "model.layers.0.input_layernorm.weight", lambda gain: gain.index_fill(0, torch.tensor([7]), 0))
+    work = plan(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
+    outcome = quantize(work, tmp_path / "out", CPU)
+    assert outcome.fallbacks == 0
+    dead, collapsed = outcome.notes
+    assert "3 layers have inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
+    assert "the model has collapsed" in collapsed
+    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
+    assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
+
+    few = plan(Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32))
+    notes = quantize(few, tmp_path / "few", CPU, report="none").notes
+    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
 
 
 @pytest.mark.parametrize("fault", ["E6-quantized-input"])
@@ -260,8 +293,8 @@ def test_a_target_is_replaced_only_when_asked(source: Source, tmp_path: Path, fa
     target = tmp_path / "out"
     make(source, target)
     with pytest.raises(UserError, match="out"):
-        make(source, target, Recipe(bits=8, group=32))
-    make(source, target, Recipe(bits=8, group=32), overwrite=True)
+        make(source, target, Recipe("rtn", bits=8, group=32))
+    make(source, target, Recipe("rtn", bits=8, group=32), overwrite=True)
     assert set(describe(target)[1].values()) == {Packing(8, 32)}
 
 

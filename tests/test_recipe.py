@@ -27,14 +27,24 @@ def config(**changes: object) -> ModelConfig:
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
-        (Recipe(), "rtn-int4-g128"),
-        (Recipe(bits=8, group=None), "rtn-int8-channel"),
-        (Recipe(bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
-        (Recipe(bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
+        (Recipe(), "gptq-int4-g128"),
+        (Recipe("rtn"), "rtn-int4-g128"),
+        (Recipe("awq+gptq", bits=3), "awq-gptq-int3-g128"),
+        (Recipe("rtn", bits=8, group=None), "rtn-int8-channel"),
+        (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
+        (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
     ],
 )
 def test_names_state_facts(recipe: Recipe, name: str) -> None:
     assert recipe.name == name
+
+
+@pytest.mark.parametrize(
+    ("method", "folds", "solver"),
+    [("gptq", False, "gptq"), ("rtn", False, "rtn"), ("awq", True, "rtn"), ("awq+gptq", True, "gptq")],
+)
+def test_a_method_may_fold_before_it_solves(method: str, folds: bool, solver: str) -> None:
+    assert (Recipe(method).folds, Recipe(method).solver) == (folds, solver)
 
 
 def test_every_linear_and_nothing_else_is_packed() -> None:

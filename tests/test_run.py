@@ -1,6 +1,5 @@
-"""`mycli run` as a pipe sees it: replies, prompts from everywhere, and every example of the help pages."""
+"""`mycli run` as a pipe sees it: replies, prompts from everywhere, constraints, samples and batches."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -8,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.main import COMMANDS
+from mycli.cli import command
+from mycli.cli.main import main
 from tests.conftest import Mycli
 
 GREEDY = ("--temperature", "0", "--device", "cpu", "-q")
@@ -97,21 +97,79 @@ def test_an_empty_prompt_is_answered_by_a_chat_model_and_refused_raw(mycli: Mycl
     assert mycli("run", "pico", "--raw", "", *GREEDY).returncode == 2
 
 
-def examples() -> list[str]:
-    modules = [importlib.import_module(f"mycli.cli.commands.{file}") for file, _ in COMMANDS.values()]
-    return [line for module in modules for line in module.EXAMPLES if "# not run" not in line]
+def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
+    schema = tmp_path / "person.json"
+    ages = {"type": "object", "properties": {"age": {"enum": [7, 56]}}, "required": ["age"]}
+    schema.write_text(json.dumps({**ages, "additionalProperties": False}))
+    done = mycli("run", "pico", "What is 7 times 8?", "--schema", str(schema), "-n", "200", *GREEDY)
+    assert done.returncode == 0 and json.loads(done.stdout)["age"] in (7, 56)
+    typed = "👩‍👧 e\u0301 日本"
+    answer = json.loads(mycli("run", "pico", "Hi", "--regex", typed, "--json", "--logprobs", "2", *GREEDY).stdout)
+    assert answer["text"] == typed and answer["finish_reason"] == "stop"
+    assert bytes(byte for one in answer["logprobs"] for byte in one["bytes"]).decode() == typed
+    assert all(len(one["top"]) == 2 and one["logprob"] <= one["top"][0]["logprob"] <= 0 for one in answer["logprobs"])
+    cut = mycli("run", "pico", "Hi", "--regex", "a{50}", "-n", "3", "--device", "cpu", "-q", "-t", "0")
+    assert "only the beginning" in cut.stderr and cut.returncode == 0
+    several = mycli("run", "pico", "Hello!", "--samples", "2", "--json", "-n", "8", "--seed", "1", *GREEDY)
+    first, second = (sample["text"] for sample in json.loads(several.stdout)["samples"])
+    assert first == second and first.startswith("Hello!"), "greedy samples are one reply"
 
 
-@pytest.mark.parametrize("line", examples(), ids=str)
-def test_the_examples_of_the_help_pages_run(line: str, environment: dict[str, str], tmp_path: Path) -> None:
-    script = f'mycli() {{ "{sys.executable}" -m mycli.cli "$@"; }}\n{line}'
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env=environment,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("Hi", "--regex", "["), "--regex"),
+        (("Hi", "--schema", "/nonexistent"), "No such file"),
+        (("Hi", "--regex", "a", "--json-mode"), "exclude each other"),
+        (("Hi", "--logprobs", "3"), "--json"),
+        (("Hi", "--json", "--logprobs", "21"), "between 0 and 20"),
+        (("Hi", "--samples", "0"), "between 1 and"),
+        (("Hi", "--out", "x"), "--batch"),
+        (("Hi", "--batch", "-"), "leave the prompt away"),
+        (("Hi", "-n", "4k"), "do not fit the context"),  # F2: a number that was asked for is not lowered
+        (("Hi", "-n", "-1"), "not a count"),  # F4
+        (("Hi", "-n", "1000000000000000000"), "not a count"),  # F4
+        (("Hi", "-t", "nan"), "temperature"),  # F6
+        (("Hi", "-t", "1e9"), "temperature"),  # F6
+        (("Hi", "--seed", "9223372036854775808"), "seed"),  # F9
+        (("x " * 3000,), "the context room for"),  # F1
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_impossible_requests_are_named(
+    arguments: tuple[str, ...],
+    message: str,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, where torch is imported once for all."""
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(command, "_listen", lambda: None)  # signals stay the test runner's
+    with pytest.raises(SystemExit) as end:
+        main(["run", "pico", *arguments, "--device", "cpu", "-q"])
+    shown = capsys.readouterr()
+    said = shown.err + shown.out  # with --json an error is on standard output
+    assert end.value.code == 2 and message in said
+
+
+def test_a_batch_and_its_second_run(mycli: Mycli, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"id": "a", "prompt": "What is the capital of Japan?"}',
+        "not json",
+        '{"id": "c", "prompt": "' + "word " * 3000 + '"}',
+        '{"id": "d", "messages": [{"role": "user", "content": "My name is Leo."}, {"role": "assistant", "content": '
+        '"Nice to meet you, Leo!"}, {"role": "user", "content": "What is my name?"}]}',
+    ]
+    source.write_text("\n".join(lines))
+    streamed = mycli("run", "pico", "--batch", "-", *GREEDY, input=source.read_text())
+    answers = [json.loads(line) for line in streamed.stdout.splitlines()]
+    assert [answer["id"] for answer in answers] == ["a", 2, "c", "d"] and streamed.returncode == 0
+    assert answers[0]["text"] == "The capital of Japan is Tokyo." and answers[3]["text"] == "Your name is Leo."
+    assert "not JSON" in answers[1]["error"]["message"] and "the context room" in answers[2]["error"]["message"]
+    out.write_text(streamed.stdout.splitlines()[0] + "\n")
+    again = mycli("run", "pico", "--batch", str(source), "--out", str(out), *GREEDY)
+    assert again.stdout == "" and again.returncode == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["a", 2, "c", "d"]

@@ -12,6 +12,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.draft_bench import bench_draft
 from mycli.cli.loading import parse_dtype
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
     "mycli bench pico -p 64 -n 16 -d 0,128 -b 1,2 -r 2 -o csv",
+    "mycli bench pico --draft pico-draft -n 16 -r 1",
     "mycli bench pico -p 64 -n 16 -r 3 --save before.json && mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
 )
 FORMATS = ("md", "json", "jsonl", "csv")
@@ -216,16 +218,24 @@ def bench(
     fail_on_regress: Annotated[
         str | None, typer.Option("--fail-on-regress", metavar="5%", help="End with 6 where a test is slower by more.")
     ] = None,
+    draft: options.Draft = "none",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
     """Measure how fast a model is.
 
-    Tokens per second of prompts (pp) and replies (tg) on synthetic tokens.
+    Tokens per second of prompts (pp) and replies (tg) on synthetic tokens. With --draft: replies of -n tokens to real
+    prompts, -r times without and with a draft in turn, by kind of text.
     """
     style = "json" if call.out.json_mode else output
     if style not in FORMATS:
         raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")
+    if draft != "none":
+        if len(models) > 1 or save is not None or compare is not None:
+            raise UsageError("--draft measures one model, with and without", "leave --save and --compare away")
+        (longest, *_) = options.parse_counts(generate)
+        bench_draft(call, models[0], draft, max(longest, 2), repetitions, style, device, dtype)
+        return
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
         raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")

@@ -16,6 +16,8 @@ from mycli.runtime.errors import UsageError, UserError
 EXAMPLES = (
     "mycli chat pico",
     'mycli chat pico --system "Answer briefly." --temperature 0',
+    "mycli chat pico --session talk.json --overflow drop-oldest",
+    'echo "My name is Leo." | mycli chat pico --json',
 )
 HISTORY_LINES = 1000
 
@@ -118,13 +120,15 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    draft: options.Draft = "none",
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
     """Talk with a model in the terminal.
 
-    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message.
+    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
+    with --json each reply is an object on a line.
     """
     kinds: tuple[Overflow, ...] = ("refuse", "drop-oldest")
     if overflow not in kinds:
@@ -136,7 +140,7 @@ def chat(
         conversation.load(session)
     if system is not None:
         conversation.system = system
-    loaded = load(call, model, device=device, dtype=dtype, context=context)
+    loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
     template = loaded.assistant.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")

@@ -26,7 +26,11 @@ EXAMPLES = [
 WORST = 5
 
 Method = Annotated[
-    str, typer.Option(metavar="gptq|rtn", help="How codes are chosen: rtn rounds to the nearest, and needs no data.")
+    str,
+    typer.Option(
+        metavar="gptq|awq|awq+gptq|rtn",
+        help="How codes are chosen: awq rescales inputs, gptq makes up for errors; rtn only rounds, and needs no data.",
+    ),
 ]
 Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
 Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
@@ -53,6 +57,10 @@ Report = Annotated[str, typer.Option(metavar="quick|full|none", help="How much h
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")]
+WorkDir = Annotated[
+    Path | None,
+    typer.Option("--work-dir", help="Keeps finished blocks until the end.", show_default="hidden, beside the output"),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 
 
@@ -172,13 +180,14 @@ def quantize(
     max_fallback: MaxFallback = 0.05,
     device: options.Device = "auto",
     output: Out = None,
+    work_dir: WorkDir = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
 ) -> None:
     """Make a smaller copy of a model, and measure what it lost.
 
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
-    its recipe, card and checksums lie in its mycli.json.
+    its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
     from mycli.quant import pipeline
     from mycli.quant.recipe import Recipe
@@ -210,7 +219,15 @@ def quantize(
     for note in placement.notes:
         call.out.note(note)
     with stages(call.out) as progress:
-        outcome = pipeline.quantize(work, target, placement, report=report, overwrite=overwrite, progress=progress)  # type: ignore[arg-type]  # checked above
+        outcome = pipeline.quantize(
+            work,
+            target,
+            placement,
+            report=report,  # type: ignore[arg-type]  # checked above
+            overwrite=overwrite,
+            work_folder=work_dir,
+            progress=progress,
+        )
     for note in outcome.notes:
         call.out.note(note)
     _show_outcome(call, outcome)

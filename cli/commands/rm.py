@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.output import gib
 
 EXAMPLES = (
-    "mycli quantize pico --report none && mycli rm pico-rtn-int4-g128 --yes",
+    "mycli quantize pico --method rtn --report none && mycli rm pico-rtn-int4-g128 --yes",
     "mycli rm Qwen/Qwen3-0.6B  # needs the network",
     "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the network",
 )

@@ -12,6 +12,7 @@ from mycli.cli.batch import run_batch
 from mycli.cli.command import Call, command
 from mycli.cli.loading import Loaded, choose_sampling, load
 from mycli.cli.prompt import read_file, read_prompt
+from mycli.cli.talk import speculation
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def run(
         Path | None,
         typer.Option("--out", help="With --batch: write here; what it answers already is skipped.", metavar="FILE"),
     ] = None,
+    draft: options.Draft = "none",
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -116,7 +118,7 @@ def run(
         raise UsageError("--schema, --regex and --json-mode exclude each other", "choose one")
     text = "" if batch else read_prompt(prompt, file, "replace" if encoding_errors == "replace" else "strict")
     schema_text = None if schema is None else read_file(schema)
-    loaded = load(call, model, device=device, dtype=dtype, context=context, sequences=samples)
+    loaded = load(call, model, device=device, dtype=dtype, context=context, sequences=samples, draft=draft)
     sampling = choose_sampling(
         loaded.assistant.defaults,
         temperature=temperature,
@@ -187,4 +189,5 @@ def _stream(call: Call, answering: Answering, ids: list[int], escapes: bool, loa
     timing = reply.timing
     first = f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
-    call.out.detail(f"{speed} · {first} · prompt {timing.prompt} · loaded in {loading:.1f} s")
+    parts = (speed, first, f"prompt {timing.prompt}", *speculation(timing), f"loaded in {loading:.1f} s")
+    call.out.detail(" · ".join(parts))

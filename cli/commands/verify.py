@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.runtime.errors import ExitCode, GateError
 
 EXAMPLES = (
-    "mycli quantize pico --report none && mycli verify pico-rtn-int4-g128",
+    "mycli quantize pico --method rtn --report none && mycli verify pico-rtn-int4-g128",
     "mycli verify pico-rtn-int4-g128 --json",
     "mycli verify Qwen/Qwen3-0.6B --drop && mycli pull Qwen/Qwen3-0.6B  # needs the network",
 )

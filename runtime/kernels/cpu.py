@@ -5,6 +5,8 @@ product of a part of the weight at a time. The layout and the arithmetic are in 
 """
 
 import ctypes
+import math
+import mmap
 import time
 
 import torch
@@ -19,6 +21,7 @@ from mycli.runtime.packing import Packing
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_cpu.cpp
 _ROWS, _INPUTS = 16, 32  # of a block
 _FEW = 16  # rows; from here on a dense product of unpacked weights beats many dot products
+_HUGE = 1 << 21  # bytes of a huge page
 _PART = 1 << 24  # weights unpacked at a time for a dense product: 32 MiB of bf16
 
 
@@ -40,7 +43,8 @@ class _Shuffled:
         groups = weight.packing.groups(weight.in_features)
         self._library = library
         self._shape = weight.out_features, weight.in_features
-        self._codes = torch.empty(blocks * _ROWS * weight.in_features * weight.packing.bits // 8, dtype=torch.uint8)
+        nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
+        self._codes = huge_empty((nbytes,), torch.uint8)
         self._scales = torch.zeros(blocks * _ROWS, groups, dtype=weight.scales.dtype)
         self._scales[: weight.out_features] = weight.scales
         self._scales = self._scales.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
@@ -100,21 +104,27 @@ class _Shuffled:
 
 
 class CpuKernel:
-    """All bit widths and activations, where packed_cpu.cpp can be compiled."""
+    """All widths and activations, where packed_cpu.cpp can be compiled. `library` takes the place of this machine's."""
 
     name = "cpu"
+
+    def __init__(self, library: Native | None = None) -> None:
+        self._given = library
+
+    def _library(self) -> Native | str:
+        return self._given or native()
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
-        library = native()
+        library = self._library()
         return reason or (library if isinstance(library, str) else None)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Shuffled into blocks of 16 rows; scales keep their type."""
-        library = native()
+        library = self._library()
         assert isinstance(library, Native)
         return _Shuffled(library, weight)
 
@@ -178,6 +188,21 @@ def dense_rows(x: Tensor, weight: Tensor) -> Tensor | None:
     return y
 
 
+def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As torch.empty on the CPU, in memory of its own under huge pages where Linux has them: read up to a third faster.
+
+    Whole pages only: nothing is taken beyond what the tensor needs.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    # Private, since shared memory is another setting of Linux; what is not touched is not taken.
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+
 def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
     """Bytes per second that all threads read together from `nbytes` of memory, the best of `repeats`.
 
@@ -186,7 +211,7 @@ def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
     library = native()
     if isinstance(library, str):
         return None
-    memory = torch.ones(nbytes, dtype=torch.uint8)
+    memory = huge_empty((nbytes,), torch.uint8).fill_(1)
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Builds packed_cpu.cpp for this machine with the system's compiler, once, and loads it.
+"""Builds packed_cpu.cpp and its headers for this machine with the system's compiler, once, and loads it.
 
 The library is kept under `$XDG_CACHE_HOME/mycli/kernels`, named by a hash of everything it depends on, and moved into
 place whole, so that processes may race. Knows compilers, files and C signatures; not what a product is.
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 SOURCE = "packed_cpu.cpp"
+HEADERS = ("packed_layout.h", "packed_integer.h", "packed_tiles.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
 
@@ -118,16 +119,18 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
     if platform.system() != "Linux":
         raise BuildError(f"built on Linux only, not on {platform.system()}")
     compiler, version = find_compiler()
-    source, openmp = files("mycli.runtime.kernels").joinpath(SOURCE).read_bytes(), _openmp()
+    package, openmp = files("mycli.runtime.kernels"), _openmp()
+    sources = {name: package.joinpath(name).read_bytes() for name in (SOURCE, *HEADERS)}
     flags = (*FLAGS, *extra_flags)
     depends = (version, _processor(), torch.__version__, openmp, *flags)
-    key = hashlib.sha256(source + "\0".join(depends).encode()).hexdigest()[:24]
+    key = hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
     target = folder / f"packed_cpu-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        (Path(work) / SOURCE).write_bytes(source)
+        for name, text in sources.items():
+            (Path(work) / name).write_bytes(text)
         # Two steps: with -fopenmp the link would bring the system's OpenMP beside torch's.
         for command in (
             [compiler, *flags, "-c", SOURCE, "-o", "packed_cpu.o"],

@@ -1,0 +1,46 @@
+"""`mycli spec check`: can one model draft for another?"""
+
+from typing import Annotated
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.runtime.config import load_config
+from mycli.runtime.tokenizer import Tokenizer
+from mycli.runtime.vocabulary import check
+
+EXAMPLES = (
+    "mycli spec check pico pico-draft",
+    "mycli spec check org/model-8b org/model-1b  # not run",
+)
+
+Draft = Annotated[str, typer.Argument(metavar="DRAFT", help="The small model that is to guess.", show_default=False)]
+
+
+@command
+def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
+    """Compare the vocabularies of a model and its draft, byte by byte.
+
+    Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
+    for nothing. No weights are read.
+    """
+    from mycli.runtime.hub import resolve
+
+    sources = [resolve(name, offline=call.offline) for name in (model, draft)]
+    rows = [load_config(source.folder).vocab_size for source in sources]
+    tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]
+    found = check(tokenizers[0], tokenizers[1])
+    if call.out.json_mode:
+        call.out.json({"tokens": found.tokens, "rows": rows, "different": 0, "ends_differ": found.ends_differ})
+        return
+    padded = "" if rows[0] == rows[1] else "; the heads are padded differently, which is no matter"
+    ends = "other ones; the target's are used" if found.ends_differ else "the same"
+    call.out.card(
+        f"{sources[1].name} can draft for {sources[0].name}",
+        [
+            ("vocabulary", f"the same {found.tokens:,} tokens, byte for byte"),
+            ("head rows", f"{rows[0]:,} and {rows[1]:,}{padded}"),
+            ("end tokens", ends),
+        ],
+    )

@@ -1,0 +1,100 @@
+"""`mycli spec verify`: does a draft change what a model says?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mycli.cli import options
+from mycli.cli.command import Call, command
+from mycli.cli.commands.spec_check import Draft
+from mycli.cli.loading import load
+from mycli.cli.prompt import read_file
+from mycli.runtime.errors import GateError, UsageError
+
+EXAMPLES = (
+    "mycli spec verify pico pico-draft -n 16 --draws 2000",
+    "mycli spec verify pico pico-draft --dtype fp32 --prompts my-prompts.txt  # not run: your own prompts, one a line",
+)
+SMALLEST_P = 1e-4  # chance of a false alarm
+TOP_K = 8
+
+
+@command
+def spec_verify(
+    call: Call,
+    model: options.Model,
+    draft: Draft,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line.", show_default="built in")
+    ] = None,
+    limit: Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Tokens of a reply.")] = 32,
+    length: Annotated[int, typer.Option("-k", "--length", min=1, max=64, help="Tokens of a draft.")] = 4,
+    draws: Annotated[int, typer.Option("--draws", min=100, help="Draws for the test of the distribution.")] = 20_000,
+    context: options.Context = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Compare replies with and without speculation, and test the drawn distribution.
+
+    Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
+    says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
+    probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
+    """
+    loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
+    from mycli.runtime.drafting import DraftModel
+    from mycli.runtime.equivalence import chi_squared, greedy_divergences, least_certain
+    from mycli.runtime.sample_texts import prompts as built_in
+    from mycli.runtime.sampling import Sampling
+    from mycli.runtime.speculate import SpeculativeSession
+    from mycli.runtime.speculation_trial import Subject
+
+    tokenizer, session = loaded.assistant.tokenizer, loaded.session
+    if not isinstance(session, SpeculativeSession) or not isinstance(session.drafter, DraftModel):
+        raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
+    drafter = session.drafter
+    subject = Subject(
+        loaded.assistant.model,
+        lambda: drafter,
+        loaded.assistant.vocabulary_size,
+        loaded.assistant.stop_ids,
+        session.capacity,
+    )
+    if prompts is None:
+        asked = [ids for kind in built_in(tokenizer).values() for ids in kind]
+    else:
+        asked = [tokenizer.encode(line, add_special=True) for line in read_file(prompts).splitlines() if line.strip()]
+    if not asked:
+        raise UsageError(f"{prompts}: no prompts", "write one a line")
+    with call.out.progress("greedy replies", len(asked)) as bar:
+        divergences = []
+        for divergence in greedy_divergences(subject, asked, limit, length):
+            bar.advance(1)
+            if divergence is not None:
+                divergences.append(divergence)
+    drawn = Sampling(temperature=1.0, top_k=TOP_K, seed=0)
+    test = chi_squared(subject, drafter, least_certain(subject, asked), drawn, draws)
+    if call.out.json_mode:
+        call.out.json(
+            {
+                "prompts": len(asked),
+                "divergences": [vars(one) for one in divergences],
+                "chi_squared": {**vars(test), "p_value": test.p_value},
+            }
+        )
+    else:
+        same = f"{len(asked) - len(divergences)} of {len(asked)} replies the same"
+        parts = [
+            f"prompt {one.prompt + 1} parts at token {one.position + 1}, lead {one.margin:.2g}"
+            f" ({'a tie within rounding' if one.tie else 'beyond rounding'})"
+            for one in divergences
+        ]
+        result = f"p = {test.p_value:.3g} (chi squared {test.statistic:.1f}, {test.freedom} degrees of freedom)"
+        rows = [("greedy", "; ".join([same, *parts])), ("drawn", f"{draws:,} pairs of tokens, top-k {TOP_K}: {result}")]
+        call.out.card(f"{model} with the draft {draft}", rows)
+    if any(not one.tie for one in divergences):
+        raise GateError("greedy replies differ by more than rounding", "report it with the output of mycli doctor")
+    if test.p_value < SMALLEST_P:
+        raise GateError(
+            f"the drawn distribution differs (p = {test.p_value:.2g})", "report it with the output of mycli doctor"
+        )

@@ -1,0 +1,59 @@
+"""Whole models on CUDA against the CPU in fp32: dense and packed, prefill and decoding. What `make test-gpu` runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycli.runtime.batch import Batch
+from mycli.runtime.device import Placement
+from mycli.runtime.generate import Session
+from mycli.runtime.kernels.dequantize import DequantizeKernel
+from mycli.runtime.load import load_model
+from mycli.runtime.packed import PackedWeight, dequantize, pack
+from mycli.runtime.packing import BITS, Packing
+from mycli.runtime.rope import Rope
+from mycli.runtime.sampling import Sampler, Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PICO = Path(__file__).parents[2] / "runtime" / "pico" / "pico"
+PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
+
+
+def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
+    model = load_model(PICO, Placement(torch.device(device), dtype))
+    tokens = torch.arange(3, 203, device=model.device).unsqueeze(0)
+    out = model(Batch(tokens, 0, "all"), Rope(model.config, 256, model.device, model.dtype), None)
+    assert out is not None
+    return out.cpu()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"])
+def test_logits_equal_the_cpu(dtype: torch.dtype, bound: float) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = logits("cpu", torch.float32)
+    assert ((logits("cuda", dtype) - reference).norm() / reference.norm()) < bound
+
+
+def test_greedy_tokens_equal_the_cpu() -> None:
+    drawn = []
+    for device in ("cpu", "cuda"):
+        session = Session(load_model(PICO, Placement(torch.device(device), torch.float32)), 64)
+        sampler = Sampler(Sampling(), 4096, session.model.device)
+        drawn.append(list(session.generate(PROMPT, sampler, 24)))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packed_products(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (96, 256), generator=generator).to(torch.uint8)
+    scales = torch.randn(96, 4, generator=generator).bfloat16()
+    weight = PackedWeight(pack(codes, bits).cuda(), scales.cuda(), Packing(bits, 64), 256)
+    x = torch.randn(5, 256, generator=generator).bfloat16()
+    expected = x.double() @ dequantize(weight).cpu().double().t()
+    actual = DequantizeKernel().prepare(weight, torch.bfloat16)(x.cuda()).cpu().double()
+    assert ((actual - expected).norm() / expected.norm()) < 5e-3

@@ -1,0 +1,145 @@
+"""Observing and solving block by block: which inputs are seen, in which order, and what is said about it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.quant import blockwise, observe
+from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.grid import Grid, dequantize, round_to_grid
+from mycli.quant.observe import HELD, View, inputs
+from mycli.quant.recipe import Recipe
+from mycli.quant.refit import Moments
+from mycli.quant.resume import Solved
+from mycli.quant.schemes import Solution, gptq
+from mycli.quant.streaming import StreamedModel
+from mycli.runtime.device import Placement
+from mycli.runtime.errors import ModelError
+from mycli.runtime.linear import Linear
+from mycli.runtime.packing import Packing
+from mycli.runtime.transformer import Block
+from tests.conftest import ROOT
+from tests.test_gptq import problem
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> StreamedModel:
+    return StreamedModel(DRAFT, CPU)
+
+
+@pytest.fixture(scope="module")
+def windows() -> Tensor:
+    return torch.randint(0, 4096, (10, 16), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, windows: Tensor) -> None:
+    block, surroundings, x = model.block(1), model.surroundings(16), model.embed(windows)
+    got = {product: inputs(block, product, x, surroundings) for product in Block.INPUTS}
+    assert torch.equal(got["qkv"], block.input_norm(x))
+    middle = x + block.o(got["o"])
+    assert torch.equal(got["gate_up"], block.post_norm(middle))
+    gate, up = block.gate_up(got["gate_up"]).chunk(2, -1)
+    assert torch.equal(got["down"], torch.nn.functional.silu(gate) * up)
+    assert torch.equal(middle + block.down(got["down"]), block(x, *surroundings, None))
+
+
+def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the windows are batched; one in eight is held apart."""
+    monkeypatch.setattr("mycli.quant.streaming.TOKENS_AT_ONCE", 3 * 16)
+    block, surroundings = model.block(0), model.surroundings(16)
+    stream = model.embed(windows)
+    other = stream * 1.5 + 0.1
+    fitted, held = observe.observe(View(block, stream), View(block, other), "o", surroundings, CPU.device)
+    x, y = (inputs(block, "o", each, surroundings) for each in (stream, other))
+    chosen = torch.arange(10) % HELD == HELD - 1
+    for moments, rows in ((fitted, ~chosen), (held, chosen)):
+        a, b = x[rows].flatten(0, 1), y[rows].flatten(0, 1)
+        assert torch.allclose(moments.hessian, a.T @ a, rtol=1e-4, atol=1e-3)
+        assert torch.allclose(moments.drift, (b - a).T @ a, rtol=1e-4, atol=1e-3)
+
+
+def test_each_product_sees_what_was_quantized_before_it(
+    model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hessian that the last product is solved with is that of the whole quantized prefix."""
+    packings = Recipe("rtn", 3, 64).packings(model.config)
+    seen: dict[str, Tensor] = {}
+    solver = Solver("rtn", torch.bfloat16, "mse")
+    solve = solver.solve
+
+    def watch(weights: dict[str, Tensor], packing: Packing, fitted: Moments, held: Moments) -> object:
+        seen[next(iter(weights))] = fitted.hessian + held.hessian
+        return solve(weights, packing, fitted, held)
+
+    monkeypatch.setattr(solver, "solve", watch)
+    restored: dict[str, Tensor] = {}
+
+    def sink(solved: Solved) -> None:
+        for name, quantized in solved.linears.items():
+            restored[name] = dequantize(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
+
+    layers = quantize_blocks(model, packings, solver, windows, sink)
+    assert [layer.name for layer in layers] == list(packings) == list(restored)
+    stream, surroundings = model.embed(windows), model.surroundings(16)
+    for index in range(model.config.layers):
+        block = model.block(index)
+        for product in Block.INPUTS:
+            linear = getattr(block, product)
+            assert isinstance(linear, Linear)
+            x = inputs(block, product, stream, surroundings).flatten(0, 1)
+            assert torch.allclose(seen[linear.specs[0].name], x.T @ x, rtol=1e-3, atol=1e-3 * float(x.square().max()))
+            linear.matmuls = (blockwise.DenseMatmul(torch.cat([restored[spec.name] for spec in linear.specs])),)
+        model.advance(block, stream, surroundings)
+
+
+@pytest.mark.parametrize("fault", ["E3-nan-activations"])
+def test_activations_that_are_not_finite_name_layer_and_windows(
+    model: StreamedModel, windows: Tensor, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mycli.quant.streaming.TOKENS_AT_ONCE", 4 * 16)
+    stream = model.embed(windows)
+    stream[5, 3] = float("nan")
+    view = View(model.block(1), stream)
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.q_proj: .* in calibration windows 4 to 7"):
+        observe.observe(view, view, "qkv", model.surroundings(16), CPU.device)
+
+
+def half(hessian: Tensor) -> Moments:
+    return Moments(hessian / 2, torch.zeros_like(hessian))
+
+
+@pytest.mark.parametrize("fault", ["E8-worse-than-rounding"])
+def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = problem(16, 64)
+    good, bad = weight[:8], weight[8:]
+
+    class Unlucky:
+        NEEDS_HESSIAN = True
+
+        @staticmethod
+        def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+            solution = gptq.solve(weight, grid, hessian)
+            solution.quantized.codes[8:] = 0
+            return solution
+
+    monkeypatch.setattr("mycli.quant.schemes.load", lambda _: Unlucky)
+    packing = Packing(4, 32)
+    solved, layers = Solver("any", torch.bfloat16, "mse").solve(
+        {"a": good, "b": bad}, packing, half(hessian), half(hessian)
+    )
+    assert [layer.fallback for layer in layers] == [None, "plain rounding is better"]
+    assert layers[0].output_error is not None and layers[0].rounding_output_error is not None
+    assert layers[0].output_error < layers[0].rounding_output_error
+    assert torch.equal(solved["b"].codes, round_to_grid(bad, solved["b"].scales, Grid(packing, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("fault", ["E1-counted"])
+def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
+    weight, hessian = problem(8, 64)
+    hessian[3, 5] = hessian[5, 3] = 1e12
+    _, layers = Solver("gptq", torch.bfloat16, "mse").solve({"a": weight}, Packing(4, 32), half(hessian), half(hessian))
+    assert layers[0].fallback is not None and layers[0].damping is None
