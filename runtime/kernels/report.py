@@ -1,4 +1,7 @@
-"""What the Triton kernels compile to, counted without a GPU: `python -m mycli.runtime.kernels.report`.
+"""What the Triton kernels compile to, counted without a GPU.
+
+    python -m mycli.runtime.kernels.report [80 90 ..]        the table, for these compute capabilities or all
+    python -m mycli.runtime.kernels.report docs/kernels.md   the same, put into that file between its two marks
 
 Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
 instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a
@@ -12,7 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mycli.runtime.kernels import triton_matmul, triton_tiles
-from mycli.runtime.kernels.triton_packed import constants
-from mycli.runtime.kernels.triton_shuffle import tile_k
+from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
+from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
+MARK = "<!-- measured by mycli.runtime.kernels.report -->"
 # Per multiprocessor: warps, KiB of shared memory, blocks (CUDA programming guide, compute capabilities).
 _LIMITS = {80: (64, 164, 32), 86: (48, 100, 16), 89: (48, 100, 24), 90: (64, 228, 32), 100: (64, 228, 32)}
 _LIMITS[120] = (48, 100, 32)
@@ -94,7 +98,7 @@ def _main_loop(sass: str) -> list[str]:
     loops = []
     for end, line in enumerate(lines):
         target = re.search(r"^BRA.*?(\.L_x_\d+)", line)
-        if target and labels.get(target[1], end + 1) <= end:
+        if target and labels.get(target[1], end) < end:  # a jump to itself pads the end
             loops.append(lines[labels[target[1]] : end + 1])
     products = [loop for loop in loops if any("MMA" in line for line in loop)]
     return min(products, key=len) if products else max(loops, key=len, default=lines)
@@ -143,7 +147,7 @@ def _blocks(capability: int, registers: int, shared: int, warps: int) -> int:
     return min(most, most_warps // warps, _REGISTERS // (per_warp * warps), kilobytes * 1024 // (shared + 1024))
 
 
-def _multiply(capability: int, packing: Packing, shape: Tile) -> Build:
+def _multiply(packing: Packing, shape: Tile) -> Build:
     columns = tile_k(packing)
     pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
     sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
@@ -174,34 +178,81 @@ def multiply_builds(capability: int) -> Iterator[Build]:
         for group in (*GROUP_SIZES, None):
             packing = Packing(bits, group)
             for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.ROWS):
-                yield _multiply(capability, packing, shape)
+                yield _multiply(packing, shape)
+
+
+def _dequantize(packing: Packing) -> Build:
+    warps = dequantize_warps(packing)
+    sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
+    return Build(
+        name=f"dequantize {packing.name}",
+        kernel=triton_matmul.dequantize_kernel,
+        types={"codes": "*i16", "scales": "*i32", "y": "*bf16", **sizes},
+        constants={
+            **constants(packing, torch.bfloat16, ptx=True),
+            "BLOCK_N": layout_of(packing).chunk_n * warps,
+            "WARPS": warps,
+        },
+        warps=warps,
+        weights=layout_of(packing).chunk_n * warps * tile_k(packing),
+    )
+
+
+def matmul_builds(capability: int) -> Iterator[Build]:
+    """All of `triton_matmul`."""
+    yield from multiply_builds(capability)
+    for bits in BITS:
+        yield _dequantize(Packing(bits, 128))
+    pointers = {"x": "*bf16", "values": "*fp16", "sums": "*fp32"}
+    sizes = dict.fromkeys(("k", "k_kept", "x_stride", "rows_kept"), "i32")
+    tile = {"TILE_K": 128, "TILES": 8, "PERMUTED": False}
+    yield Build("prepare", triton_matmul.prepare_kernel, {**pointers, **sizes}, tile, unaligned=("rows_kept",))
+    sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
+    yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
-    yield from multiply_builds(capability)
+    yield from matmul_builds(capability)
+
+
+def amd(build: Build) -> str:
+    """Compile for AMD with plain operations in place of PTX; which matrix instructions came out."""
+    portable = replace(build, constants={**build.constants, "ASM": False} if "ASM" in build.constants else {})
+    assembly = portable.compile(GPUTarget("hip", AMD, 64)).asm["amdgcn"]
+    return str(Counter(re.findall(r"v_mfma_\w+|v_dot\w+", assembly)).most_common(1))
+
+
+HEADER = """| kernel | sm | instr/weight | loop | product | B in 16-byte loads | B in narrower | B to shared \
+| registers | spilled B | shared KiB | blocks/SM |
+|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def row(build: Build, capability: int) -> str:
+    """One line of the table."""
+    m = measure(build, capability)
+    ratio = f"{m.per_weight:.2f}" if build.weights else ""
+    return (
+        f"| {build.name} | {capability} | {ratio} | {m.loop} | {m.products} | {m.wide_bytes} | {m.narrow_bytes} "
+        f"| {m.shared_store_bytes} | {m.registers} | {m.spills} | {m.shared / 1024:.0f} | {m.blocks} |\n"
+    )
 
 
 def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
     """The report, in Markdown."""
-    lines = [
-        f"Compiled by Triton {triton.__version__}.",
-        "",
-        "| kernel | sm | instr/weight | loop | MMA | 16-byte loads, B | other loads, B | to shared, B | registers "
-        "| spills | shared, KiB | blocks/SM |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for capability in capabilities:
-        for build in builds(capability):
-            m = measure(build, capability)
-            ratio = f"{m.per_weight:.2f}" if build.weights else ""
-            lines.append(
-                f"| {build.name} | {capability} | {ratio} | {m.loop} | {m.products} | {m.wide_bytes} "
-                f"| {m.narrow_bytes} | {m.shared_store_bytes} | {m.registers} | {m.spills} | {m.shared / 1024:.0f} "
-                f"| {m.blocks} |"
-            )
-    return "\n".join(lines) + "\n"
+    rows = (row(build, capability) for capability in capabilities for build in builds(capability))
+    return f"Triton {triton.__version__}.\n\n{HEADER}{''.join(rows)}"
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) == 1 and arguments[0].endswith(".md"):
+        path = Path(arguments[0])
+        before, mark, rest = path.read_text("utf-8").partition(MARK)
+        path.write_text(f"{before}{mark}\n{table()}{MARK}{rest.partition(MARK)[2]}", "utf-8")
+    else:
+        sys.stdout.write(table(tuple(int(argument) for argument in arguments) or CAPABILITIES))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table(tuple(int(argument) for argument in sys.argv[1:]) or CAPABILITIES))
+    _main(sys.argv[1:])

@@ -52,6 +52,11 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
     }
 
 
+def dequantize_warps(packing: Packing) -> int:
+    """Warps of a program of `dequantize_kernel`, each with the rows of one chunk."""
+    return 2 if layout_of(packing).chunk_n == 128 else 4
+
+
 @dataclass(frozen=True)
 class Activation:
     """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
@@ -155,7 +160,7 @@ class TritonMatmul:
     def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         from mycli.runtime.kernels.triton_matmul import dequantize_kernel
 
-        warps = 2 if self._layout.chunk_n == 128 else 4
+        warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
         y = torch.empty((last - first, self.k), dtype=dtype, device=self._codes.device)
         dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
