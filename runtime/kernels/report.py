@@ -204,7 +204,7 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))
     pointers = {"x": "*bf16", "values": "*fp16", "sums": "*fp32"}
-    sizes = dict.fromkeys(("k", "k_kept", "x_stride", "rows_kept"), "i32")
+    sizes = dict.fromkeys(("k", "tiles", "x_stride", "rows_kept"), "i32")
     tile = {"TILE_K": 128, "TILES": 8, "PERMUTED": False}
     yield Build("prepare", triton_matmul.prepare_kernel, {**pointers, **sizes}, tile, unaligned=("rows_kept",))
     sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
