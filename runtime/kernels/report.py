@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mycli.runtime.kernels import triton_matmul, triton_tiles
+from mycli.runtime.kernels import triton_attention, triton_fused, triton_matmul, triton_tiles
+from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps
 from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
 from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
@@ -125,7 +127,8 @@ def measure(build: Build, capability: int) -> Measured:
     loads = [_width(line) for line in loop if line.startswith(("LDG.", "LDGSTS."))]
     stores = sum(_width(line) for line in loop if line.startswith(("STS", "STTM")))
     threads = 32 * build.warps
-    products = Counter(line.split(".")[0] for line in loop if "MMA" in line.split(".")[0])
+    operations = (re.split(r"[.\s]", line)[0] for line in loop)
+    products = Counter(name for name in operations if "MMA" in name)
     return Measured(
         loop=len(loop),
         per_weight=len(loop) * threads / build.weights if build.weights else 0.0,
@@ -211,9 +214,48 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
+def decode_builds() -> Iterator[Build]:
+    """The steps between products, at the shapes of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128."""
+    activation = {"values": "*fp16", "sums": "*fp32", "tiles": "i32", "rows_kept": "i32"}
+    tile = {"TILE_K": 128, "PERMUTED": True}
+    counts = ("count", "rows", "rows_kept", "tokens")
+    norm = {**dict.fromkeys(("residual", "gain", "stream", "normed"), "*bf16"), "parts": "*fp32"}
+    norm |= {"count": "i32", "rows": "i32", "size": "i32", "eps": "fp32", **activation}
+    flags = {"BLOCK": 4096, "ADD": True, "PREPARED": True, **tile}
+    yield Build("sum, norm", triton_fused.norm_kernel, norm, flags, warps=8, unaligned=counts)
+    silu = {"parts": "*fp32", "count": "i32", "rows": "i32", "size": "i32", **activation}
+    yield Build("SiLU", triton_fused.silu_kernel, silu, {"DTYPE": tl.bfloat16, "TILES": 4, **tile}, unaligned=counts)
+    for name, stored in (("", "*bf16"), (" int8", "*i8")):
+        int8 = name != ""
+        cache = {"keys": stored, "values": stored, "key_scales": "*fp32", "value_scales": "*fp32"}
+        strides = dict.fromkeys(("sequence_stride", "head_stride", "capacity"), "i64")
+        rope = dict.fromkeys(("bias", "query_gain", "key_gain", "cos", "sin", "query"), "*bf16")
+        rope |= {"parts": "*fp32", "lengths": "*i32", "eps": "fp32", **cache, **strides}
+        rope |= dict.fromkeys(("count", "rows", "tokens", "heads", "kv_heads"), "i32")
+        flags = {"HALF": 64, "BLOCK": 64, "BIAS": False, "NORM": False, "INT8": int8}
+        yield Build(f"rotate, store{name}", triton_fused.rope_kernel, rope, flags, warps=1, unaligned=counts)
+        for tokens in (1, 8):
+            attend = {"query": "*bf16", "lengths": "*i32", "outputs": "*fp32", "stats": "*fp32", **cache, **strides}
+            attend |= {"window": "i32", "scale": "fp32"}
+            sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
+            flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "INT8": int8, "DOT": tl.bfloat16}
+            warps = attend_warps(max(8, 4 * tokens))
+            yield Build(f"attend{name} to {tokens}", triton_attention.attend_kernel, attend, flags, warps)
+    combine = {"outputs": "*fp32", "stats": "*fp32", "attended": "*bf16", "kv_heads": "i32", "splits": "i32"}
+    sizes = {"TOKENS": 1, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": 8, "HEADS": 1}
+    yield Build(
+        "combine",
+        triton_attention.combine_kernel,
+        {**combine, **activation},
+        {**sizes, **tile, "PREPARED": True},
+        unaligned=("rows_kept", "kv_heads", "splits"),
+    )
+
+
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
     yield from matmul_builds(capability)
+    yield from decode_builds()
 
 
 def amd(build: Build) -> str:
