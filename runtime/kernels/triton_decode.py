@@ -191,7 +191,8 @@ def attend(
         query, cache.keys, cache.values, *cache.scales(), lengths, outputs, stats,
         *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e),
         TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
-        WINDOW=window is not None, INT8=cache.key_scales is not None, DOT=dot, num_warps=attend_warps(block_q), num_stages=3,
+        WINDOW=window is not None, INT8=cache.key_scales is not None, DOT=dot,
+        num_warps=attend_warps(block_q), num_stages=3,
     )  # fmt: skip
     rows, into = sequences * tokens, None
     if product is not None and block_d == head_dim:
