@@ -14,7 +14,7 @@ from torch import Tensor
 from mycli.quant import schemes
 from mycli.quant.fold import choose_scale, fold, restore
 from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
-from mycli.quant.observe import HELD, View, observe, require_finite
+from mycli.quant.observe import HELD, View, leave, observe, require_finite, rough_products
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Layer
 from mycli.quant.refit import Moments, refit
@@ -23,6 +23,7 @@ from mycli.quant.streaming import StreamedModel, Surroundings
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.machine import trim
 from mycli.runtime.packing import Packing
 from mycli.runtime.transformer import Block
 
@@ -52,6 +53,7 @@ class Solver:
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
         hessian = fitted.hessian + held.hessian
+        trim()
         try:
             solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
@@ -120,14 +122,20 @@ def quantize_blocks(
             break
         found = solved = None if work is None else work.load(index)
         if index < config.layers:
-            quantized, original = View(model.block(index), stream), View(model.block(index), full)
+            quantized = View(model.block(index), stream)
+            original = View(model.block(index), full, settled=not solver.folds and solved is None)
             if solved is None:
                 solved = _solve_block(model, quantized, original, packings, solver, surroundings)
+                with rough_products(model.placement.device):
+                    leave(model, quantized)
             else:
                 _install_all(quantized.block, solved, packings, TORCH_DTYPES[config.dtype])
-            model.advance(quantized.block, stream, surroundings)
-            # Read again where it was rescaled: so a run that goes on after this block has the same bits in its stream.
-            model.advance(model.block(index) if solver.folds else original.block, full, surroundings)
+                with rough_products(model.placement.device):
+                    model.advance(quantized.block, stream, surroundings)
+            if not original.settled:
+                with rough_products(model.placement.device):
+                    # Read again where it was rescaled: a run that goes on after this block then has the same bits.
+                    model.advance(model.block(index), full, surroundings)
         elif solved is None:
             solved = _solve_head(model, stream, full, packings, solver)
         if work is not None and found is None:
@@ -153,10 +161,12 @@ def _solve_block(
         linear = getattr(quantized.block, product)
         assert isinstance(linear, Linear)
         packing = packings[linear.specs[0].name]
-        moments = observe(quantized, original, product, surroundings, model.placement.device)
+        moments = observe(model, quantized, original, product, surroundings)
         parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
         weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
         solved, described = solver.solve(weights, packing, *moments)
+        del moments, parts, weights
+        trim()
         _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
         linears |= solved
         layers += described
@@ -176,7 +186,7 @@ def _fold_block(
     for product in Block.INPUTS:
         linear = getattr(quantized.block, product)
         assert isinstance(linear, Linear)
-        fitted, held = observe(quantized, original, product, surroundings, model.placement.device)
+        fitted, held = observe(model, quantized, None, product, surroundings)
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.matmuls[0].dequantize(), fitted.hessian + held.hessian
         scale = choose_scale(weight, grid, hessian, model.config, product)
@@ -210,7 +220,8 @@ def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tupl
     for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):
         x, y = model.normed(ours).float(), model.normed(theirs).float()
         require_finite(x)
-        (held if index % HELD == HELD - 1 else fitted).add(x, y)
+        with rough_products(model.placement.device):
+            (held if index % HELD == HELD - 1 else fitted).add(x, y)
     return fitted, held
 
 

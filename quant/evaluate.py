@@ -21,8 +21,8 @@ from mycli.quant.streaming import StreamedModel
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
 
-_LOGITS = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
-_STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers
+LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
+STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def evaluate(
             )
     row_bytes = context * sum(each.config.hidden_size * each.placement.dtype.itemsize for each in models)
     scores = []
-    at_once = max(1, _STREAM_BYTES // row_bytes)
+    at_once = max(1, STREAM_BYTES // row_bytes)
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
         streams = [each.hidden(part, progress) for each in models]
@@ -149,7 +149,7 @@ def evaluate(
 
 def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
     """Per scored token of one window, fp32 [context - 1] each; streams [context, hidden] per model."""
-    rows = max(1, _LOGITS // models[0].config.vocab_size)
+    rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(tokens) - 1, rows):
         end = min(start + rows, len(tokens) - 1)

@@ -1,32 +1,56 @@
 """Second moments of the inputs of a block's linears, collected while calibration tokens pass through it.
 
-Nothing is padded, so every token counts, and counts once. Knows blocks and their inputs, nothing of what is solved.
+Nothing is padded, so every token counts, and counts once. What a token went through already is kept, so that nothing is
+computed again that did not change. Knows blocks and their inputs, nothing of what is solved.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mycli.quant.refit import Moments
-from mycli.quant.streaming import Surroundings, batches
+from mycli.quant.streaming import StreamedModel, Surroundings
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import Linear
+from mycli.runtime.machine import trim
 from mycli.runtime.transformer import Block
 
 HELD = 8  # every so many windows, one is kept apart to judge by
 
 
-class _Reached(Exception):
-    """The input was seen; the rest of the block need not run."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class View:
-    """A block and the residual stream [windows, context, hidden], on the host, that it gets."""
+    """A block and the residual stream [windows, context, hidden], on the host, that enters it.
+
+    Where the block is `settled`, its weights are final: the stream is moved on in place as products are observed, and
+    has left the block when the last was. Otherwise only what follows attention is kept beside it, in `middle`.
+    """
 
     block: Block
     stream: Tensor
+    settled: bool = False
+    middle: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.middle = self.stream if self.settled else torch.empty_like(self.stream)
+
+
+@contextmanager
+def rough_products(device: torch.device) -> Iterator[None]:
+    """fp32 products of inputs rounded to bf16 (CPU) or TF32 (CUDA), summed in fp32: several times as fast.
+
+    Good for what calibration tokens give: their sampling error is far larger (docs/quantization.md).
+    """
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    before = backend.matmul.fp32_precision
+    backend.matmul.fp32_precision = "tf32" if device.type == "cuda" else "bf16"
+    try:
+        yield
+    finally:
+        backend.matmul.fp32_precision = before
 
 
 def require_finite(activations: Tensor) -> None:
@@ -37,52 +61,65 @@ def require_finite(activations: Tensor) -> None:
 
 
 @torch.inference_mode()
-def inputs(block: Block, product: str, x: Tensor, surroundings: Surroundings) -> Tensor:
-    """What `product`, one of `Block.INPUTS`, gets for x [windows, context, hidden]: [windows, context, K].
+def inputs(model: StreamedModel, view: View, product: str, rows: slice, surroundings: Surroundings) -> Tensor:
+    """What `product`, one of `Block.INPUTS`, gets for the windows `rows`: [windows, context, K].
 
-    The block runs only as far as it must.
+    Products must be asked for in order: `down` goes on from where `gate_up` left `middle`, or `o` a settled stream.
     """
-    linear = getattr(block, product)
-    assert isinstance(linear, Linear)
-    seen: list[Tensor] = []
+    block, device = view.block, model.placement.device
+    if product == "qkv":
+        return block.input_norm(view.stream[rows].to(device))  # type: ignore[no-any-return]  # a Tensor: torch's stub
+    if product == "o" or (product == "gate_up" and not view.settled):
+        x = view.stream[rows].to(device)
+        attended = block.attended(x, *surroundings, None)
+        if product == "gate_up" or view.settled:
+            view.middle[rows] = (x + block.o(attended)).to(view.middle.device)
+        if product == "o":
+            return attended
+    x = view.middle[rows].to(device)
+    if product == "gate_up":
+        return block.post_norm(x)  # type: ignore[no-any-return]  # as above
+    activated = block.activated(x)
+    if view.settled:
+        view.stream[rows] = (x + block.down(activated)).to(view.stream.device)
+    return activated
 
-    def look(_: nn.Module, arguments: tuple[Tensor]) -> None:
-        seen.append(arguments[0])
-        raise _Reached
 
-    handle = linear.register_forward_pre_hook(look)
-    try:
-        block(x, *surroundings, None)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-    return seen[0].view(*x.shape[:2], -1)
+@torch.inference_mode()
+def leave(model: StreamedModel, view: View) -> None:
+    """Move the stream out of a block whose weights have become final since `gate_up` was observed."""
+    for rows in model.batches(view.stream):
+        x = view.middle[rows].to(model.placement.device)
+        view.stream[rows] = (x + view.block.down(view.block.activated(x))).to(view.stream.device)
 
 
 @torch.inference_mode()
 def observe(
-    quantized: View, original: View, product: str, surroundings: Surroundings, device: torch.device
+    model: StreamedModel, quantized: View, original: View | None, product: str, surroundings: Surroundings
 ) -> tuple[Moments, Moments]:
     """Moments of what `product` gets in both models: of most windows, and of the windows held apart.
 
-    Raises ModelError that names the layer and the windows where activations are not finite.
+    Without `original` there is no drift. Raises ModelError that names the layer and the windows where activations are
+    not finite.
     """
     linear = getattr(quantized.block, product)
     assert isinstance(linear, Linear)
+    device = model.placement.device
     fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
-    done = 0
-    for ours, theirs in zip(batches(quantized.stream), batches(original.stream), strict=True):
-        x = inputs(quantized.block, product, ours.to(device), surroundings).float()
-        y = inputs(original.block, product, theirs.to(device), surroundings).float()
+    for rows in model.batches(quantized.stream):
+        with rough_products(device):
+            x = inputs(model, quantized, product, rows, surroundings).float()
+            y = x if original is None else inputs(model, original, product, rows, surroundings).float()
         try:
             require_finite(x)
             require_finite(y)
         except ModelError as error:
-            windows = f"calibration windows {done} to {done + len(x) - 1}"
+            windows = f"calibration windows {rows.start} to {rows.stop - 1}"
             raise ModelError(f"{linear.specs[0].name}: {error.message} in {windows}", error.hint) from None
-        apart = torch.arange(done, done + len(x)) % HELD == HELD - 1
-        for moments, chosen in ((fitted, ~apart), (held, apart)):
-            moments.add(x[chosen].flatten(0, 1), y[chosen].flatten(0, 1))
-        done += len(x)
+        apart = torch.arange(rows.start, rows.stop) % HELD == HELD - 1
+        with rough_products(device):
+            for moments, chosen in ((fitted, ~apart), (held, apart)):
+                moments.add(x[chosen].flatten(0, 1), y[chosen].flatten(0, 1))
+    del x, y
+    trim()  # before matrices of quite other sizes are made
     return fitted, held

@@ -22,11 +22,12 @@ from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.grid import Grid, Quantized, relative_error
+from mycli.quant.memory import Need, Work, choose
 from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Layer, Size
 from mycli.quant.resume import Solved, WorkFolder
-from mycli.quant.streaming import TOKENS_AT_ONCE, StreamedModel
+from mycli.quant.streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU, StreamedModel
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.config import ModelConfig, Shape, parse_config
 from mycli.runtime.device import TORCH_DTYPES, Placement
@@ -42,6 +43,7 @@ from mycli.runtime.tokenizer import Tokenizer
 Report = Literal["none", "quick", "full"]
 
 QUICK_TOKENS = 8192
+FULL_TOKENS = 1 << 15  # the held-out text has fewer in any vocabulary but of bytes
 REPORT_CONTEXT = 512
 # Everything beside the weights that a user of the copy needs. No README: it would describe another model.
 COMPANIONS = (
@@ -64,7 +66,6 @@ COMPANIONS = (
 )
 MAX_COMPANION_BYTES = 128 << 20
 COLLAPSED_KL = 1.0  # nats: such a model says something else
-_WORKSPACE = 256 << 20  # of the search, packing and buffers, whatever the model
 _PACK_WEIGHTS = 1 << 22  # packed at a time
 
 
@@ -78,7 +79,8 @@ class Plan:
     config: ModelConfig
     packings: Mapping[str, Packing]
     tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
-    memory_bytes: int  # beyond the program itself
+    need: Need  # of memory, beyond the program itself
+    report: Report
     text: Path | None  # to calibrate on; None for the one in the package
 
     @property
@@ -121,13 +123,23 @@ class Outcome:
         return sum(layer.fallback is not None for layer in self.layers)
 
 
-def plan(source: Source, recipe: Recipe, text: Path | None = None) -> Plan:
+def plan(
+    source: Source,
+    recipe: Recipe,
+    text: Path | None = None,
+    *,
+    report: Report = "quick",
+    gpu: bool = False,
+    max_ram: int | None = None,
+    max_vram: int | None = None,
+) -> Plan:
     """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
 
-    `text` is a file to calibrate on instead of the text in the package; it is opened only when the work begins.
+    `text` is a file to calibrate on instead of the text in the package; it is opened only when the work begins. The
+    memory needed, on a `gpu` or not, is kept below `max_ram` and `max_vram` bytes.
 
     Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
-    does not fit its shapes.
+    does not fit its shapes; ResourceError for bounds that cannot be kept.
     """
     raw = read_object(source.folder / "config.json")
     if raw.has("quantization_config"):
@@ -142,45 +154,36 @@ def plan(source: Source, recipe: Recipe, text: Path | None = None) -> Plan:
     checkpoint = Checkpoint(manifest)
     scale_dtype = TORCH_DTYPES[config.dtype]
     tensors: list[tuple[str, torch.dtype, Shape]] = []
-    peak = 0
     for name, shape in config.tensors():
-        dtype = checkpoint.dtype(name)
         linear = name.removesuffix(".weight")
         packing = packings.get(linear)
-        held = dtype.itemsize * math.prod(shape)
         if packing is None:
-            tensors.append((name, dtype, shape))
-        else:
-            rows, columns = shape
-            words, groups = packing.words(columns), packing.groups(columns)
-            tensors += [
-                (f"{linear}.weight_packed", torch.int32, (rows, words)),
-                (f"{linear}.weight_scale", scale_dtype, (rows, groups)),
-                (f"{linear}.weight_shape", torch.int64, (2,)),
-            ]
-            held += rows * (columns + 4 * words + scale_dtype.itemsize * groups)
-        peak = max(peak, held)
-    work = Plan(source, recipe, raw, config, packings, tuple(tensors), peak + _WORKSPACE, text)
-    if not work.calibrates:
-        return work
-    calibration.check(recipe.samples, work.seq, config.max_context)
-    return replace(work, memory_bytes=_calibrating_bytes(work) + _WORKSPACE)
+            tensors.append((name, checkpoint.dtype(name), shape))
+            continue
+        rows, columns = shape
+        tensors += [
+            (f"{linear}.weight_packed", torch.int32, (rows, packing.words(columns))),
+            (f"{linear}.weight_scale", scale_dtype, (rows, packing.groups(columns))),
+            (f"{linear}.weight_shape", torch.int64, (2,)),
+        ]
+    work = Plan(source, recipe, raw, config, packings, tuple(tensors), Need(0, 0, 0), report, text)
+    if work.calibrates:
+        calibration.check(recipe.samples, work.seq, config.max_context)
+    at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
+    return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
 
 
-def _calibrating_bytes(work: Plan) -> int:
-    """Of memory at the peak of work with data: the model's ends, one block, the residual stream, and one product."""
-    config, item = work.config, 4
-    ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    block = sum(math.prod(shape) for _, shape in config.block_tensors(0))
-    stream = work.recipe.samples * work.seq * config.hidden_size
-    activations = TOKENS_AT_ONCE * (4 * config.hidden_size + 4 * config.intermediate_size)
-    products = [
-        (sum(linear.out_features for linear in group), group[0].in_features)
-        for group in config.block_linears(0).values()
-    ]
-    # H, its ordered copy, the factor and what it is made of; the weights, what remains of them, and what is lost.
-    solving = max(5 * columns * columns + 5 * rows * columns for rows, columns in products)
-    return item * (ends + block + stream + max(activations, solving))
+def _stages(work: Plan) -> Work:
+    measured = {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[work.report]
+    return Work(
+        work.config,
+        work.packings,
+        work.recipe.samples * work.seq if work.calibrates else 0,
+        work.seq,
+        work.recipe.folds,
+        measured,
+        min(REPORT_CONTEXT, work.config.max_context),
+    )
 
 
 def preflight(work: Plan, target: Path) -> None:
@@ -194,10 +197,10 @@ def preflight(work: Plan, target: Path) -> None:
     if needed > free:
         raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", "free some space, or choose another -o")
     available = memory().available
-    if work.memory_bytes > available:
+    if work.need.host > available:
         raise ResourceError(
-            f"{work.memory_bytes / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
-            "close other programs",
+            f"{work.need.host / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
+            "close other programs, or take fewer --samples",
         )
 
 
@@ -206,7 +209,6 @@ def quantize(
     target: Path,
     placement: Placement,
     *,
-    report: Report = "quick",
     overwrite: bool = False,
     work_folder: Path | None = None,
     progress: Progress = silent,
@@ -226,7 +228,7 @@ def quantize(
         if shown is None:
             layers = _write_tensors(work, writer, placement.device, progress)
         else:
-            run = record.identify(work.recipe, shown, origin, placement)
+            run = record.identify(work.recipe, shown, origin, placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers = _write_blocks(work, writer, shown, placement, kept, progress)
         for path in _companions(work.source.folder):
@@ -235,7 +237,7 @@ def quantize(
         # Opened as any reader would, while it can still be thrown away.
         config, packings = describe(writer.folder)
         Manifest.open(writer.folder).check(config, packings)
-        card = None if report == "none" else _measure(work, writer.folder, placement, report, progress)
+        card = None if work.report == "none" else _measure(work, writer.folder, placement, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())
         writer.add_file(
             record.FILE,
@@ -307,7 +309,7 @@ def _write_blocks(
             writer.write(name, tensor)
 
     solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
-    model = StreamedModel(work.source.folder, placement)
+    model = StreamedModel(work.source.folder, placement, work.need.at_once)
     return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress))
 
 
@@ -358,9 +360,11 @@ def _source_files(folder: Path) -> list[Path]:
     return [*(folder / name for name in weights), folder / "config.json", *_companions(folder)]
 
 
-def _measure(work: Plan, folder: Path, placement: Placement, report: Report, progress: Progress) -> Evaluation:
+def _measure(work: Plan, folder: Path, placement: Placement, progress: Progress) -> Evaluation:
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     context = min(REPORT_CONTEXT, work.config.max_context)
-    text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if report == "quick" else None)
-    model, reference = StreamedModel(folder, placement), StreamedModel(work.source.folder, placement)
+    text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
+    model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (folder, work.source.folder))
+    if "lm_head" not in work.packings:
+        model.share_head(reference)
     return evaluate(model, text, reference, progress)

@@ -84,7 +84,7 @@ def _versions() -> dict[str, str]:
 
 
 def identify(
-    recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement
+    recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement, at_once: int
 ) -> dict[str, Any]:
     """What two runs must have in common for one to go on with the work of the other."""
     return {
@@ -93,6 +93,7 @@ def identify(
         "source": source_files,
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
+        "tokens at once": at_once,  # --max-ram chooses it, and sums round differently
     }
 
 

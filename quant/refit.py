@@ -41,6 +41,7 @@ def refit(weight: Tensor, fitted: Moments, held: Moments) -> tuple[Tensor, float
     damped = fitted.hessian.clone()
     damped.diagonal().add_(RIDGE * damped.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if failed:
         return wanted, 0.0
     step = wanted @ torch.cholesky_solve(fitted.drift.T, factor).T

@@ -1,11 +1,10 @@
 """A model of which one layer at a time is in memory: many tokens pass through each layer before the next is read.
 
-What is held is the embedding, the head, one block, and the residual stream of the tokens on the host; so a model larger
+What is held is one block, the residual stream of the tokens on the host, and at the end the head; so a model larger
 than memory can be measured. Knows nothing of what the outputs are for.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,44 +17,74 @@ from mycli.runtime.cache import PassingCache, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import LinearSpec
 from mycli.runtime.device import Placement
+from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packing import describe
 from mycli.runtime.rope import Rope
-from mycli.runtime.transformer import Block, Masks, Transformer
+from mycli.runtime.transformer import Block, Masks, RMSNorm
 
-TOKENS_AT_ONCE = 4096  # through one layer: enough to be bound by arithmetic, few enough for its activations to be small
+# Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
+TOKENS_AT_ONCE = 1024
+TOKENS_ON_GPU = 8192
+
+EMBEDDING = "model.embed_tokens.weight"
 
 Surroundings = tuple[tuple[Tensor, Tensor], Masks]  # the rotary tables and masks that `Block.forward` takes
 
 
-def batches(stream: Tensor) -> Iterator[Tensor]:
-    """Views of `stream` [windows, context, hidden], of whole windows and about `TOKENS_AT_ONCE` tokens each."""
-    return iter(torch.split(stream, max(1, TOKENS_AT_ONCE // stream.shape[1])))
-
-
 class StreamedModel:
-    """The model of a folder on a placement. Raises ModelError for anything the files and the config disagree on."""
+    """The model of a folder on a placement, `at_once` tokens at a time through a layer (whole windows, at least one).
 
-    def __init__(self, folder: Path, placement: Placement) -> None:
+    Raises ModelError for anything the files and the config disagree on.
+    """
+
+    def __init__(self, folder: Path, placement: Placement, at_once: int | None = None) -> None:
+        self.at_once = at_once or (TOKENS_ON_GPU if placement.device.type == "cuda" else TOKENS_AT_ONCE)
         self.folder = folder
         self.placement = placement
         self.config, self.packings = describe(folder)
         manifest = Manifest.open(folder)
         manifest.check(self.config, self.packings)
         self._checkpoint = Checkpoint(manifest)
-        # Without blocks a Transformer is the embedding, the last norm and the head, tied or not.
-        self._ends = Transformer(replace(self.config, layers=0))
-        self._ends.load(self._checkpoint, self.packings, placement.device, placement.dtype)
+        self._norm = RMSNorm("model.norm", self.config.hidden_size, self.config.rms_norm_eps)
+        self._norm.load(self._checkpoint, placement.device, placement.dtype)
+        self._head: Linear | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [windows, context] to the residual stream [windows, context, hidden], on the host."""
-        return functional.embedding(tokens.to(self._ends.device), self._ends.embedding).cpu()
+        table = self._checkpoint.read(EMBEDDING)
+        stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
+        for window, ids in zip(stream, tokens, strict=True):
+            window.copy_(functional.embedding(ids, table))
+        return stream
+
+    def share_head(self, other: "StreamedModel") -> None:
+        """Take the head of a model that has the same, so that it is in memory once."""
+        self._head = other.head
+
+    @property
+    def head(self) -> Linear:
+        """Read when it is first asked for, and kept: of `embed` and the blocks, nothing is."""
+        if self._head is None:
+            self._head = Linear((self.config.head(),))
+            if self.config.tie_embeddings:
+                table = self._checkpoint.read(EMBEDDING).to(self.placement.device, self.placement.dtype)
+                self._head.matmuls = (DenseMatmul(table),)
+            else:
+                self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+        return self._head
 
     def block(self, layer: int) -> Block:
         """One layer, read now; let go of it before the next."""
         block = Block(self.config, layer)
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return block
+
+    def batches(self, stream: Tensor) -> list[slice]:
+        """Of the windows of `stream` [windows, context, hidden]: whole ones, about `at_once` tokens each."""
+        windows, context, _ = stream.shape
+        step = max(1, self.at_once // context)
+        return [slice(start, min(start + step, windows)) for start in range(0, windows, step)]
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Of a tensor in the file."""
@@ -87,17 +116,18 @@ class StreamedModel:
     def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place."""
         cache = PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
-        for part in batches(stream):
+        for rows in self.batches(stream):
+            part = stream[rows]
             part.copy_(block(part.to(self.placement.device), *surroundings, cache))
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head sees of the residual stream after the last block: same shape, on the device."""
-        normed: Tensor = self._ends.norm(hidden.to(self.placement.device))
+        normed: Tensor = self._norm(hidden.to(self.placement.device))
         return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
-        logits: Tensor = self._ends.head(self._ends.norm(hidden.to(self.placement.device)))
+        logits: Tensor = self.head(self.normed(hidden))
         return logits.float()

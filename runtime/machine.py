@@ -3,6 +3,7 @@
 Reads /proc and /sys/fs/cgroup. Does not import torch, does not know GPUs or what a model needs.
 """
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -125,3 +126,11 @@ def reset_peak(root: Path = Path("/")) -> bool:
     except OSError:
         return False
     return True
+
+
+def trim() -> None:
+    """Give freed memory back to the system now: glibc keeps what was freed in pieces below 32 MiB (malloc_trim(3))."""
+    if sys.platform == "linux":
+        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if give_back is not None:
+            give_back(0)

@@ -77,10 +77,11 @@ class Block(nn.Module):
             elif isinstance(module, Linear):
                 module.load(checkpoint, packings, device, dtype)
 
-    def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
+    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
+        """What `o` gets: x [sequences, tokens, hidden], normed, through attention: [..., heads * head_dim]."""
         config, (batch, tokens, _) = self.config, x.shape
         sizes = [config.heads, config.kv_heads, config.kv_heads]
-        projected = self.qkv(x).view(batch, tokens, sum(sizes), config.head_dim)
+        projected = self.qkv(self.input_norm(x)).view(batch, tokens, sum(sizes), config.head_dim)
         query, key, value = projected.split(sizes, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -88,14 +89,18 @@ class Block(nn.Module):
         value = value.transpose(1, 2)
         stored = (Stored(key), Stored(value)) if cache is None else cache.write(self.layer, cache.length, key, value)
         window = config.window(self.layer)
-        attended: Tensor = self.o(attend(query, *stored, masks[window], window))
-        return attended
+        return attend(query, *stored, masks[window], window)
+
+    def activated(self, x: Tensor) -> Tensor:
+        """What `down` gets: x [..., hidden] after attention, normed, through the gate: [..., intermediate]."""
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        activated: Tensor = functional.silu(gate) * up
+        return activated
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
-        x = x + self._attention(self.input_norm(x), tables, masks, cache)
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        down: Tensor = self.down(functional.silu(gate) * up)
+        x = x + self.o(self.attended(x, tables, masks, cache))
+        down: Tensor = self.down(self.activated(x))
         return x + down
 
 

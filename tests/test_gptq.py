@@ -72,11 +72,14 @@ def test_uncorrelated_inputs_leave_nothing_to_make_up_for(monkeypatch: pytest.Mo
     assert torch.equal(ours.codes, rounded.codes) and torch.equal(ours.scales, rounded.scales)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    """So linears of one input are solved as one."""
+def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So linears of one input are solved as one, and one that is too large in parts."""
     weight, hessian = problem(24, 96)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     whole = gptq.solve(weight, grid, hessian).quantized
+    monkeypatch.setattr(gptq, "AT_ONCE", 10 * 96)
+    pieces = gptq.solve(weight, grid, hessian).quantized
+    assert (whole.codes == pieces.codes).float().mean() > 0.999
     parts = [gptq.solve(part, grid, hessian).quantized for part in weight.split([16, 8])]
     assert (whole.codes == torch.cat([part.codes for part in parts])).float().mean() > 0.999
     assert torch.equal(whole.scales, torch.cat([part.scales for part in parts]))

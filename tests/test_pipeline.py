@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mycli.quant import pipeline, record
 from mycli.quant.grid import Grid, dequantize
+from mycli.quant.memory import Need
 from mycli.quant.pipeline import Plan, plan, quantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.schemes import rtn
@@ -77,8 +78,8 @@ def rewrite(source: Source, name: str, change: Any) -> None:
 
 
 def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> Plan:
-    work = plan(source, recipe)
-    quantize(work, target, CPU, **{"report": "none", **options})
+    work = plan(source, recipe, report=options.pop("report", "none"))
+    quantize(work, target, CPU, **options)
     return work
 
 
@@ -236,8 +237,10 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
     assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
 
-    few = plan(Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32))
-    notes = quantize(few, tmp_path / "few", CPU, report="none").notes
+    few = plan(
+        Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32), report="none"
+    )
+    notes = quantize(few, tmp_path / "few", CPU).notes
     assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
 
 
@@ -249,6 +252,26 @@ def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str
     write_config(source.folder, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelError, match=r"quantized already \(gptq\)"):
         plan(source, GROUP_32)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["E11-own-head", "E11-tied-head"])
+@pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
+def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, recipe: Recipe, tied: bool) -> None:
+    """Head, embedding and norms stay as they are to the bit, and `ignore` tells every reader which linear does."""
+    if tied:
+        tensors = load_file(source.folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
+        write_config(source.folder, tie_word_embeddings=True)
+    make(source, tmp_path / "out", recipe)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source.folder, tmp_path / "out"))
+    linears = {name for name in before if ".self_attn." in name or ".mlp." in name}
+    packed = {f"{name}_{part}" for name in linears for part in ("packed", "scale", "shape")}
+    assert len(linears) == 21 and set(after) == (set(before) - linears) | packed
+    assert all(torch.equal(after[name], before[name]) for name in set(before) - linears)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["ignore"] == ["lm_head"]
+    assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
 
 
 @pytest.mark.parametrize("fault", ["E5-indivisible"])
@@ -316,6 +339,6 @@ def test_no_space_is_known_before_the_work(
 
 
 def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
-    work = replace(plan(source, GROUP_32), memory_bytes=1 << 60)
+    work = replace(plan(source, GROUP_32), need=Need(1 << 60, 0, 1024))
     with pytest.raises(ResourceError, match="GiB of memory needed"):
         quantize(work, tmp_path / "out", CPU)

@@ -134,6 +134,7 @@ def test_logits_that_are_no_numbers_end_the_request(bad: float, name: str) -> No
     logits = random_logits(1)
     logits[0, 20] = bad
     sampler = Sampler(SETTINGS.get(name, Sampling()), VOCAB, torch.device("cpu"))
+    assert distribution(logits, sampler.sampling).isnan().all(), "drafts rely on it"
     with pytest.raises(ModelError, match="not a number"):
         sampler.sample(logits)
 
@@ -180,3 +181,35 @@ def test_a_bias_holds_for_greedy() -> None:
 def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(UsageError, match="logit_bias"):
         Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu"))
+
+
+@given(
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 300, 4096]),
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.003, 0.1, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: float) -> None:
+    """Weights of any total, most of them zero, the first and the last token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(64, vocab, generator=generator) ** 8
+    weights *= torch.rand(64, vocab, generator=generator) < share
+    weights[torch.arange(64), torch.randint(0, vocab, (64,), generator=generator)] = 1e-30
+    sampler = Sampler(Sampling(temperature=1.0, seed=seed), vocab, torch.device("cpu"))
+    assert (weights.gather(1, sampler.draw(weights)) > 0).all()
+
+
+def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size, dtype=torch.float64))
+    weights = torch.zeros(2, 300)
+    weights[0, [5, 131]], weights[1, 0] = torch.tensor([1.0, 1e-20]), 0.3
+    sampler = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu"))
+    assert sampler.draw(weights)[:, 0].tolist() == [5, 0], "1 + 1e-20 is 1"
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_no_weights_draw_no_token(weight: float) -> None:
+    weights = torch.ones(2, 300)
+    weights[1] = weight
+    drawn = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu")).draw(weights)
+    assert drawn[0] < 300 and drawn[1] == 300

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant import streaming
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.batch import Batch
 from mycli.runtime.config import Kv
@@ -21,15 +20,14 @@ FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("kv", ["auto", "bf16", "int8"])
-def test_logits_equal_those_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, kv: Kv) -> None:
-    monkeypatch.setattr(streaming, "TOKENS_AT_ONCE", 80)  # two windows at a time, then one
+def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)
     whole = load_model(PICO, placement)
     rope = Rope(whole.config, 40, FP32.device, FP32.dtype)
     expected = whole(Batch(tokens, 0, "all"), rope, whole.make_cache(40, 5))
     exact = whole(Batch(tokens, 0, "all"), rope)
-    model = StreamedModel(PICO, placement)
+    model = StreamedModel(PICO, placement, at_once=80)  # two windows, then one
     logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
     assert expected is not None and exact is not None
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

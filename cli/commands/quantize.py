@@ -61,6 +61,14 @@ WorkDir = Annotated[
     Path | None,
     typer.Option("--work-dir", help="Keeps finished blocks until the end.", show_default="hidden, beside the output"),
 ]
+MaxRam = Annotated[
+    int | None,
+    typer.Option("--max-ram", parser=options.parse_memory, metavar="SIZE", help="Take no more memory, such as 4GiB."),
+]
+MaxVram = Annotated[
+    int | None,
+    typer.Option("--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 
 
@@ -82,7 +90,14 @@ def _show_plan(call: Call, work: "Plan", target: Path) -> None:
     size = work.size
     if call.out.json_mode:
         call.out.json(
-            {"folder": str(target), "name": work.recipe.name, "size": asdict(size), "memory_bytes": work.memory_bytes}
+            {
+                "folder": str(target),
+                "name": work.recipe.name,
+                "size": asdict(size),
+                "memory_bytes": work.need.host,
+                "device_memory_bytes": work.need.device,
+                "tokens_at_once": work.need.at_once,
+            }
         )
         return
     call.out.card(
@@ -91,7 +106,8 @@ def _show_plan(call: Call, work: "Plan", target: Path) -> None:
             ("folder", str(target)),
             ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
             ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            ("memory", f"{gib(work.memory_bytes)} beyond the program's own"),
+            ("memory", f"{gib(work.need.host)} beyond the program's own"),
+            *([("GPU memory", gib(work.need.device))] if work.need.device else []),
         ],
     )
 
@@ -181,6 +197,8 @@ def quantize(
     device: options.Device = "auto",
     output: Out = None,
     work_dir: WorkDir = None,
+    max_ram: MaxRam = None,
+    max_vram: MaxVram = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -192,6 +210,7 @@ def quantize(
     from mycli.quant import pipeline
     from mycli.quant.recipe import Recipe
     from mycli.quant.record import label
+    from mycli.runtime.config import load_config
     from mycli.runtime.device import place
     from mycli.runtime.hub import home, resolve
 
@@ -209,13 +228,22 @@ def quantize(
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
-    work = pipeline.plan(source, recipe, calib)
+    # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
+    placement = place(load_config(source.folder), device, "float32")
+    gpu = placement.device.type == "cuda"
+    work = pipeline.plan(
+        source,
+        recipe,
+        calib,
+        report=report,  # type: ignore[arg-type]  # checked above
+        gpu=gpu,
+        max_ram=max_ram,
+        max_vram=max_vram,
+    )
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if dry_run:
         _show_plan(call, work, target)
         return
-    # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
-    placement = place(work.config, device, "float32")
     for note in placement.notes:
         call.out.note(note)
     with stages(call.out) as progress:
@@ -223,7 +251,6 @@ def quantize(
             work,
             target,
             placement,
-            report=report,  # type: ignore[arg-type]  # checked above
             overwrite=overwrite,
             work_folder=work_dir,
             progress=progress,

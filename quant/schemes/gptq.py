@@ -14,11 +14,13 @@ from torch import Tensor
 
 from mycli.quant.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.schemes import Solution
+from mycli.quant.schemes._columns import BLOCK, solve_block
 from mycli.quant.schemes._descent import descend
+from mycli.runtime.machine import trim
 
 NEEDS_HESSIAN = True
 
-BLOCK = 128  # columns whose mutual corrections are made at once; the columns after a block are corrected by one product
+AT_ONCE = 1 << 23  # weights: whole rows, which do not depend on each other, solved at a time to bound memory
 SWEEPS = 2  # of coordinate descent afterwards; more gain nothing (docs/quality.md)
 # Shares of the mean of diag(H) added to it, until H has a Cholesky factor; then all of them again in double precision.
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -56,9 +58,11 @@ def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
     damped = hessian.flip(0, 1)
     damped.diagonal().add_(damping)
     lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if failed:
         return None
     root = lower.flip(0, 1)
+    del lower
     identity = torch.eye(len(root), dtype=root.dtype, device=root.device)
     upper = torch.linalg.solve_triangular(root, identity, upper=True)
     return upper if bool(torch.isfinite(upper).all()) else None
@@ -74,38 +78,36 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         raise ValueError("gptq needs a Hessian")
     scales = find_scales(weight, grid, hessian.diagonal())
     dead = int((hessian.diagonal() == 0).sum())
+    trim()  # what the search took: the factor is where most memory is needed
     factor = factorize(hessian)
     if factor is None:
         return Solution(Quantized(round_to_grid(weight, scales, grid), scales), dead_columns=dead, fallback=True)
-    codes = _round_columns(weight.float(), scales.float(), factor, grid)
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
-    solved = descend(weight, Quantized(codes, scales), grid, damped, SWEEPS)
-    return Solution(solved, factor.damping, dead)
+    rows = max(1, AT_ONCE // weight.shape[1])
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        rounded = Quantized(_round_columns(weight[part].float(), scales[part].float(), factor, grid), scales[part])
+        solved = descend(weight[part], rounded, grid, damped, SWEEPS)
+        codes[part], scales[part] = solved.codes, solved.scales
+    return Solution(Quantized(codes, scales), factor.damping, dead)
 
 
 def _round_columns(weight: Tensor, scales: Tensor, factor: Factor, grid: Grid) -> Tensor:
     """Codes uint8 [N, K] in natural order for fp32 weight [N, K] and scales [N, groups]."""
     rows, columns = weight.shape
-    half = grid.half
     # Transposed: a column of W is then contiguous, and so is the scale of each row for it.
     remaining = weight.T[factor.order].contiguous()
     group_of = factor.order // (columns // scales.shape[1])
     scales = scales.T.contiguous()
     levels = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
     for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        inside = factor.upper[start:end, start:end]
-        errors = torch.zeros(end - start, rows, dtype=torch.float32, device=weight.device)
-        for index in range(end - start):
-            column = start + index
-            # What the columns of this block before it have left to make up for.
-            target = torch.addmv(remaining[column], errors[:index].T, inside[:index, index], alpha=-1)
-            scale = scales[group_of[column]]
-            level = (target / scale).round_().clamp_(-half, half - 1)
-            levels[column] = level + half
-            torch.div(target.sub_(level.mul_(scale)), inside[index, index], out=errors[index])
-        remaining[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+        block = slice(start, min(start + BLOCK, columns))
+        levels[block], errors = solve_block(
+            remaining[block], factor.upper[block, block], scales[group_of[block]], None, grid.half
+        )
+        remaining[block.stop :].addmm_(factor.upper[block, block.stop :].T, errors, alpha=-1)
     codes = torch.empty_like(levels)
     codes[factor.order] = levels
     return codes.T.contiguous()

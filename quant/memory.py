@@ -1,0 +1,140 @@
+"""What quantizing takes of memory, from shapes alone, and how many tokens at once keep it below a bound.
+
+The peak is that of the largest of its stages, each a sum of what is alive in it. Counts bytes beyond what the program
+holds before it begins. Does not allocate, and does not know whether there is enough.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
+from mycli.quant.schemes.gptq import AT_ONCE
+from mycli.runtime.config import LinearSpec, ModelConfig
+from mycli.runtime.errors import ResourceError
+from mycli.runtime.packing import Packing
+
+LIBRARIES = 96 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
+_FLOAT = 4
+# Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
+# factor, the identity and the inverse, and half of another to look for infinity; 0.5 more for copies of the library.
+_SQUARES = 11
+_SMALL = 24 << 20  # the search for scales, packing, and buffers of files
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of main memory, and of a GPU's (0 where there is none). `at_once`: tokens through a layer at a time."""
+
+    host: int
+    device: int
+    at_once: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `folds`: see the recipe.
+
+    `measured`: tokens of the report, 0 where there is none; `context` of them in a window.
+    """
+
+    config: ModelConfig
+    packings: Mapping[str, Packing]
+    tokens: int
+    seq: int
+    folds: bool
+    measured: int
+    context: int
+
+
+def need(work: Work, gpu: bool, at_once: int) -> Need:
+    """For `at_once` tokens through a layer at a time, at least one window."""
+    stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
+    if work.measured:
+        stages.append(_measuring(work, at_once))
+    if gpu:
+        host = max(host for host, _ in stages) + _SMALL
+        return Need(host, max(device for _, device in stages) + LIBRARIES, at_once)
+    return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once)
+
+
+def choose(work: Work, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
+    """`at_once` tokens where that stays within the bounds, else the most that do, by halves.
+
+    Raises ResourceError that names the smallest bound that would do.
+    """
+    found = need(work, gpu, at_once)
+    while not _within(found, max_ram, max_vram):
+        if found.at_once <= max(work.seq, work.context if work.measured else 1):
+            break
+        found = need(work, gpu, found.at_once // 2)
+    for flag, bytes_, bound in (("--max-ram", found.host, max_ram), ("--max-vram", found.device, max_vram)):
+        if bound is not None and bytes_ > bound:
+            raise ResourceError(
+                f"{flag} {bound / 2**20:.0f}MiB is too little for this model and calibration",
+                f"the least that would do is {flag} {math.ceil(bytes_ / 2**20)}MiB; fewer --samples need less",
+            )
+    return found
+
+
+def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
+    return (max_ram is None or found.host <= max_ram) and (max_vram is None or found.device <= max_vram)
+
+
+def _block_weights(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for _, shape in config.block_tensors(0))
+
+
+def _products(work: Work) -> list[tuple[str, int, int]]:
+    """Name, rows and inputs of each product of a block."""
+    groups: Mapping[str, tuple[LinearSpec, ...]] = work.config.block_linears(0)
+    return [(name, sum(each.out_features for each in group), group[0].in_features) for name, group in groups.items()]
+
+
+def _activations(config: ModelConfig, product: str, tokens: int) -> int:
+    """Bytes alive while `tokens` are observed at a product of both models: its inputs, what made the last of them, and
+    what becomes of them before they are summed."""
+    attention = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.heads * config.head_dim
+    inner = {"qkv": config.hidden_size, "o": attention, "gate_up": attention, "down": 4 * config.intermediate_size}
+    width = config.intermediate_size if product == "down" else config.hidden_size
+    return _FLOAT * tokens * (2 * config.hidden_size + max(width + inner[product], 5 * width))
+
+
+def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
+    """(host, device) of the stages of work with data."""
+    config = work.config
+    tokens = max(work.seq, at_once // work.seq * work.seq)
+    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3)
+    blocks = _FLOAT * _block_weights(config) * 2
+    # The streams are made one after the other, from the table as it is stored.
+    table = 2 * config.vocab_size * config.hidden_size
+    stages = [(streams * 2 // 3 + table, 0)]
+    for product, rows, inputs in _products(work):
+        square = _FLOAT * inputs * inputs
+        at_a_time = min(rows, max(1, AT_ONCE // inputs)) * inputs
+        stages.append((streams, blocks + 4 * square + _activations(config, product, tokens)))
+        solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
+        stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
+    head = config.head()
+    if head.name in work.packings:
+        square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
+        stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * AT_ONCE) + 3 * weight))
+    return stages
+
+
+def _tensors(work: Work) -> int:
+    """Of the largest tensor while it is rounded and packed: stored, fp32 in part, its codes and words."""
+    largest = max(math.prod(shape) for _, shape in work.config.tensors())
+    return 5 * largest + _SMALL
+
+
+def _measuring(work: Work, at_once: int) -> tuple[int, int]:
+    config = work.config
+    heads = 1 + ("lm_head" in work.packings)
+    head = _FLOAT * config.vocab_size * config.hidden_size * heads
+    streams = min(_FLOAT * work.measured * config.hidden_size * 2, STREAM_BYTES)
+    slices = 3.25 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
+    table = 2 * config.vocab_size * config.hidden_size
+    tokens = max(work.context, at_once // work.context * work.context)
+    passing = _FLOAT * _block_weights(config) + _activations(config, "down", tokens) // 2
+    return streams, max(int(head + slices), passing, head + table)
