@@ -53,7 +53,6 @@ class Solver:
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
         hessian = fitted.hessian + held.hessian
-        trim()
         try:
             solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
