@@ -7,10 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.staging import disk_errors
+
+if TYPE_CHECKING:
+    from mycli.quant.record import Layer
 
 _WIDTH, _HEIGHT = 960, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 50, 60
@@ -25,6 +29,12 @@ class Point:
     name: str
     error: float
     rounding: float | None
+
+
+def point(layer: "Layer") -> Point:
+    """Of a quantized linear: the error of its outputs, or of its weights where no data was seen."""
+    error = layer.error if layer.output_error is None else layer.output_error
+    return Point(layer.name, error, layer.rounding_output_error)
 
 
 def require_svg(path: Path) -> None:

@@ -69,6 +69,7 @@ MaxVram = Annotated[
     int | None,
     typer.Option("--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."),
 ]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 
 
@@ -197,6 +198,7 @@ def quantize(
     device: options.Device = "auto",
     output: Out = None,
     work_dir: WorkDir = None,
+    plot: Plot = None,
     max_ram: MaxRam = None,
     max_vram: MaxVram = None,
     overwrite: Overwrite = False,
@@ -208,6 +210,7 @@ def quantize(
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
     from mycli.quant import pipeline
+    from mycli.quant import plot as plotting
     from mycli.quant.recipe import Recipe
     from mycli.quant.record import label
     from mycli.runtime.config import load_config
@@ -216,6 +219,8 @@ def quantize(
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
+    if plot is not None:
+        plotting.require_svg(plot)
     recipe = Recipe(
         method,
         bits,
@@ -257,6 +262,8 @@ def quantize(
         )
     for note in outcome.notes:
         call.out.note(note)
+    if plot is not None:
+        plotting.write(plot, target.name, [plotting.point(layer) for layer in outcome.layers])
     _show_outcome(call, outcome)
     breach = _breach(outcome, max_kl, max_fallback)
     if breach is not None:
