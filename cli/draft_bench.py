@@ -150,8 +150,3 @@ def _cells(row: Row) -> list[str]:
         str(row["passes"]),
         row["verdict"],
     ]
-
-
-def _length_cells(row: Row) -> list[str]:
-    means = [f"{row[name]:.2f}" for name in ("expected", "found")]
-    return [row["text"], str(row["drafted"]), f"{row['acceptance']:.0%}", *means]

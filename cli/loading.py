@@ -95,7 +95,9 @@ def make_session(
     return session
 
 
-def choose_sampling(defaults: "GenerationDefaults", **flags: float | int | None) -> "Sampling":
+def choose_sampling(
+    defaults: "GenerationDefaults", **flags: float | int | tuple[tuple[int, float], ...] | None
+) -> "Sampling":
     """Flags over the model's generation_config over greedy. `flags` are named as the fields of Sampling."""
     from mycli.runtime.sampling import Sampling
 

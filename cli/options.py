@@ -4,6 +4,7 @@ Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml 
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -36,6 +37,18 @@ def parse_counts(text: str) -> tuple[int, ...]:
         return tuple(parse_count(part) for part in text.split(","))
     except typer.BadParameter as error:
         raise UsageError(str(error.message), "separate counts by commas") from None
+
+
+def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    """`["17=-100", ...]` as (token id, bias). Raises UsageError."""
+    found = []
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            found.append((int(token), float(bias)))
+        except ValueError:
+            raise UsageError(f"--logit-bias {text}: not a token id and a number", "write it as 17=-100") from None
+    return tuple(found)
 
 
 def complete_model(incomplete: str) -> list[str]:

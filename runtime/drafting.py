@@ -102,17 +102,16 @@ class DraftModel(Session):
             end = min(start + PREFILL_CHUNK, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
         while True:
-            if not sampler.finite_rows(logits):
+            token, row = sampler.guess(logits, tokens)
+            if token is None:
                 self.forget()
                 break
-            if sampler.plain_greedy:  # exact match decides, no probabilities are compared
-                tokens += sampler.best(logits)
-            else:
-                rows.append(sampler.probabilities(logits, tokens))
-                tokens.append(int(sampler.draw(rows[-1])))
+            tokens.append(token)
+            if row is not None:
+                rows.append(row)
             if len(tokens) == count:
                 break
-            logits = self._forward(torch.tensor([tokens[-1:]], device=self.model.device), logits=True)
+            logits = self._forward(torch.tensor([[token]], device=self.model.device), logits=True)
         return Proposal(tokens, torch.cat(rows) if rows else None)
 
     def keep(self, length: int) -> None:

@@ -5,8 +5,9 @@ from it. Does not know models, text or why a reply ends.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -15,12 +16,16 @@ from torch import Tensor
 from mycli.runtime.errors import ModelError, UsageError
 
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
+MOST_BIASES = 1024
+MOST_BIAS = 100
+_NUMBERS = 256  # made at a time
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
 
+    `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
     Raises UsageError, naming the option, for a value outside its range.
     """
 
@@ -30,6 +35,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         bounds = {
@@ -45,6 +51,14 @@ class Sampling:
                 raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
             raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise UsageError(f"logit_bias has {len(self.logit_bias)} entries", f"give at most {MOST_BIASES}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:  # false for NaN
+                raise UsageError(
+                    f"logit_bias {token}={bias} is out of range",
+                    f"a token id, and between -{MOST_BIAS} and {MOST_BIAS}",
+                )
 
     @property
     def greedy(self) -> bool:
@@ -77,16 +91,31 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Probabilities [rows, vocab] in the dtype of `logits`: penalty, temperature, top-k, top-p, min-p, in this order.
+    """Probabilities [rows, vocab] in the dtype of `logits`: bias, penalty, temperature, top-k, top-p, min-p, in order.
 
-    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals).
+    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
+    with a logit of NaN or infinity is all NaN.
     """
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        added = logits.new_zeros(logits.shape[-1]).index_add(
+            0, logits.new_tensor(tokens).long(), logits.new_tensor(biases)
+        )
+        logits = logits + added
     if seen is not None and sampling.repetition_penalty != 1:
         logits = penalize(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
-        best = logits.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(logits).scatter(1, best, 1.0)
-    return _filter(logits / sampling.temperature, sampling).softmax(dim=-1)
+        largest, best = logits.max(dim=-1, keepdim=True)
+        nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
+        return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    return _filter(logits, sampling).softmax(dim=-1)
+
+
+def leading(found: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, found))
 
 
 class Constraint(Protocol):
@@ -125,7 +154,16 @@ class Sampler:
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`constraint` limits what can be drawn, `recorder` is told what was."""
+        """`constraint` limits what can be drawn, `recorder` is told what was.
+
+        Raises UsageError for a bias of a token that is not in the vocabulary.
+        """
+        for token, _ in sampling.logit_bias:
+            if token >= vocab_size:
+                raise UsageError(
+                    f"logit_bias: there is no token {token}",
+                    f"the ids of this model's vocabulary end at {vocab_size - 1}",
+                )
         self.sampling = sampling
         self._constraint = constraint
         self._recorder = recorder
@@ -135,6 +173,7 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+        self._numbers, self._used = torch.empty(0), 0
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
@@ -170,7 +209,7 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
-        return self.sampling.greedy and self._seen is None
+        return self.sampling.greedy and self._seen is None and not self.sampling.logit_bias
 
     @property
     def constrained(self) -> bool:
@@ -179,21 +218,31 @@ class Sampler:
 
     def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
+        if self._seen is None and self._recorder is None:
+            return
         rows = torch.tensor([tokens], device=logits.device)
         self.observe(rows)
         if self._recorder is not None:
             for index in range(len(tokens)):
                 self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
 
-    def finite_rows(self, logits: Tensor) -> int:
-        """How many of the first rows of logits [rows, vocab or more] are numbers."""
-        finite = logits[:, : self._vocab_size].amax(dim=-1).isfinite()
-        return int(finite.int().cumprod(dim=0).sum())
-
     def best(self, logits: Tensor) -> list[int]:
-        """The likeliest token of each row of logits [rows, vocab or more]."""
-        found: list[int] = logits[:, : self._vocab_size].argmax(dim=-1).tolist()
-        return found
+        """The likeliest token of each row of logits [rows, vocab or more], up to the first row that is not numbers."""
+        largest, tokens = logits[:, : self._vocab_size].max(dim=-1)
+        found: list[int] = tokens.tolist()
+        return found[: leading(map(math.isfinite, largest.tolist()))]
+
+    def guess(self, logits: Tensor, following: Sequence[int]) -> tuple[int | None, Tensor | None]:
+        """A token after logits [1, vocab or more] and `following`, and the distribution [1, vocab] it was drawn from.
+
+        No token where the logits are not numbers; no distribution where the likeliest is taken. Nothing is observed.
+        """
+        if self.plain_greedy:
+            found = self.best(logits)
+            return (found[0] if found else None), None
+        row = self.probabilities(logits, following)
+        token = int(self.draw(row))
+        return (token if token < row.shape[1] else None), row
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
         """The distribution [rows, vocab] that each row of logits [rows, vocab or more] is drawn from.
@@ -210,13 +259,31 @@ class Sampler:
         return distribution(logits, self.sampling, seen)
 
     def draw(self, weights: Tensor) -> Tensor:
-        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1]."""
-        return torch.multinomial(weights, 1, generator=self._generator)
+        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].
+
+        `vocab`, one past the last token, where the weights of a row are all zero or not numbers.
+
+        By the inverse of the cumulative sum, in fp64: torch.multinomial draws a number for each token of the vocabulary
+        instead, which at 32,000 tokens takes longer than a layer of a small draft.
+        """
+        sums = weights.cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(sums, sums[:, -1:] * self._random(len(weights))[:, None], right=True)
+
+    def _random(self, count: int) -> Tensor:
+        """Uniform numbers fp64 [count], a little below 1 at most: a sum times them does not round up to the sum.
+
+        Made many at a time: beside a large model's pass the call costs more than the numbers.
+        """
+        if self._used + count > len(self._numbers):
+            size = max(count, _NUMBERS)
+            numbers = torch.rand(size, generator=self._generator, device=self._generator.device, dtype=torch.float64)
+            self._numbers, self._used = numbers * (1 - 2**-50), 0
+        self._used += count
+        return self._numbers[self._used - count : self._used]
 
     def accept(self, chances: Tensor) -> int:
         """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
-        coins = torch.rand(chances.shape, generator=self._generator, device=chances.device)
-        return int((coins < chances).int().cumprod(dim=0).sum())
+        return leading((self._random(len(chances)) < chances).tolist())
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):

@@ -5,6 +5,7 @@ the first refusal the token is drawn from max(0, p - q), normalized; if all stan
 proposal stands where it is the likeliest token. Knows drafters and paces; does not know text or whom it writes for.
 """
 
+import math
 import time
 from collections.abc import Generator, Sequence
 
@@ -15,7 +16,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.drafting import Drafter, Proposal
 from mycli.runtime.generate import PREFILL_CHUNK, Session
 from mycli.runtime.pacing import Pace, Record
-from mycli.runtime.sampling import Sampler, Sampling
+from mycli.runtime.sampling import Sampler, Sampling, leading
 from mycli.runtime.transformer import Transformer
 
 
@@ -25,34 +26,46 @@ def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     logits fp32 [1 + proposed, vocab or more]: row i comes after the first i proposed tokens. `sampler` has observed
     the text before, and takes in what is returned. Raises ModelError where the first row is not a number.
     """
-    rows = sampler.finite_rows(logits)
-    if rows < 2:
+    tokens = (
+        _judge_greedy(logits, proposal, sampler) if sampler.plain_greedy else _judge_drawn(logits, proposal, sampler)
+    )
+    if not tokens:
         return [int(sampler.sample(logits[:1]))]
+    sampler.take(logits, tokens)
+    return tokens
+
+
+def _judge_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
+    """As `judge`; none where there are numbers for no more than the first row."""
+    own = sampler.best(logits)
+    drafted = proposal.tokens[: max(len(own) - 1, 0)]
+    kept = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
+    return own[: kept + 1]
+
+
+def _judge_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
+    """As `judge`; none where there are numbers for no more than the first row."""
+    target = sampler.probabilities(logits, proposal.tokens)
+    rows = leading(map(math.isfinite, target[:, 0].tolist()))
+    if rows < 2:
+        return []
     drafted = proposal.tokens[: rows - 1]
-    if sampler.plain_greedy:
-        own = sampler.best(logits[:rows])
-        kept = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-        tokens = own[: kept + 1]
-        sampler.take(logits, tokens)
-        return tokens
-    target = sampler.probabilities(logits[:rows], drafted)
     index = torch.tensor(drafted, device=target.device)[:, None]
-    chances = target[:-1].gather(1, index)
+    chances = target[: len(drafted)].gather(1, index)
     if proposal.probabilities is not None:
         chances = chances / proposal.probabilities[: len(drafted)].gather(1, index)
     kept = sampler.accept(chances[:, 0])
+    if kept == len(drafted):
+        return [*drafted, int(sampler.draw(target[kept][None]))]
     weights = target[kept].clone()
-    if kept < len(drafted):
-        if proposal.probabilities is None:
-            weights[drafted[kept]] = 0
-        else:
-            weights = (weights - proposal.probabilities[kept]).clamp(min=0)
-        if not float(weights.sum()) > 0:  # p and q differ by less than rounding: a refusal is chance, p is right
-            weights = target[kept]
-    last = sampler.draw(weights[None])
-    tokens = [*drafted[:kept], int(last)]
-    sampler.take(logits, tokens)
-    return tokens
+    if proposal.probabilities is None:
+        weights[drafted[kept]] = 0
+    else:
+        weights = weights.sub_(proposal.probabilities[kept]).clamp_(min=0)
+    token = int(sampler.draw(weights[None]))
+    if token == len(weights):  # p and q differ by less than rounding: a refusal is chance, p is right
+        token = int(sampler.draw(target[kept][None]))
+    return [*drafted[:kept], token]
 
 
 class SpeculativeSession(Session):

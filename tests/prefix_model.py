@@ -89,7 +89,10 @@ class ChoosingSampler(Sampler):
 
     def draw(self, weights: Tensor) -> Tensor:
         """Of one row."""
-        found: list[float] = (weights[0] / weights.sum()).tolist()
+        total = float(weights.sum())
+        if not total > 0:
+            return torch.tensor([[weights.shape[1]]])
+        found: list[float] = (weights[0] / total).tolist()
         return torch.tensor([[self.choose(found)]])
 
     def accept(self, chances: Tensor) -> int:

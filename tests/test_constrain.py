@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from mycli.runtime.constrain import JSON_MODE, MAX_SOURCE, Constraint, Grammar
+from mycli.runtime.device import Placement
+from mycli.runtime.drafting import Drafter, Lookup, load_draft
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.generate import Session
+from mycli.runtime.load import load_model
+from mycli.runtime.pacing import Fixed
 from mycli.runtime.sampling import Sampler, Sampling
+from mycli.runtime.speculate import SpeculativeSession
 from mycli.runtime.tokenizer import Tokenizer
 from tests.conftest import PICO, ROOT
 
@@ -216,3 +222,22 @@ def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
     masked = Grammar.from_regex("a", pico, frozenset(pico.eos)).start().apply(logits)
     kept = masked.isfinite()
     assert torch.equal(masked[kept], logits[kept]) and (masked[~kept] == -math.inf).all() and kept.sum() >= 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft"])
+def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> None:
+    """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
+    placement = Placement(torch.device("cpu"), torch.float32)
+    model = load_model(PICO, placement)
+    drafter: Drafter = Lookup()
+    if name == "draft":
+        drafter = load_draft(PICO.parent / "pico-draft", pico, model, 128)
+    prompt = pico.encode("abbb abbb abbb a", add_special=True)
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
+        replies = []
+        for session in (Session(model, 128), SpeculativeSession(model, 128, drafter, Fixed(4))):
+            grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
+            sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
+            replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])
+            assert re.fullmatch("a(b{3} ab{3}){2}", pico.decode(replies[-1]))
+        assert replies[0] == replies[1]

@@ -58,8 +58,10 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     assert partial.returncode == 4 and "missing model.safetensors" in partial.stderr
     assert mycli("pull", REPO, "-q").returncode == mycli("verify", REPO, "-q").returncode == 0
 
-    gone = mycli("rm", REPO)
-    assert gone.returncode == 0 and not folder.exists() and mycli("rm", REPO).returncode == 4
+    refused = mycli("rm", REPO)
+    assert refused.returncode == 2 and "--yes" in refused.stderr and folder.exists(), "nobody was asked"
+    gone = mycli("rm", REPO, "--yes")
+    assert gone.returncode == 0 and not folder.exists() and mycli("rm", REPO, "-y").returncode == 4
 
 
 def test_d16_ctrl_c_keeps_what_arrived(

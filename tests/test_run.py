@@ -132,6 +132,9 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "-t", "nan"), "temperature"),  # F6
         (("Hi", "-t", "1e9"), "temperature"),  # F6
         (("Hi", "--seed", "9223372036854775808"), "seed"),  # F9
+        (("Hi", "--logit-bias", "99999=1"), "logit_bias"),  # F8
+        (("Hi", "--logit-bias", "5=inf"), "logit_bias"),  # F8
+        (("Hi", "--logit-bias", "5"), "logit-bias"),  # F8
         (("x " * 3000,), "the context room for"),  # F1
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",

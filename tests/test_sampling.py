@@ -25,6 +25,7 @@ SETTINGS = {
     "top-p": Sampling(temperature=1.0, top_p=0.8),
     "min-p": Sampling(temperature=1.0, min_p=0.1),
     "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
+    "bias": Sampling(temperature=1.0, logit_bias=((3, 4.0), (40, -100.0), (41, 1.5))),
     "all": Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
 }
 SEEN = torch.tensor([[3, 5, 5, 8, 13, 21, 34]])
@@ -37,6 +38,9 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 def expected(logits: Tensor, sampling: Sampling) -> Tensor:
     """What transformers' generate would draw from."""
     processors: list[Any] = []
+    if sampling.logit_bias:
+        biases = {(token,): bias for token, bias in sampling.logit_bias}
+        processors.append(reference.SequenceBiasLogitsProcessor(biases))
     if sampling.repetition_penalty != 1:
         processors.append(reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(reference.TemperatureLogitsWarper(sampling.temperature))
@@ -130,6 +134,7 @@ def test_logits_that_are_no_numbers_end_the_request(bad: float, name: str) -> No
     logits = random_logits(1)
     logits[0, 20] = bad
     sampler = Sampler(SETTINGS.get(name, Sampling()), VOCAB, torch.device("cpu"))
+    assert distribution(logits, sampler.sampling).isnan().all(), "drafts rely on it"
     with pytest.raises(ModelError, match="not a number"):
         sampler.sample(logits)
 
@@ -159,3 +164,52 @@ def test_rows_that_pad_the_head_are_never_drawn() -> None:
 def test_values_out_of_range_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+def test_a_bias_holds_for_greedy() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 9] = 10.0, 6.0
+    for biases, best in ((((4, -5.0),), 9), (((4, -5.0), (4, 2.0)), 4), (((0, 100.0), (9, 90.0)), 0)):
+        assert int(Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu")).sample(logits)) == best
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [((VOCAB, 1.0),), ((-1, 1.0),), ((0, math.inf),), ((0, math.nan),), ((0, 101.0),), ((0, 1.0),) * 100_000],
+    ids=["F8-unknown-id", "F8-negative-id", "F8-inf", "F8-nan", "F8-too-large", "F8-100000-entries"],
+)
+def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(UsageError, match="logit_bias"):
+        Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu"))
+
+
+@given(
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 300, 4096]),
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.003, 0.1, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: float) -> None:
+    """Weights of any total, most of them zero, the first and the last token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(64, vocab, generator=generator) ** 8
+    weights *= torch.rand(64, vocab, generator=generator) < share
+    weights[torch.arange(64), torch.randint(0, vocab, (64,), generator=generator)] = 1e-30
+    sampler = Sampler(Sampling(temperature=1.0, seed=seed), vocab, torch.device("cpu"))
+    assert (weights.gather(1, sampler.draw(weights)) > 0).all()
+
+
+def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size, dtype=torch.float64))
+    weights = torch.zeros(2, 300)
+    weights[0, [5, 131]], weights[1, 0] = torch.tensor([1.0, 1e-20]), 0.3
+    sampler = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu"))
+    assert sampler.draw(weights)[:, 0].tolist() == [5, 0], "1 + 1e-20 is 1"
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_no_weights_draw_no_token(weight: float) -> None:
+    weights = torch.ones(2, 300)
+    weights[1] = weight
+    drawn = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu")).draw(weights)
+    assert drawn[0] < 300 and drawn[1] == 300

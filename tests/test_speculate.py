@@ -32,7 +32,9 @@ SETTINGS = {
     "top-p": Sampling(temperature=1.0, top_p=0.8),
     "min-p": Sampling(temperature=1.0, min_p=0.2),
     "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
-    "all": Sampling(temperature=0.9, top_k=4, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
+    "bias": Sampling(temperature=1.0, logit_bias=((1, -1.5), (3, 0.7))),
+    "greedy-bias": Sampling(logit_bias=((2, -0.8),)),
+    "all": Sampling(temperature=0.9, top_k=4, top_p=0.9, min_p=0.05, repetition_penalty=1.3, logit_bias=((0, 0.5),)),
 }
 
 

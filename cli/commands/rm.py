@@ -7,10 +7,11 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.output import gib
+from mycli.runtime.errors import UsageError
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli rm pico-rtn-int4-g128 --yes",
-    "mycli rm Qwen/Qwen3-0.6B  # needs the network",
+    "mycli rm Qwen/Qwen3-0.6B  # needs the network, and asks",
     "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the network",
 )
 
@@ -24,13 +25,14 @@ def rm(
     """Delete a stored model.
 
     One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
-    first. Folders that mycli did not store are left alone.
+    first, elsewhere it wants --yes. Folders that mycli did not store are left alone.
     """
     from mycli.runtime.store import plan_removal, remove
 
     removal = plan_removal(model)
-    asked = call.out.interactive and not yes
-    if asked and not call.out.ask(f"Delete {removal.name} ({gib(removal.nbytes)}) from {removal.folder}?"):
+    if not yes and not call.out.interactive:
+        raise UsageError(f"nobody can be asked whether to delete {removal.name}", f"mycli rm {model} --yes")
+    if not yes and not call.out.ask(f"Delete {removal.name} ({gib(removal.nbytes)}) from {removal.folder}?"):
         call.out.note("nothing was deleted")
         return
     remove(removal, call.out.note)

@@ -72,6 +72,10 @@ def run(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
+    ] = None,
     stop: options.Stop = None,
     schema: Annotated[
         Path | None, typer.Option("--schema", help="Write JSON of this JSON schema only.", metavar="FILE")
@@ -137,6 +141,7 @@ def run(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
+        logit_bias=options.parse_biases(logit_bias) if logit_bias else None,
     )
     manner = Manner(
         sampling,

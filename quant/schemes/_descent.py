@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.grid import Grid, Quantized, dequantize, storable
-
-BLOCK = 128  # codes of so many columns move before the other columns hear of it
+from mycli.quant.schemes._columns import BLOCK, solve_block
 
 
 def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, sweeps: int) -> Quantized:
@@ -23,26 +22,18 @@ def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, swee
 
 def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> Quantized:
     """Each code in turn becomes the best one while all others stay; weight fp32 [N, K]."""
-    columns, half = weight.shape[1], grid.half
-    per_group = columns // solved.scales.shape[1]
+    columns = weight.shape[1]
     scales = solved.scales.float().T.contiguous()
+    group_of = torch.arange(columns, device=weight.device) // (columns // len(scales))
     codes = solved.codes.T.contiguous()
     # How much the output would gain by a shift of each weight: H (W - W')^T, [K, N].
     pull = hessian @ (weight - dequantize(solved, grid)).T
-    diagonal = hessian.diagonal()
     for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        inside = hessian[start:end, start:end]
-        moved = torch.zeros(end - start, len(weight), dtype=torch.float32, device=weight.device)
-        for index in range(end - start):
-            column = start + index
-            left = torch.addmv(pull[column], moved[:index].T, inside[index, :index], alpha=-1)
-            scale = scales[column // per_group]
-            old = codes[column].float().sub_(half)
-            new = left.div_(diagonal[column]).div_(scale).add_(old).round_().clamp_(-half, half - 1)
-            codes[column] = new + half
-            torch.mul(new.sub_(old), scale, out=moved[index])
-        pull.addmm_(hessian[:, start:end], moved, alpha=-1)
+        block = slice(start, min(start + BLOCK, columns))
+        codes[block], moved = solve_block(
+            pull[block], hessian[block, block], scales[group_of[block]], codes[block], grid.half
+        )
+        pull.addmm_(hessian[:, block], moved, alpha=-1)
     return Quantized(codes.T.contiguous(), solved.scales)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mycli.quant.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.schemes import Solution
+from mycli.quant.schemes._columns import BLOCK, solve_block
 from mycli.quant.schemes._descent import descend
 
 NEEDS_HESSIAN = True
 
-BLOCK = 128  # columns whose mutual corrections are made at once; the columns after a block are corrected by one product
 AT_ONCE = 1 << 23  # weights: whole rows, which do not depend on each other, solved at a time to bound memory
 SWEEPS = 2  # of coordinate descent afterwards; more gain nothing (docs/quality.md)
 # Shares of the mean of diag(H) added to it, until H has a Cholesky factor; then all of them again in double precision.
@@ -95,25 +95,17 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
 def _round_columns(weight: Tensor, scales: Tensor, factor: Factor, grid: Grid) -> Tensor:
     """Codes uint8 [N, K] in natural order for fp32 weight [N, K] and scales [N, groups]."""
     rows, columns = weight.shape
-    half = grid.half
     # Transposed: a column of W is then contiguous, and so is the scale of each row for it.
     remaining = weight.T[factor.order].contiguous()
     group_of = factor.order // (columns // scales.shape[1])
     scales = scales.T.contiguous()
     levels = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
     for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        inside = factor.upper[start:end, start:end]
-        errors = torch.zeros(end - start, rows, dtype=torch.float32, device=weight.device)
-        for index in range(end - start):
-            column = start + index
-            # What the columns of this block before it have left to make up for.
-            target = torch.addmv(remaining[column], errors[:index].T, inside[:index, index], alpha=-1)
-            scale = scales[group_of[column]]
-            level = (target / scale).round_().clamp_(-half, half - 1)
-            levels[column] = level + half
-            torch.div(target.sub_(level.mul_(scale)), inside[index, index], out=errors[index])
-        remaining[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+        block = slice(start, min(start + BLOCK, columns))
+        levels[block], errors = solve_block(
+            remaining[block], factor.upper[block, block], scales[group_of[block]], None, grid.half
+        )
+        remaining[block.stop :].addmm_(factor.upper[block, block.stop :].T, errors, alpha=-1)
     codes = torch.empty_like(levels)
     codes[factor.order] = levels
     return codes.T.contiguous()
