@@ -1,6 +1,7 @@
 """mycli quantize: a smaller copy of a model, with a card that says what it cost."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,17 @@ Method = Annotated[
     ),
 ]
 Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
+TargetBpw = Annotated[
+    float | None,
+    typer.Option(
+        "--target-bpw",
+        min=2,
+        max=9,
+        metavar="X",
+        help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
+        show_default="--bits for all",
+    ),
+]
 Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
 Scales = Annotated[
     str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
@@ -185,6 +197,7 @@ def quantize(
     model: options.Model,
     method: Method = "gptq",
     bits: Bits = 4,
+    target_bpw: TargetBpw = None,
     group: Group = "128",
     scales: Scales = "mse",
     head: Head = "keep",
@@ -230,22 +243,27 @@ def quantize(
         samples,
         seq,
         seed,
+        target_bpw,
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
     placement = place(load_config(source.folder), device, "float32")
     gpu = placement.device.type == "cuda"
-    work = pipeline.plan(
+    plan = partial(
+        pipeline.plan,
         source,
-        recipe,
-        calib,
+        text=calib,
         report=report,  # type: ignore[arg-type]  # checked above
         gpu=gpu,
         max_ram=max_ram,
         max_vram=max_vram,
     )
+    work = plan(recipe)
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
+    if target_bpw is not None:
+        with stages(call.out) as progress:
+            work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
         _show_plan(call, work, target)
         return

@@ -1,4 +1,4 @@
-"""vLLM on the CPU, two ranks, reads folders that we quantized and says what we say: greedy tokens of pico, 4 and 8 bits.
+"""vLLM on the CPU, two ranks, reads folders that we quantized and says what we say: greedy tokens, 4 and 8 bits.
 
     make test-vllm        # or: python -m tests.peers.vllm_tokens --python ENV/bin/python
 
@@ -36,7 +36,7 @@ def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int) -> l
     child = Path(__file__).with_name("vllm_child.py")
     command = [python, str(child), str(folder), str(ranks), "bfloat16", str(REPLY), json.dumps(prompts)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OMP_"))}
-    ran = subprocess.run(command, env={**kept, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ran = subprocess.run(command, env={**kept, **ENVIRONMENT}, capture_output=True, text=True)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("tokens ")]
     if not lines:
         raise SystemExit(f"vLLM failed ({ran.returncode}):\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
@@ -70,7 +70,7 @@ def main() -> None:
         print("skipped: no environment with vLLM (make test-vllm makes one)")
         return
     tokenizer = Tokenizer.load(PICO, StreamedModel(PICO, CPU).config.vocab_size)
-    ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8])
+    ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False
     for bits in given.bits:
