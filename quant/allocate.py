@@ -38,18 +38,25 @@ class Share:
     loss: Mapping[int, float]
 
 
-def allocate(shares: Sequence[Share], bits_per_weight: float) -> tuple[int, ...]:
+def low_width(bits_per_weight: float, group: int | None) -> int:
+    """Of the copy that sensitivities are taken at: the widest below 8 that the target leaves room for."""
+    scale = 0.0 if group is None else 16 / group
+    return max((bits for bits in BITS if bits < 8 and bits + scale <= bits_per_weight), default=min(BITS))
+
+
+def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
     """The width of each share that loses least within `bits_per_weight`, scales included.
 
-    From the narrowest, whichever step gains most for its bytes. Raises UsageError where not even that fits.
+    From `low` bits on, since what was measured there says little of fewer; always the step that gains most for its
+    bytes. Raises UsageError where not even `low` fits.
     """
-    widths = [min(BITS) for _ in shares]
+    widths = [low for _ in shares]
     budget = int(bits_per_weight * sum(each.weights for each in shares) / 8)
-    spent = sum(each.bytes[min(BITS)] for each in shares)
+    spent = sum(each.bytes[low] for each in shares)
     if spent > budget:
         least = 8 * spent / sum(each.weights for each in shares)
         raise UsageError(
-            f"--target-bpw {bits_per_weight:g}: {min(BITS)} bits with their scales take {least:.3f}",
+            f"--target-bpw {bits_per_weight:g}: {low} bits with their scales take {least:.3f}",
             "a larger target, or a larger --group",
         )
     while True:
@@ -63,11 +70,6 @@ def allocate(shares: Sequence[Share], bits_per_weight: float) -> tuple[int, ...]
             return tuple(widths)
         widths[step[0]] = step[1]
         spent += step[2]
-
-
-def low_width(bits_per_weight: float) -> int:
-    """Of the copy that sensitivities are taken at: the widest below the target but 8."""
-    return max((bits for bits in BITS if bits < min(8, bits_per_weight)), default=min(BITS))
 
 
 def measure(model: StreamedModel, low: StreamedModel, windows: Tensor, progress: Progress = silent) -> list[Share]:

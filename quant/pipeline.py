@@ -197,9 +197,8 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
     # Rescaled weights cannot be compared with the original's, so `awq` is left out.
     method = "gptq" if work.calibrates else work.recipe.method
     samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
-    low = replace(
-        work.recipe, method=method, bits=allocate.low_width(target), target_bpw=None, samples=samples, head="keep"
-    )
+    bits = allocate.low_width(target, work.recipe.group)
+    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep")
     copy = plan(work.source, low, work.text, report="none", gpu=placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
@@ -210,7 +209,7 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
             StreamedModel(each, placement, work.need.at_once) for each in (work.source.folder, Path(name) / "low")
         ]
         shares = allocate.measure(models[0], models[1], shown[chosen], progress)
-    return replace(work.recipe, widths=allocate.allocate(shares, target))
+    return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
 
 
 def preflight(work: Plan, target: Path) -> None:
