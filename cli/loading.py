@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.runtime.config import Dtype, load_config
+from mycli.runtime.config import Dtype, Kv, load_config
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.sampling import Sampling
 
 DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+KINDS: tuple[Kv, ...] = ("auto", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,21 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
+def parse_kv(name: str) -> Kv:
+    """The kind of cache that `--kv` asks for. Raises UsageError."""
+    for kind in KINDS:
+        if kind == name:
+            return kind
+    raise UsageError(f"--kv {name}: not a kind of cache", f"choose from {', '.join(KINDS)}")
+
+
 def load(
     call: Call,
     model: str,
     *,
     device: str,
     dtype: str,
+    kv: str = "auto",
     context: int | None,
     sequences: int = 1,
     draft: str = "none",
@@ -60,7 +71,7 @@ def load(
     source = resolve(model, offline=call.offline)
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
-    placement = place(config, device, parse_dtype(dtype))
+    placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
     for note in placement.notes:
         call.out.note(note)
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)

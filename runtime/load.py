@@ -33,7 +33,7 @@ def load_model(
         warn(warning)
     if config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
-    model = Transformer(config)
+    model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
     return model
 
@@ -52,9 +52,9 @@ def plan_memory(
     dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == placement.dtype)
     free = free_memory(device)
     usual = min(config.max_context, DEFAULT_CONTEXT)
-    plan = Plan(config, packings, usual, sequences, dtype, gpu=device.type == "cuda")
+    plan = Plan(config, packings, usual, sequences, dtype, device.type == "cuda", kv=placement.kv)
     if draft is not None:
-        plan = replace(plan, draft=Plan(*describe(draft), dtype=dtype))
+        plan = replace(plan, draft=Plan(*describe(draft), dtype=dtype, kv=placement.kv))
     if context is None:
         fitting = longest_context(plan, free, started=True)
         plan = replace(plan, context=min(usual, max(fitting, SHORTEST_CONTEXT)))

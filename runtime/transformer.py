@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from mycli.runtime.attention import attend, visible
 from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache
+from mycli.runtime.cache import StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.config import ModelConfig
+from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope, rotate
@@ -87,10 +87,9 @@ class Block(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *tables), rotate(key, *tables).transpose(1, 2)
         value = value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.write(self.layer, cache.length, key, value)
+        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self.layer, cache.length, key, value)
         window = config.window(self.layer)
-        return attend(query, key, value, masks[window], window)
+        return attend(query, *stored, masks[window], window)
 
     def activated(self, x: Tensor) -> Tensor:
         """What `down` gets: x [..., hidden] after attention, normed, through the gate: [..., intermediate]."""
@@ -108,9 +107,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
+        """`kv`: the kind of the caches it is run with."""
         super().__init__()
         self.config = config
+        self.kv = kv
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
@@ -142,8 +143,12 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
+        """Of activations."""
         return self.embedding.dtype
+
+    def make_cache(self, capacity: int, sequences: int = 1) -> StaticCache:
+        """An empty cache of the kind that this model is run with."""
+        return StaticCache(self.config, capacity, self.device, cache_dtype(self.kv, self.dtype), sequences)
 
     @property
     def nbytes(self) -> int:

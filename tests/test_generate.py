@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.runtime.config import Kv
 from mycli.runtime.device import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.generate import Session
@@ -15,14 +16,15 @@ from mycli.runtime.load import load_model
 from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
 
+KINDS: tuple[Kv, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 
 
-@pytest.fixture(scope="module")
-def pico() -> Transformer:
+@pytest.fixture(scope="module", params=KINDS)
+def pico(request: pytest.FixtureRequest) -> Transformer:
     folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(folder, Placement(torch.device("cpu"), torch.float32))
+    return load_model(folder, Placement(torch.device("cpu"), torch.float32, kv=request.param))
 
 
 def greedy(session: Session, prompt: list[int], limit: int = 12, chunk: int = 512) -> list[int]:

@@ -22,7 +22,14 @@ from pathlib import Path
 import torch
 
 SOURCE = "packed_cpu.cpp"
-HEADERS = ("packed_layout.h", "packed_integer.h", "packed_tiles.h")
+HEADERS = (
+    "attention.h",
+    "attention_float.h",
+    "attention_int8.h",
+    "packed_layout.h",
+    "packed_integer.h",
+    "packed_tiles.h",
+)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
 
@@ -45,6 +52,17 @@ class CWeight(ctypes.Structure):
     ]
 
 
+class CAttention(ctypes.Structure):
+    """`Attention` of attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "out")),
+        *((name, c_int64) for name in ("sequences", "kv_heads", "group", "tokens", "head_dim", "length", "window")),
+        *((name, c_int64) for name in ("sequence_stride", "head_stride")),
+        *((name, c_int32) for name in ("query_type", "cache_type")),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
     """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
@@ -53,6 +71,7 @@ class Native:
     dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
     dense: Callable[..., int | None]
+    attend: Callable[..., int]
     read: Callable[..., int]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
@@ -75,6 +94,7 @@ def load_library(path: Path) -> Native:
         function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
         function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         function("read_memory", c_int64, c_void_p, c_int64, c_int),
         bool(features & 1),
         bool(features & 2),
