@@ -8,6 +8,7 @@ Does not know attention or tokens. A sequence is cut back by writing over its ta
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +50,30 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     codes = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round_()
     finite = scales.isfinite()
     return codes.nan_to_num_(0).clamp_(-127, 127).to(torch.int8), scales.where(finite, torch.nan)
+
+
+class KeyValues(Protocol):
+    """What a layer's attention reads keys and values from."""
+
+    length: int
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
+        """As `StaticCache.write`."""
+        ...
+
+
+class PassingCache:
+    """Hands back what it is given, as a cache of `dtype` would hold it, and keeps nothing: for one pass over a text."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.length = 0
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
+        """As `StaticCache.write`, with `start` 0."""
+        if self._dtype == torch.int8:
+            return Stored(*quantize(keys)), Stored(*quantize(values))
+        return Stored(keys.to(self._dtype)), Stored(values.to(self._dtype))
 
 
 class StaticCache:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.attention import attend, visible
 from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache, Stored, cache_dtype
+from mycli.runtime.cache import KeyValues, StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
@@ -78,7 +78,7 @@ class Block(nn.Module):
             elif isinstance(module, Linear):
                 module.load(checkpoint, packings, device, dtype)
 
-    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """What `o` gets: x [sequences, tokens, hidden], normed, through attention: [..., heads * head_dim]."""
         config, (batch, tokens, _) = self.config, x.shape
         sizes = [config.heads, config.kv_heads, config.kv_heads]
@@ -98,7 +98,7 @@ class Block(nn.Module):
         activated: Tensor = functional.silu(gate) * up
         return activated
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
         x = x + self.o(self.attended(x, tables, masks, cache))
         down: Tensor = self.down(self.activated(x))
