@@ -1,6 +1,9 @@
 """The GPU benchmark without a GPU: its arithmetic, its budget, its files, and a whole run at tiny sizes on the CPU."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +98,18 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(report, [Part("a", 0, lambda: iter([case(clock, "1", 1), Case("2", 0, killed)]))], Budget(9))
     assert [row["case"] for row in json.loads((tmp_path / "r.json").read_text())["parts"]["a"]] == ["1"]
+
+
+def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
+    """In a process of its own, as `make bench-gpu` runs it; every row has its fields, and nothing failed."""
+    command = [sys.executable, "-m", "tests.gpu.bench", "--device", "cpu", "--tiny"]
+    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True, cwd=Path(__file__).parents[1])
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert found["schema"] == 1 and {"device", "date", "torch", "command"} <= set(found)
+    assert {note["kind"] for note in found["notes"]} == {"not installed"}
+    assert all(row["relative error"] < 5e-3 for row in found["parts"]["error against fp64"])
+    products = found["parts"]["products, int4"]
+    assert {row["kernel"] for row in products} >= {"torch bf16"} and all(row["us"] > 0 for row in products)
+    assert len(found["parts"]) == 10
+    assert "% of roofline" in next(tmp_path.glob("*.md")).read_text()
