@@ -8,6 +8,7 @@ tensor, or block by block where the scheme wants to see data. Then the copy is o
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from mycli.quant import calibration, record, schemes
+from mycli.quant import allocate, calibration, record, schemes
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
@@ -184,6 +185,31 @@ def _stages(work: Plan) -> Work:
         measured,
         min(REPORT_CONTEXT, work.config.max_context),
     )
+
+
+def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress = silent) -> Recipe:
+    """The recipe of `work` with the widths of its products chosen for its `target_bpw`.
+
+    A copy of one low width is made in `folder` for it, and removed again.
+    """
+    target = work.recipe.target_bpw
+    assert target is not None
+    # Rescaled weights cannot be compared with the original's, so `awq` is left out.
+    method = "gptq" if work.calibrates else work.recipe.method
+    samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
+    bits = allocate.low_width(target, work.recipe.group)
+    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep")
+    copy = plan(work.source, low, work.text, report="none", gpu=placement.device.type == "cuda")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
+        quantize(copy, Path(name) / "low", placement, progress=progress)
+        shown = _calibration(copy).windows
+        chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
+        models = [
+            StreamedModel(each, placement, work.need.at_once) for each in (work.source.folder, Path(name) / "low")
+        ]
+        shares = allocate.measure(models[0], models[1], shown[chosen], progress)
+    return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
 
 
 def preflight(work: Plan, target: Path) -> None:

@@ -120,13 +120,11 @@ class StreamedModel:
             part = stream[rows]
             part.copy_(block(part.to(self.placement.device), *surroundings, cache))
 
-    @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head sees of the residual stream after the last block: same shape, on the device."""
         normed: Tensor = self._norm(hidden.to(self.placement.device))
         return normed
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
         logits: Tensor = self.head(self.normed(hidden))

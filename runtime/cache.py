@@ -114,6 +114,11 @@ class StaticCache:
         data[:, :, start:end], scales[:, :, start:end] = quantize(new)
         return Stored(data[:, :, :end], scales[:, :, :end])
 
+    def all(self, layer: int) -> tuple[Stored, Stored]:
+        """Keys and values of every position, filled or not, as views."""
+        scales = (None, None) if self._scales is None else (self._scales[layer, 0], self._scales[layer, 1])
+        return Stored(self._data[layer, 0], scales[0]), Stored(self._data[layer, 1], scales[1])
+
     def advance(self, count: int) -> None:
         """`count` more positions are valid."""
         self.length += count

@@ -38,6 +38,10 @@ def load_model(
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
+    if packings and placement.device.type == "cuda":
+        from mycli.runtime.replay import make_replay
+
+        model.short_pass = make_replay(model, warn)
     return model
 
 

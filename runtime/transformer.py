@@ -5,6 +5,7 @@ by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +105,18 @@ class Block(nn.Module):
         return x + down
 
 
+class ShortPass(Protocol):
+    """Does passes over a few tokens faster; see `mycli.runtime.replay`."""
+
+    def __call__(self, batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
+        """Logits [sequences, 1 or new, vocab], valid until the next call; None where it does not take the pass."""
+        ...
+
+
 class Transformer(nn.Module):
     """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
+
+    short_pass: ShortPass | None = None
 
     def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
         """`kv`: the kind of the caches it is run with."""
@@ -177,6 +188,11 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
         """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks; None for "none"."""
+        if self.short_pass is not None and cache is not None:
+            found = self.short_pass(batch, rope, cache)
+            if found is not None:
+                cache.advance(batch.count)
+                return found.to(torch.float32, copy=True)
         x = self.hidden(batch, rope, cache)
         if batch.logits == "none":
             return None
