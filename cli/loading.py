@@ -64,13 +64,16 @@ def load(
     `draft`: a model, "ngram" or "none".
     Says on stderr where it runs and what could not be done as asked.
     """
+    from mycli.runtime.hub import resolve
+    from mycli.runtime.read_ahead import read_ahead
+
+    source = resolve(model, offline=call.offline)
+    read_ahead(source.folder)  # before torch is imported, which takes as long
     import torch
 
     from mycli.runtime.device import place
-    from mycli.runtime.hub import resolve
     from mycli.runtime.load import out_of_memory, plan_memory
 
-    source = resolve(model, offline=call.offline)
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
     placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
