@@ -10,8 +10,8 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -246,6 +246,28 @@ def quantize(
     reading, solving and measuring raise, and UsageError or ResourceError from `preflight`.
     """
     preflight(work, target)
+    with memory_errors(work):
+        return _quantize(work, target, placement, overwrite, work_folder, progress)
+
+
+@contextmanager
+def memory_errors(work: Plan) -> Iterator[None]:
+    """Within it, memory that runs out in spite of the plan is a ResourceError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # torch has a type of its own for a GPU's memory only.
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise
+        raise ResourceError(
+            f"memory ran out, though {max(work.need.host, work.need.device) / 2**30:.2f} GiB were to be enough",
+            "close other programs and run it again, which goes on where it was; or take fewer --samples",
+        ) from error
+
+
+def _quantize(
+    work: Plan, target: Path, placement: Placement, overwrite: bool, work_folder: Path | None, progress: Progress
+) -> Outcome:
     shown = _calibration(work) if work.calibrates else None
     origin = record.digests(_source_files(work.source.folder))
     with ExitStack() as stack:
