@@ -56,8 +56,8 @@ def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices that do not divide a window, and two windows of stream at a time."""
-    monkeypatch.setattr(module, "_LOGITS", 7 * 4096)
-    monkeypatch.setattr(module, "_STREAM_BYTES", 2 * 64 * 2 * 256 * 4)
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 7 * 4096)
+    monkeypatch.setattr(module, "STREAM_BYTES", 2 * 64 * 2 * 256 * 4)
     yield
 
 
