@@ -42,9 +42,9 @@ clean:
 test-gpu: .links/mycli
 	PYTHONPATH=.links $(PYTHON) -m pytest -q -m gpu tests/gpu
 
+# Files go to $$OUT, else docs/results; within 9 minutes, the least important measurements dropped.
 bench-gpu: .links/mycli
-	PYTHONPATH=.links $(PYTHON) -m mycli.cli doctor --device cuda
-	PYTHONPATH=.links $(PYTHON) -m mycli.cli bench pico --device cuda -p 512 -n 128 -d 0,1k -b 1,4 -o json --save docs/pico-gpu.json
+	PYTHONPATH=.links $(PYTHON) -m tests.gpu.bench
 
 # vLLM's CPU build wants other versions than ours, so it gets an environment of its own. The torchvision, torchaudio and
 # torchcodec that it brings are built for CUDA and keep it from starting.

@@ -1,5 +1,6 @@
 """What `run` and `chat` do before the first token: resolve, place, check memory, load, and announce each choice."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,16 @@ def load(
     `draft`: a model, "ngram" or "none".
     Says on stderr where it runs and what could not be done as asked.
     """
-    from mycli.runtime.assistant import Assistant
-    from mycli.runtime.device import place
     from mycli.runtime.hub import resolve
-    from mycli.runtime.load import plan_memory
+    from mycli.runtime.read_ahead import read_ahead
 
     source = resolve(model, offline=call.offline)
+    read_ahead(source.folder)  # before torch is imported, which takes as long
+    import torch
+
+    from mycli.runtime.device import place
+    from mycli.runtime.load import out_of_memory, plan_memory
+
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
     placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
@@ -77,11 +82,37 @@ def load(
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
+    announce_build(call, placement)
+    with suppress(torch.OutOfMemoryError):
+        return _load(call, source, placement, capacity, second, draft == "ngram", allow_nonfinite)
+    # Here nothing of what was loaded is held any more, so what is free is what another try would find.
+    raise out_of_memory(source.folder, placement, capacity, sequences, second.folder if second else None)
+
+
+def _load(
+    call: Call,
+    source: "Source",
+    placement: "Placement",
+    capacity: int,
+    draft: "Source | None",
+    ngram: bool,
+    allow_nonfinite: bool,
+) -> Loaded:
+    from mycli.runtime.assistant import Assistant
+
     assistant = Assistant.load(source.folder, placement, allow_nonfinite=allow_nonfinite)
     for warning in assistant.warnings:
         call.out.warn(warning)
-    session = make_session(call, assistant, capacity, second, ngram=draft == "ngram")
-    return Loaded(source, placement, assistant, session)
+    return Loaded(source, placement, assistant, make_session(call, assistant, capacity, draft, ngram=ngram))
+
+
+def announce_build(call: Call, placement: "Placement") -> None:
+    """Build the CPU's native code where that has not been done, and say so: it takes seconds."""
+    from mycli.runtime.kernels.cpu_build import must_be_built, native
+
+    if placement.device.type == "cpu" and must_be_built():
+        call.out.note("building the CPU kernel, once")
+        native()
 
 
 def make_session(

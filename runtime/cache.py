@@ -8,6 +8,7 @@ Does not know attention or tokens. A sequence is cut back by writing over its ta
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,30 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes.nan_to_num_(0).clamp_(-127, 127).to(torch.int8), scales.where(finite, torch.nan)
 
 
+class KeyValues(Protocol):
+    """What a layer's attention reads keys and values from."""
+
+    length: int
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
+        """As `StaticCache.write`."""
+        ...
+
+
+class PassingCache:
+    """Hands back what it is given, as a cache of `dtype` would hold it, and keeps nothing: for one pass over a text."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.length = 0
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
+        """As `StaticCache.write`, with `start` 0."""
+        if self._dtype == torch.int8:
+            return Stored(*quantize(keys)), Stored(*quantize(values))
+        return Stored(keys.to(self._dtype)), Stored(values.to(self._dtype))
+
+
 class StaticCache:
     """Keys and values, [layers, 2, sequences, kv_heads, capacity, head_dim], in `dtype`: a floating type, or int8.
 
@@ -88,6 +113,11 @@ class StaticCache:
         scales = self._scales[layer, kind]
         data[:, :, start:end], scales[:, :, start:end] = quantize(new)
         return Stored(data[:, :, :end], scales[:, :, :end])
+
+    def all(self, layer: int) -> tuple[Stored, Stored]:
+        """Keys and values of every position, filled or not, as views."""
+        scales = (None, None) if self._scales is None else (self._scales[layer, 0], self._scales[layer, 1])
+        return Stored(self._data[layer, 0], scales[0]), Stored(self._data[layer, 1], scales[1])
 
     def advance(self, count: int) -> None:
         """`count` more positions are valid."""

@@ -1,5 +1,6 @@
 """Where and in which precision a model runs; every choice is returned with its reason, so that it can be announced."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +25,25 @@ class Placement:
     notes: tuple[str, ...] = ()
     kv: Kv = "auto"
 
+    @property
+    def dtype_name(self) -> Dtype:
+        """`dtype` as config.json spells it."""
+        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+
 
 def _cuda_problem() -> str | None:
     """Why CUDA cannot be used, None where it can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "this build of torch has no CUDA"
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible to torch"
+    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old, for one
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        return "no CUDA device is visible to torch" + (f" ({told[0].message})" if told else "")
+    oldest = min((int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch[:3] == "sm_"), default=0)
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < oldest:
+        return f"this build of torch has no code for sm_{major}{minor}, only from sm_{oldest} on"
     return None
 
 

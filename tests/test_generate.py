@@ -103,3 +103,18 @@ def test_timing_counts_what_happened(pico: Transformer) -> None:
     greedy(session, PROMPT, limit=5)
     assert (session.timing.prompt, session.timing.generated) == (len(PROMPT), 5)
     assert session.timing.first_token_seconds > 0 and session.timing.tokens_per_second > 0
+
+
+def test_decoding_takes_no_memory_for_the_cache(pico: Transformer) -> None:
+    """F11: the pool is taken when the session begins, so a reply cannot run out of it half way."""
+    session = Session(pico, 64)
+
+    def addresses() -> set[tuple[int, int]]:
+        found = (value for value in vars(session.cache).values() if isinstance(value, torch.Tensor))
+        return {(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in found}
+
+    before, held = addresses(), session.cache.nbytes
+    assert sum(size for _, size in before) == held
+    greedy(session, PROMPT, limit=99)
+    assert session.cache.length == session.capacity
+    assert addresses() == before and session.cache.nbytes == held

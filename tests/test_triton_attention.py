@@ -13,7 +13,7 @@ from tests.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton_decode import BLOCK_K, KeyValues, attend, splits  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton_decode import BLOCK_K, LayerCache, attend, splits  # noqa: E402  (only where Triton is)
 from mycli.runtime.kernels.triton_packed import Activation  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
@@ -40,7 +40,7 @@ class Case:
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{dtype}-on{self.processors}{into}"
 
 
-def filled(case: Case) -> tuple[KeyValues, torch.Tensor, torch.Tensor]:
+def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
     """A cache with NaN or rubbish where nothing was written, and what it holds as fp32."""
     capacity = 600
     shape = (2, len(case.lengths), case.kv_heads, capacity, case.head_dim)
@@ -51,9 +51,9 @@ def filled(case: Case) -> tuple[KeyValues, torch.Tensor, torch.Tensor]:
         codes = (wide / scales[..., None]).round().to(torch.int8)
         scales = torch.where(present, scales, torch.nan)
         wide = codes.float() * scales[..., None]
-        return KeyValues(codes[0], codes[1], scales[0].contiguous(), scales[1].contiguous()), wide[0], wide[1]
+        return LayerCache(codes[0], codes[1], scales[0].contiguous(), scales[1].contiguous()), wide[0], wide[1]
     stored = torch.where(present[..., None], wide, torch.nan).to(case.dtype)
-    return KeyValues(stored[0], stored[1]), stored[0].float(), stored[1].float()
+    return LayerCache(stored[0], stored[1]), stored[0].float(), stored[1].float()
 
 
 def attention(case: Case) -> float:
@@ -114,13 +114,13 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
     keys = torch.zeros((1, 2, 8, 64), dtype=torch.float16)
     scales = torch.zeros((1, 2, 8))
     for wrong in (
-        lambda: KeyValues(keys, keys.transpose(2, 3).contiguous().transpose(2, 3)),
-        lambda: KeyValues(keys.to(torch.int8), keys.to(torch.int8)),
-        lambda: KeyValues(keys, keys, scales, scales),
-        lambda: KeyValues(keys.to(torch.int8), keys.to(torch.int8), scales, scales[:, :, :4]),
+        lambda: LayerCache(keys, keys.transpose(2, 3).contiguous().transpose(2, 3)),
+        lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8)),
+        lambda: LayerCache(keys, keys, scales, scales),
+        lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8), scales, scales[:, :, :4]),
     ):
         with pytest.raises(ValueError, match="cache"):
             wrong()
     lengths = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="64 queries"):
-        attend(torch.zeros((1, 33, 4, 64)), KeyValues(keys, keys), lengths, None, Chip((9, 0), 1), None)
+        attend(torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, Chip((9, 0), 1), None)

@@ -135,7 +135,7 @@ class Rotation:
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     """Errors of queries, keys and values; whether nothing else of the cache was touched."""
-    from mycli.runtime.kernels.triton_decode import KeyValues, Projection, rotate_and_store
+    from mycli.runtime.kernels.triton_decode import LayerCache, Projection, rotate_and_store
 
     (sequences, capacity), dim, new = (len(case.lengths), 24), case.head_dim, case.tokens
     width = (case.heads + 2 * case.kv_heads) * dim
@@ -147,7 +147,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     layers = torch.zeros((2, sequences, case.kv_heads, capacity, dim), dtype=torch.int8 if case.int8 else case.dtype)
     layers += 7
     scales = [torch.zeros((sequences, case.kv_heads, capacity)) if case.int8 else None for _ in range(2)]
-    cache = KeyValues(layers[0], layers[1], *scales)
+    cache = LayerCache(layers[0], layers[1], *scales)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     projection = Projection(case.heads, bias, *gains, 1e-6)
     query = rotate_and_store(parts, projection, cos, sin, lengths, cache, case.dtype)

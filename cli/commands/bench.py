@@ -13,7 +13,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.draft_bench import bench_draft
-from mycli.cli.loading import parse_dtype, parse_kv
+from mycli.cli.loading import announce_build, parse_dtype, parse_kv
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.fields import Fields, read_object
@@ -88,7 +88,7 @@ def _measure(
 
     from mycli.runtime import bench
     from mycli.runtime.cache import cache_dtype
-    from mycli.runtime.device import TORCH_DTYPES, place
+    from mycli.runtime.device import place
     from mycli.runtime.estimate import Plan
     from mycli.runtime.hub import resolve
     from mycli.runtime.load import load_model, plan_memory
@@ -104,6 +104,7 @@ def _measure(
             problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
         plan_memory(source.folder, placement, trial.capacity, trial.batch)
+    announce_build(call, placement)
     began = time.perf_counter()
     transformer = load_model(source.folder, placement)
     loaded = time.perf_counter() - began
@@ -117,13 +118,12 @@ def _measure(
         "kv": _name(cache_dtype(placement.kv, placement.dtype)),
         "load_seconds": loaded,
     }
-    name = next(name for name, value in TORCH_DTYPES.items() if value == placement.dtype)
     rows = []
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
             result = bench.run(transformer, trial, repetitions, progress=lambda _: bar.advance(1))
-            plan = Plan(config, packings, trial.capacity, trial.batch, name, kv=placement.kv)
+            plan = Plan(config, packings, trial.capacity, trial.batch, placement.dtype_name, kv=placement.kv)
             rows.append(_row(common, result, plan, bandwidth))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")

@@ -33,6 +33,9 @@ def attend_few(
         return None
     if data.dtype not in _CACHE or data.stride() != values.data.stride() or data.stride()[2:] != (head_dim, 1):
         return None
+    for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
+        if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != data.stride()[:3]:
+            return None
     found = library or native()
     if isinstance(found, str):
         return None

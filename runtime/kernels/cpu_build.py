@@ -134,8 +134,19 @@ def _processor() -> str:
     return "\n".join(sorted({one for one in lines if re.match(r"(flags|Features|model|CPU (part|implementer))", one)}))
 
 
-def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+@dataclass(frozen=True)
+class _Recipe:
+    """What a build is made of, and the name it gets."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    openmp: str
+    sources: Mapping[str, bytes]
+    name: str
+
+
+def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
+    """For this machine. Raises BuildError saying what is missing."""
     if platform.system() != "Linux":
         raise BuildError(f"built on Linux only, not on {platform.system()}")
     compiler, version = find_compiler()
@@ -144,17 +155,23 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
     flags = (*FLAGS, *extra_flags)
     depends = (version, _processor(), torch.__version__, openmp, *flags)
     key = hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
-    target = folder / f"packed_cpu-{key}.so"
+    return _Recipe(compiler, flags, openmp, sources, f"packed_cpu-{key}.so")
+
+
+def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+    recipe = _recipe(tuple(extra_flags))
+    compiler, target = recipe.compiler, folder / recipe.name
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        for name, text in sources.items():
+        for name, text in recipe.sources.items():
             (Path(work) / name).write_bytes(text)
         # Two steps: with -fopenmp the link would bring the system's OpenMP beside torch's.
         for command in (
-            [compiler, *flags, "-c", SOURCE, "-o", "packed_cpu.o"],
-            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", openmp, "-o", "packed_cpu.so"],
+            [compiler, *recipe.flags, "-c", SOURCE, "-o", "packed_cpu.o"],
+            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", recipe.openmp, "-o", "packed_cpu.so"],
         ):
             try:
                 done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
@@ -180,3 +197,11 @@ def native() -> Native | str:
         return load_library(compile_library(cache_folder()))
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         return str(error)
+
+
+def must_be_built() -> bool:
+    """Whether the first call of `native` will take seconds, because it compiles."""
+    try:
+        return not (cache_folder() / _recipe(()).name).exists()
+    except (BuildError, OSError, subprocess.SubprocessError):
+        return False  # and `native` says why

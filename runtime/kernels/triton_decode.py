@@ -7,6 +7,7 @@ Knows no layers. Nothing here reads a value back to the host, so all of it can b
 
 import math
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
-class KeyValues:
+class LayerCache:
     """One layer's cache, [sequences, kv_heads, capacity, head_dim]; int8 with scales fp32 [.., capacity] per token.
 
     The last two axes are contiguous, keys and values lie alike; x = code * scale.
@@ -51,6 +52,18 @@ def _contiguous(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
+
+
+@overload
+def add_norm(
+    parts: Tensor | None, residual: Tensor, gain: Tensor, eps: float, product: TritonMatmul
+) -> tuple[Tensor, Activation]: ...
+
+
+@overload
+def add_norm(
+    parts: Tensor | None, residual: Tensor, gain: Tensor, eps: float, product: None
+) -> tuple[Tensor, Tensor]: ...
 
 
 def add_norm(
@@ -116,7 +129,7 @@ def rotate_and_store(
     cos: Tensor,
     sin: Tensor,
     lengths: Tensor,
-    cache: KeyValues,
+    cache: LayerCache,
     dtype: torch.dtype,
 ) -> Tensor:
     """Queries [sequences, tokens, heads, head_dim], rotated; keys and values go to the end of the cache.
@@ -160,8 +173,20 @@ def attend_warps(block_q: int) -> int:
     return 4 if block_q <= 16 else 8
 
 
+@overload
 def attend(
-    query: Tensor, cache: KeyValues, lengths: Tensor, window: int | None, chip: Chip, product: TritonMatmul | None
+    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: TritonMatmul
+) -> Activation: ...
+
+
+@overload
+def attend(
+    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: None
+) -> Tensor: ...
+
+
+def attend(
+    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: TritonMatmul | None
 ) -> Activation | Tensor:
     """query [sequences, tokens, heads, head_dim], the last positions of the cache, attends to what it may see.
 

@@ -4,7 +4,8 @@ Launches what `triton_matmul` defines on tensors it has checked. Importing this 
 some platforms, and slow to load where nothing will use it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from mycli.runtime.kernels import triton_tiles
 from mycli.runtime.kernels.triton_shuffle import layout_of, padded_k, shuffle, shuffle_scales, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
-from mycli.runtime.packed import Matmul, PackedWeight
+from mycli.runtime.packed import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
@@ -196,6 +197,33 @@ class TritonMatmul:
         return self._dense(0, self.n, self._scale_dtype)
 
 
+def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
+    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
+    generator = torch.Generator().manual_seed(rows)
+    columns = 2 * (packing.group_size or 128)
+    codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
+    scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
+    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    expected = x.double() @ dequantize(weight).double().t()
+    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device))
+    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@cache  # compiling takes a second, and the answer does not change
+def self_check(device: torch.device, packing: Packing) -> str | None:
+    """Why the kernels are not to be used here, None if small products come out right."""
+    for rows in (1, 12):
+        try:
+            error = small_product(device, packing, chip_of(device), rows)
+        except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            return f"failed on this machine: {type(trouble).__name__}: {str(trouble).splitlines()[0]:.200}"
+        if not error < 5e-3:
+            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
+    return None
+
+
 class TritonPacked:
     """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
 
@@ -218,7 +246,7 @@ class TritonPacked:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):
             return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        return None
+        return self_check(device, packing)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Shuffle the codes on their device; the caller then drops the tensors they came from."""
