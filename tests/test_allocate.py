@@ -12,7 +12,8 @@ from mycli.cli.main import main
 from mycli.quant import allocate
 from mycli.quant.allocate import Share
 from mycli.quant.evaluate import Text, evaluate
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement

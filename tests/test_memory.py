@@ -24,7 +24,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device import Placement
 from mycli.runtime.hub import Source

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import blockwise, pipeline, record
+from mycli.quant import blockwise, pipeline, planning, record
 from mycli.quant.grid import Grid, dequantize
 from mycli.quant.memory import Need
-from mycli.quant.pipeline import Plan, plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import Plan, plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.schemes import rtn
 from mycli.runtime.checkpoint import Checkpoint
@@ -190,7 +191,7 @@ def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path:
     outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
     card = outcome.card
     assert card is not None and card.divergence is not None
-    assert card.context == 64 and card.scored_tokens == pipeline.QUICK_TOKENS // 64 * 63
+    assert card.context == 64 and card.scored_tokens == planning.QUICK_TOKENS // 64 * 63
     assert card.divergence.kl.value > 1e-3
     written = json.loads((tmp_path / "out" / record.FILE).read_text())
     assert written["card"]["divergence"]["kl"]["value"] == card.divergence.kl.value

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mycli.quant import blockwise, pipeline, record
 from mycli.quant.grid import Quantized
-from mycli.quant.pipeline import default_work_folder, plan, quantize
+from mycli.quant.pipeline import default_work_folder, quantize
+from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.record import Layer
 from mycli.quant.refit import Moments

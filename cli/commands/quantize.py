@@ -15,7 +15,8 @@ from mycli.cli.stages import stages
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:
-    from mycli.quant.pipeline import Outcome, Plan
+    from mycli.quant.pipeline import Outcome
+    from mycli.quant.planning import Plan
     from mycli.quant.record import Layer
 
 EXAMPLES = [
@@ -222,7 +223,7 @@ def quantize(
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
-    from mycli.quant import pipeline
+    from mycli.quant import pipeline, planning
     from mycli.quant import plot as plotting
     from mycli.quant.recipe import Recipe
     from mycli.quant.record import label
@@ -251,7 +252,7 @@ def quantize(
     placement = place(load_config(source.folder), device, "float32")
     gpu = placement.device.type == "cuda"
     plan = partial(
-        pipeline.plan,
+        planning.plan,
         source,
         text=calib,
         report=report,  # type: ignore[arg-type]  # checked above

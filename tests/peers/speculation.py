@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.runtime.config import load_config
 from mycli.runtime.device import Placement

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from mycli.quant.evaluate import held_out_text
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement

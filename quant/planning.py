@@ -1,0 +1,179 @@
+"""What quantizing a model will write and need: shapes, disk and memory, checked before the first second of work.
+
+Reads config.json and the headers of the weights, no tensor. Knows no scheme by name and nothing of a terminal.
+"""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mycli.quant import calibration, record, schemes
+from mycli.quant.memory import Need, Work, choose
+from mycli.quant.recipe import DEFAULT_SEQ, Recipe
+from mycli.quant.record import Size
+from mycli.quant.streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
+from mycli.runtime.checkpoint import Checkpoint
+from mycli.runtime.config import ModelConfig, Shape, parse_config
+from mycli.runtime.device import TORCH_DTYPES
+from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.fields import Fields, read_object
+from mycli.runtime.hub import Source
+from mycli.runtime.machine import memory
+from mycli.runtime.manifest import Manifest
+from mycli.runtime.packing import Packing
+
+Report = Literal["none", "quick", "full"]
+
+QUICK_TOKENS = 8192
+FULL_TOKENS = 1 << 15  # the held-out text has fewer in any vocabulary but of bytes
+REPORT_CONTEXT = 512
+# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+)
+MAX_COMPANION_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What quantizing will write and need, known before any tensor is read."""
+
+    source: Source
+    recipe: Recipe
+    raw: Fields  # config.json of the source
+    config: ModelConfig
+    packings: Mapping[str, Packing]
+    tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
+    need: Need  # of memory, beyond the program itself
+    report: Report
+    text: Path | None  # to calibrate on; None for the one in the package
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method wants data."""
+        return self.recipe.folds or schemes.load(self.recipe.solver).NEEDS_HESSIAN
+
+    @property
+    def seq(self) -> int:
+        """Tokens in a window of calibration."""
+        return self.recipe.seq or min(DEFAULT_SEQ, self.config.max_context)
+
+    @property
+    def size(self) -> Size:
+        """Of the result, exact."""
+        total = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.tensors)
+        names = tuple(f"{name}.weight" for name in self.packings)
+        inside = sum(d.itemsize * math.prod(s) for name, d, s in self.tensors if name.startswith(names))
+        quantized = sum(math.prod(shape) for name, shape in self.config.tensors() if name in names)
+        parameters = self.config.parameters()
+        return Size(total, parameters, 8 * total / parameters, quantized, 8 * inside / quantized)
+
+
+def plan(
+    source: Source,
+    recipe: Recipe,
+    text: Path | None = None,
+    *,
+    report: Report = "quick",
+    gpu: bool = False,
+    max_ram: int | None = None,
+    max_vram: int | None = None,
+) -> Plan:
+    """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
+
+    `text` is a file to calibrate on instead of the text in the package; it is opened only when the work begins. The
+    memory needed, on a `gpu` or not, is kept below `max_ram` and `max_vram` bytes.
+
+    Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
+    does not fit its shapes; ResourceError for bounds that cannot be kept.
+    """
+    raw = read_object(source.folder / "config.json")
+    if raw.has("quantization_config"):
+        method = raw.object("quantization_config").text("quant_method", "unknown method")
+        raise ModelError(
+            f"{record.label(source)} is quantized already ({method})", "quantize the model it was made from"
+        )
+    config = parse_config(raw)
+    packings = recipe.packings(config)
+    manifest = Manifest.open(source.folder)
+    manifest.check(config, {})
+    checkpoint = Checkpoint(manifest)
+    scale_dtype = TORCH_DTYPES[config.dtype]
+    tensors: list[tuple[str, torch.dtype, Shape]] = []
+    for name, shape in config.tensors():
+        linear = name.removesuffix(".weight")
+        packing = packings.get(linear)
+        if packing is None:
+            tensors.append((name, checkpoint.dtype(name), shape))
+            continue
+        rows, columns = shape
+        tensors += [
+            (f"{linear}.weight_packed", torch.int32, (rows, packing.words(columns))),
+            (f"{linear}.weight_scale", scale_dtype, (rows, packing.groups(columns))),
+            (f"{linear}.weight_shape", torch.int64, (2,)),
+        ]
+    work = Plan(source, recipe, raw, config, packings, tuple(tensors), Need(0, 0, 0), report, text)
+    if work.calibrates:
+        calibration.check(recipe.samples, work.seq, config.max_context)
+    at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
+    return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
+
+
+def _stages(work: Plan) -> Work:
+    measured = {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[work.report]
+    return Work(
+        work.config,
+        work.packings,
+        work.recipe.samples * work.seq if work.calibrates else 0,
+        work.seq,
+        work.recipe.folds,
+        measured,
+        min(REPORT_CONTEXT, work.config.max_context),
+    )
+
+
+def preflight(work: Plan, target: Path) -> None:
+    """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
+    resolved, folder = target.resolve(), work.source.folder.resolve()
+    if resolved == folder or folder in resolved.parents:
+        raise UsageError(f"{target} lies within the model to be quantized", "choose another -o")
+    parent = next(path for path in resolved.parents if path.exists())
+    beside = sum(path.stat().st_size for path in companions(work.source.folder))
+    needed, free = work.size.bytes + beside + (16 << 20), shutil.disk_usage(parent).free
+    if needed > free:
+        raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", "free some space, or choose another -o")
+    available = memory().available
+    if work.need.host > available:
+        raise ResourceError(
+            f"{work.need.host / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
+            "close other programs, or take fewer --samples",
+        )
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files to copy. Raises ModelError for one that is absurdly large."""
+    files = [path for name in COMPANIONS if (path := folder / name).is_file()]
+    for path in files:
+        if path.stat().st_size > MAX_COMPANION_BYTES:
+            raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
+    return files
