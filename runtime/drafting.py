@@ -94,25 +94,24 @@ class DraftModel(Session):
         """
         count = min(count, self.capacity - len(text) + 1)
         tokens: list[int] = []
-        rows: list[Tensor] = []
         if count < 1:
             return Proposal(tokens)
         new = torch.tensor([text[self.cache.length :]], device=self.model.device)
         for start in range(0, new.shape[1], PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
+        rows = sampler.room(count, logits.dtype)
         while True:
-            token, row = sampler.guess(logits, tokens)
+            place = len(tokens)
+            token = sampler.guess(logits, tokens, None if rows is None else rows[place : place + 1])
             if token is None:
                 self.forget()
                 break
             tokens.append(token)
-            if row is not None:
-                rows.append(row)
             if len(tokens) == count:
                 break
             logits = self._forward(torch.tensor([[token]], device=self.model.device), logits=True)
-        return Proposal(tokens, torch.cat(rows) if rows else None)
+        return Proposal(tokens, None if rows is None else rows[: len(tokens)])
 
     def keep(self, length: int) -> None:
         """Roll the cache back."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.kernels.cpu_draw import softmax_draw
 
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
 MOST_BIASES = 1024
@@ -90,27 +91,33 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
+def adjusted(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Logits [rows, vocab] after bias, penalty and, unless greedy, temperature, top-k, top-p, min-p, in this order."""
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        index = torch.tensor(tokens, device=logits.device)
+        logits = logits.index_add(1, index, logits.new_tensor(biases).expand(logits.shape[0], -1))
+    if seen is not None and sampling.repetition_penalty != 1:
+        logits = penalize(logits, seen, sampling.repetition_penalty)
+    if sampling.greedy:
+        return logits
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    return _filter(logits, sampling)
+
+
 def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Probabilities [rows, vocab] in the dtype of `logits`: bias, penalty, temperature, top-k, top-p, min-p, in order.
+    """Probabilities [rows, vocab] in the dtype of `logits`: of a token drawn with `sampling`.
 
     Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
     with a logit of NaN or infinity is all NaN.
     """
-    if sampling.logit_bias:
-        tokens, biases = zip(*sampling.logit_bias, strict=True)
-        added = logits.new_zeros(logits.shape[-1]).index_add(
-            0, logits.new_tensor(tokens).long(), logits.new_tensor(biases)
-        )
-        logits = logits + added
-    if seen is not None and sampling.repetition_penalty != 1:
-        logits = penalize(logits, seen, sampling.repetition_penalty)
-    if sampling.greedy:
-        largest, best = logits.max(dim=-1, keepdim=True)
-        nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
-        return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    return _filter(logits, sampling).softmax(dim=-1)
+    logits = adjusted(logits, sampling, seen)
+    if not sampling.greedy:
+        return logits.softmax(dim=-1)
+    largest, best = logits.max(dim=-1, keepdim=True)
+    nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
+    return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)
 
 
 def leading(found: Iterable[bool]) -> int:
@@ -232,17 +239,27 @@ class Sampler:
         found: list[int] = tokens.tolist()
         return found[: leading(map(math.isfinite, largest.tolist()))]
 
-    def guess(self, logits: Tensor, following: Sequence[int]) -> tuple[int | None, Tensor | None]:
-        """A token after logits [1, vocab or more] and `following`, and the distribution [1, vocab] it was drawn from.
-
-        No token where the logits are not numbers; no distribution where the likeliest is taken. Nothing is observed.
-        """
+    def room(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """For the distributions of `count` guesses, [count, vocab]; None where the likeliest is taken."""
         if self.plain_greedy:
+            return None
+        return torch.empty(count, self._vocab_size, dtype=dtype, device=self._generator.device)
+
+    def guess(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
+        """A token after logits [1, vocab or more] and `following`; to `out` [1, vocab] what it was drawn from.
+
+        None where the logits are not numbers. `out` comes from `room`. Nothing is observed.
+        """
+        if out is None:
             found = self.best(logits)
-            return (found[0] if found else None), None
-        row = self.probabilities(logits, following)
-        token = int(self.draw(row))
-        return (token if token < row.shape[1] else None), row
+            return found[0] if found else None
+        token = None
+        if not self.sampling.greedy:
+            given = adjusted(logits[:, : self._vocab_size], self.sampling, self._after(1, following))
+            token = softmax_draw(given, float(self._random(1)), out)
+        if token is None:
+            token = int(self.draw(out.copy_(self.probabilities(logits, following))))
+        return token if token < self._vocab_size else None
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
         """The distribution [rows, vocab] that each row of logits [rows, vocab or more] is drawn from.
@@ -250,13 +267,17 @@ class Sampler:
         `following` are tokens assumed to come after those observed: the last row is after all of them, the row before
         after all but the last, and so on. They are not observed.
         """
-        logits, seen = logits[:, : self._vocab_size], self._seen
+        seen = self._after(len(logits), following)
+        return distribution(logits[:, : self._vocab_size], self.sampling, seen)
+
+    def _after(self, rows: int, following: Sequence[int]) -> Tensor | None:
+        """The tokens that count towards the penalty in each of the rows of `probabilities`."""
+        seen = self._seen
         if seen is not None and following:
-            rows = logits.shape[0]
             seen = seen.repeat(rows, 1)
             for index, token in enumerate(following, start=rows - len(following)):
                 seen[max(index, 0) :, token] = True
-        return distribution(logits, self.sampling, seen)
+        return seen
 
     def draw(self, weights: Tensor) -> Tensor:
         """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].

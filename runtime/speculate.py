@@ -57,11 +57,11 @@ def _judge_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[i
     kept = sampler.accept(chances[:, 0])
     if kept == len(drafted):
         return [*drafted, int(sampler.draw(target[kept][None]))]
-    weights = target[kept].clone()
     if proposal.probabilities is None:
+        weights = target[kept].clone()
         weights[drafted[kept]] = 0
     else:
-        weights = weights.sub_(proposal.probabilities[kept]).clamp_(min=0)
+        weights = (target[kept] - proposal.probabilities[kept]).clamp_(min=0)
     token = int(sampler.draw(weights[None]))
     if token == len(weights):  # p and q differ by less than rounding: a refusal is chance, p is right
         token = int(sampler.draw(target[kept][None]))

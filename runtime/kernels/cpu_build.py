@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -26,6 +26,7 @@ HEADERS = (
     "attention.h",
     "attention_float.h",
     "attention_int8.h",
+    "draw.h",
     "packed_layout.h",
     "packed_integer.h",
     "packed_tiles.h",
@@ -72,6 +73,7 @@ class Native:
     matmul: Callable[..., int]
     dense: Callable[..., int | None]
     attend: Callable[..., int]
+    softmax_draw: Callable[..., int]
     read: Callable[..., int]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
@@ -95,6 +97,7 @@ def load_library(path: Path) -> Native:
         function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         function("read_memory", c_int64, c_void_p, c_int64, c_int),
         bool(features & 1),
         bool(features & 2),

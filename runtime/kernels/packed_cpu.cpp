@@ -13,6 +13,7 @@
 // scale multiplied into the weight first and rounded, as the reference has it with bf16 scales.
 
 #include "attention.h"
+#include "draw.h"
 #include "packed_tiles.h"
 
 namespace {
@@ -309,6 +310,9 @@ EXPORT int attend(const Attention* a, int threads) {
     if (a->cache_type == CACHE_BF16) return attend_all<uint16_t>(*a, threads) ? 0 : 1;
     return attend_all<float>(*a, threads) ? 0 : 1;
 }
+
+// As softmax_draw in draw.h.
+EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
 // Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {
