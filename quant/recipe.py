@@ -21,7 +21,7 @@ class Recipe:
     `method`: a scheme; awq, which rounds; or awq+gptq. `group` None: one scale per output row. Norms, biases and
     embeddings are kept (but for what awq folds); so is the head, unless `head` says how many bits it gets. Methods that
     need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
-    context where that is shorter.
+    context where that is shorter. `tune`: scales and gains are trained on them afterwards.
     """
 
     method: str = "gptq"
@@ -32,6 +32,7 @@ class Recipe:
     samples: int = 128
     seq: int | None = None
     seed: int = 0
+    tune: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -45,7 +46,8 @@ class Recipe:
         """States facts, as `rtn-int4-g128`; what is not the default is said too."""
         scales = "-absmax" if self.scales == "absmax" else ""
         head = "" if self.head == "keep" else f"-head-{self.head}"
-        return f"{self.method.replace('+', '-')}{scales}-{Packing(self.bits, self.group).name}{head}"
+        tuned = "-tuned" if self.tune else ""
+        return f"{self.method.replace('+', '-')}{scales}-{Packing(self.bits, self.group).name}{head}{tuned}"
 
     @property
     def folds(self) -> bool:
