@@ -167,6 +167,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "samples": 128,
         "seq": None,
         "seed": 0,
+        "tune": False,
     }
     assert written["calibration"] is None
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)
