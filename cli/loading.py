@@ -1,10 +1,11 @@
 """What `run` and `chat` do before the first token: resolve, place, check memory, load, and announce each choice."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.runtime.config import Dtype, load_config
+from mycli.runtime.config import Dtype, Kv, load_config
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.sampling import Sampling
 
 DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+KINDS: tuple[Kv, ...] = ("auto", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,21 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
+def parse_kv(name: str) -> Kv:
+    """The kind of cache that `--kv` asks for. Raises UsageError."""
+    for kind in KINDS:
+        if kind == name:
+            return kind
+    raise UsageError(f"--kv {name}: not a kind of cache", f"choose from {', '.join(KINDS)}")
+
+
 def load(
     call: Call,
     model: str,
     *,
     device: str,
     dtype: str,
+    kv: str = "auto",
     context: int | None,
     sequences: int = 1,
     draft: str = "none",
@@ -52,25 +64,55 @@ def load(
     `draft`: a model, "ngram" or "none".
     Says on stderr where it runs and what could not be done as asked.
     """
-    from mycli.runtime.assistant import Assistant
-    from mycli.runtime.device import place
     from mycli.runtime.hub import resolve
-    from mycli.runtime.load import plan_memory
+    from mycli.runtime.read_ahead import read_ahead
 
     source = resolve(model, offline=call.offline)
+    read_ahead(source.folder)  # before torch is imported, which takes as long
+    import torch
+
+    from mycli.runtime.device import place
+    from mycli.runtime.load import out_of_memory, plan_memory
+
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
-    placement = place(config, device, parse_dtype(dtype))
+    placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
     for note in placement.notes:
         call.out.note(note)
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
+    announce_build(call, placement)
+    with suppress(torch.OutOfMemoryError):
+        return _load(call, source, placement, capacity, second, draft == "ngram", allow_nonfinite)
+    # Here nothing of what was loaded is held any more, so what is free is what another try would find.
+    raise out_of_memory(source.folder, placement, capacity, sequences, second.folder if second else None)
+
+
+def _load(
+    call: Call,
+    source: "Source",
+    placement: "Placement",
+    capacity: int,
+    draft: "Source | None",
+    ngram: bool,
+    allow_nonfinite: bool,
+) -> Loaded:
+    from mycli.runtime.assistant import Assistant
+
     assistant = Assistant.load(source.folder, placement, allow_nonfinite=allow_nonfinite)
     for warning in assistant.warnings:
         call.out.warn(warning)
-    session = make_session(call, assistant, capacity, second, ngram=draft == "ngram")
-    return Loaded(source, placement, assistant, session)
+    return Loaded(source, placement, assistant, make_session(call, assistant, capacity, draft, ngram=ngram))
+
+
+def announce_build(call: Call, placement: "Placement") -> None:
+    """Build the CPU's native code where that has not been done, and say so: it takes seconds."""
+    from mycli.runtime.kernels.cpu_build import must_be_built, native
+
+    if placement.device.type == "cpu" and must_be_built():
+        call.out.note("building the CPU kernel, once")
+        native()
 
 
 def make_session(

@@ -96,8 +96,10 @@ AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
 ]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations and cache.")
+Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
+Kv = Annotated[
+    str,
+    typer.Option("--kv", metavar="auto|bf16|int8", help="How the cache holds keys and values; auto: as activations."),
 ]
 Draft = Annotated[
     str,

@@ -53,7 +53,6 @@ class Solver:
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
         hessian = fitted.hessian + held.hessian
-        trim()
         try:
             solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
@@ -215,6 +214,7 @@ def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], 
         _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
 
 
+@torch.inference_mode()
 def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:
     fitted, held = (Moments.zeros(stream.shape[2], model.placement.device) for _ in range(2))
     for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.evaluate import read_text
-from mycli.runtime.errors import UsageError, UserError
+from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.template import Message
 from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
 
@@ -24,6 +24,7 @@ MIN_TOKENS = 256  # in all; with fewer, more noise than signal is fitted
 # Shares of the windows. Conversations take half of the prose where the model has a template to write them with.
 _MIX = {"prose": 16, "code": 8, "languages": 4, "random": 2}
 _TALKING = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+_TRIES = 4  # of a chat template that did not answer in time, before the last
 _PASSAGE = 800  # characters of a passage that a conversation quotes
 
 
@@ -90,12 +91,24 @@ def check(samples: int, seq: int, max_context: int) -> None:
         raise UsageError(f"--samples {samples} of {seq} tokens: fewer than {MIN_TOKENS} in all", "take more of them")
 
 
+def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The ids of a conversation. A template's time is that of the clock, and on a busy machine that of its neighbours:
+    what it gives must not depend on them, so that the same seed gives the same windows."""
+    for _ in range(_TRIES):
+        try:
+            return tokenizer.chat(messages, add_generation_prompt=False)
+        except ModelError as error:
+            if "Deadline" not in error.message:
+                raise
+    return tokenizer.chat(messages, add_generation_prompt=False)
+
+
 def _talks(tokenizer: Tokenizer) -> bool:
     """Whether the model has a chat template that works; one that does not is no reason not to quantize."""
     if tokenizer.template is None:
         return False
     try:
-        tokenizer.chat([Message("user", "Hello"), Message("assistant", "Hello!")], add_generation_prompt=False)
+        _written(tokenizer, [Message("user", "Hello"), Message("assistant", "Hello!")])
     except UserError:
         return False
     return True
@@ -148,7 +161,7 @@ def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator
     """At least `tokens` ids of conversations as the model's template writes them, one after another."""
     ids: list[int] = []
     for messages in _dialogues(generator):
-        ids += tokenizer.chat(messages, add_generation_prompt=False)
+        ids += _written(tokenizer, messages)
         if len(ids) >= tokens:
             return torch.tensor(ids, dtype=torch.int64)
     raise AssertionError("dialogues never end")

@@ -19,6 +19,7 @@ from torch import Tensor
 from mycli.quant.progress import Progress, silent
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.machine import trim
 from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
@@ -131,9 +132,11 @@ def evaluate(
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
         streams = [each.hidden(part, progress) for each in models]
+        trim(apart=4 << 20)  # scores are kept between slices of logits, which malloc would never give back
         for index, tokens in enumerate(part):
             scores.append(_score(models, [stream[index] for stream in streams], tokens))
             progress("windows", len(scores), windows)
+        trim()
     columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
     return Evaluation(
         perplexity=_perplexity(columns["nll"]),
@@ -147,6 +150,7 @@ def evaluate(
     )
 
 
+@torch.inference_mode()
 def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
     """Per scored token of one window, fp32 [context - 1] each; streams [context, hidden] per model."""
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
@@ -170,7 +174,8 @@ def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: T
 
 def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
     logits = model.logits(hidden)
-    if not torch.isfinite(logits).all():
+    low, high = torch.aminmax(logits)  # NaN or infinite if any is, and nothing is copied
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ModelError(
             f"{model.folder}: logits are not finite in {model.placement.dtype}",
             "--dtype float32 tells whether the precision or the model is at fault",

@@ -14,12 +14,12 @@ from mycli.runtime.config import LinearSpec, ModelConfig
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.packing import Packing
 
-LIBRARIES = 96 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
+LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
 BATCH = 4  # windows a step of tuning
 _FLOAT = 4
 # Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
-# factor, the identity and the inverse, and half of another to look for infinity; 0.5 more for copies of the library.
-_SQUARES = 11
+# factor, the identity and the inverse.
+_SQUARES = 10
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
 
@@ -162,7 +162,7 @@ def _measuring(work: Work, at_once: int) -> tuple[int, int]:
     heads = 1 + ("lm_head" in work.packings)
     head = _FLOAT * config.vocab_size * config.hidden_size * heads
     streams = min(_FLOAT * work.measured * config.hidden_size * 2, STREAM_BYTES)
-    slices = 3.25 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
+    slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = max(work.context, at_once // work.context * work.context)
     passing = _FLOAT * _block_weights(config) + _activations(config, "down", tokens) // 2

@@ -121,5 +121,5 @@ def observe(
             for moments, chosen in ((fitted, ~apart), (held, apart)):
                 moments.add(x[chosen].flatten(0, 1), y[chosen].flatten(0, 1))
     del x, y
-    trim()  # before matrices of quite other sizes are made
+    trim(apart=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
     return fitted, held

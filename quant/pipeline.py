@@ -8,16 +8,17 @@ tensor, or block by block where the scheme wants to see data. Then the copy is o
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mycli.quant import calibration, record, schemes
+from mycli.quant import allocate, calibration, record, schemes
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
@@ -191,6 +192,31 @@ def _stages(work: Plan) -> Work:
     )
 
 
+def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress = silent) -> Recipe:
+    """The recipe of `work` with the widths of its products chosen for its `target_bpw`.
+
+    A copy of one low width is made in `folder` for it, and removed again.
+    """
+    target = work.recipe.target_bpw
+    assert target is not None
+    # Rescaled weights cannot be compared with the original's, so `awq` is left out.
+    method = "gptq" if work.calibrates else work.recipe.method
+    samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
+    bits = allocate.low_width(target, work.recipe.group)
+    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
+    copy = plan(work.source, low, work.text, report="none", gpu=placement.device.type == "cuda")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
+        quantize(copy, Path(name) / "low", placement, progress=progress)
+        shown = _calibration(copy).windows
+        chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
+        models = [
+            StreamedModel(each, placement, work.need.at_once) for each in (work.source.folder, Path(name) / "low")
+        ]
+        shares = allocate.measure(models[0], models[1], shown[chosen], progress)
+    return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
+
+
 def preflight(work: Plan, target: Path) -> None:
     """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
     resolved, folder = target.resolve(), work.source.folder.resolve()
@@ -225,6 +251,28 @@ def quantize(
     reading, solving and measuring raise, and UsageError or ResourceError from `preflight`.
     """
     preflight(work, target)
+    with memory_errors(work):
+        return _quantize(work, target, placement, overwrite, work_folder, progress)
+
+
+@contextmanager
+def memory_errors(work: Plan) -> Iterator[None]:
+    """Within it, memory that runs out in spite of the plan is a ResourceError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # torch has a type of its own for a GPU's memory only.
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise
+        raise ResourceError(
+            f"memory ran out, though {max(work.need.host, work.need.device) / 2**30:.2f} GiB were to be enough",
+            "close other programs and run it again, which goes on where it was; or take fewer --samples",
+        ) from error
+
+
+def _quantize(
+    work: Plan, target: Path, placement: Placement, overwrite: bool, work_folder: Path | None, progress: Progress
+) -> Outcome:
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(

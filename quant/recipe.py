@@ -21,7 +21,9 @@ class Recipe:
     `method`: a scheme; awq, which rounds; or awq+gptq. `group` None: one scale per output row. Norms, biases and
     embeddings are kept (but for what awq folds); so is the head, unless `head` says how many bits it gets. Methods that
     need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
-    context where that is shorter. `tune`: scales and gains are trained on them afterwards.
+    context where that is shorter. `target_bpw`: bits per weight of the quantized linears together, scales included;
+    `widths` then says the bits of each product of each block, in order of execution (see `mycli.quant.allocate`), and
+    `bits` nothing. `tune`: scales and gains are trained on the windows afterwards.
     """
 
     method: str = "gptq"
@@ -32,6 +34,8 @@ class Recipe:
     samples: int = 128
     seq: int | None = None
     seed: int = 0
+    target_bpw: float | None = None
+    widths: tuple[int, ...] | None = None
     tune: bool = False
 
     def __post_init__(self) -> None:
@@ -47,7 +51,10 @@ class Recipe:
         scales = "-absmax" if self.scales == "absmax" else ""
         head = "" if self.head == "keep" else f"-head-{self.head}"
         tuned = "-tuned" if self.tune else ""
-        return f"{self.method.replace('+', '-')}{scales}-{Packing(self.bits, self.group).name}{head}{tuned}"
+        packing = Packing(self.bits, self.group).name
+        if self.target_bpw is not None:
+            packing = packing.replace(f"int{self.bits}", f"mix{self.target_bpw:g}")
+        return f"{self.method.replace('+', '-')}{scales}-{packing}{head}{tuned}"
 
     @property
     def folds(self) -> bool:
@@ -64,9 +71,14 @@ class Recipe:
 
         Raises UsageError where the group size does not divide the inputs of one of them, or a tied head is asked for.
         """
-        blocks = (config.block_linears(layer) for layer in range(config.layers))
-        linears = [linear for block in blocks for group in block.values() for linear in group]
-        packings = {linear.name: Packing(self.bits, self.group) for linear in linears}
+        groups = [group for layer in range(config.layers) for group in config.block_linears(layer).values()]
+        widths = self.widths or (self.bits,) * len(groups)
+        linears = [linear for group in groups for linear in group]
+        packings = {
+            linear.name: Packing(bits, self.group)
+            for bits, group in zip(widths, groups, strict=True)
+            for linear in group
+        }
         if self.head != "keep":
             if config.tie_embeddings:
                 raise UsageError(

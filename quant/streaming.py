@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mycli.quant.progress import Progress, silent
 from mycli.runtime.attention import visible
+from mycli.runtime.cache import PassingCache, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import LinearSpec
 from mycli.runtime.device import Placement
@@ -119,17 +120,16 @@ class StreamedModel:
     @torch.inference_mode()
     def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place."""
+        cache = PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
         for rows in self.batches(stream):
             part = stream[rows]
-            part.copy_(block(part.to(self.placement.device), *surroundings, None))
+            part.copy_(block(part.to(self.placement.device), *surroundings, cache))
 
-    @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head sees of the residual stream after the last block: same shape, on the device."""
         normed: Tensor = self._norm(hidden.to(self.placement.device))
         return normed
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
         logits: Tensor = self.head(self.normed(hidden))

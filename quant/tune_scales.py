@@ -27,8 +27,8 @@ from mycli.quant.tunable import TunableBlock, TunableGain
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 
-EPOCHS = 4
-RATE = 2e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
+EPOCHS = 2
+RATE = 1e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mycli.runtime.fields import Fields, read_object
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
 Shape = tuple[int, ...]
 
 MAX_LAYERS = 4096

@@ -1,10 +1,11 @@
 """Where and in which precision a model runs; every choice is returned with its reason, so that it can be announced."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-from mycli.runtime.config import Dtype, ModelConfig
+from mycli.runtime.config import Dtype, Kv, ModelConfig
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.machine import memory
 
@@ -17,19 +18,32 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """A device, the dtype of activations and cache, and notes on every choice that a person did not make."""
+    """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind."""
 
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
+    kv: Kv = "auto"
+
+    @property
+    def dtype_name(self) -> Dtype:
+        """`dtype` as config.json spells it."""
+        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
 
 
 def _cuda_problem() -> str | None:
     """Why CUDA cannot be used, None where it can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "this build of torch has no CUDA"
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible to torch"
+    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old, for one
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        return "no CUDA device is visible to torch" + (f" ({told[0].message})" if told else "")
+    oldest = min((int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch[:3] == "sm_"), default=0)
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < oldest:
+        return f"this build of torch has no code for sm_{major}{minor}, only from sm_{oldest} on"
     return None
 
 
@@ -51,7 +65,7 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
     return torch.device("cuda", int(index or torch.cuda.current_device())), ()
 
 
-def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None) -> Placement:
+def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None, kv: Kv = "auto") -> Placement:
     """Choose for `config`; `dtype` None follows the model where the device is good at it.
 
     Raises UsageError for a device that is none, ResourceError for one that is not there: an explicit "cuda" never falls
@@ -59,13 +73,13 @@ def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None)
     """
     chosen, notes = _choose_device(device)
     if dtype is not None:
-        return Placement(chosen, TORCH_DTYPES[dtype], notes)
+        return Placement(chosen, TORCH_DTYPES[dtype], notes, kv)
     wanted = config.dtype
     if chosen.type == "cpu" and wanted == "float16":
-        return Placement(chosen, torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16"))
+        return Placement(chosen, torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16"), kv)
     if chosen.type == "cuda" and wanted == "bfloat16" and torch.cuda.get_device_capability(chosen) < (8, 0):
-        return Placement(chosen, torch.float16, (*notes, "this GPU has no bfloat16: activations are float16"))
-    return Placement(chosen, TORCH_DTYPES[wanted], notes)
+        return Placement(chosen, torch.float16, (*notes, "this GPU has no bfloat16: activations are float16"), kv)
+    return Placement(chosen, TORCH_DTYPES[wanted], notes, kv)
 
 
 def free_memory(device: torch.device) -> int:

@@ -123,7 +123,7 @@ class DraftModel(Session):
 def load_draft(folder: Path, tokenizer: Tokenizer, model: Transformer, capacity: int) -> DraftModel:
     """The model of `folder` as a draft for `model`, beside it. Raises ModelError where its vocabulary is another."""
     check(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
-    placement = Placement(model.device, model.dtype)
+    placement = Placement(model.device, model.dtype, kv=model.kv)
     return DraftModel(load_model(folder, placement), capacity, model.nbytes)
 
 

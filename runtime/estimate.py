@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from mycli.runtime.config import Dtype, ModelConfig
+from mycli.runtime.config import Dtype, Kv, ModelConfig
 from mycli.runtime.packing import Packing
 
 GIB = 1 << 30
 BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
 PREFILL_CHUNK = 512  # tokens of the prompt that go through the model at once
 DEFAULT_CONTEXT = 8192
@@ -27,7 +28,7 @@ CUDA_RUNTIME = 512 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. `dtype` is of activations, dense weights and the cache; None: as in config.json."""
+    """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache."""
 
     config: ModelConfig
     packings: Mapping[str, Packing] = field(default_factory=dict)
@@ -36,11 +37,18 @@ class Plan:
     dtype: Dtype | None = None
     gpu: bool = False
     draft: "Plan | None" = None
+    kv: Kv = "auto"
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation, dense weight or value of the cache."""
+        """Bytes of one activation or dense weight."""
         return BYTES[self.dtype or self.config.dtype]
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one head's keys or values of one token in the cache: head_dim values, or codes and a scale of 4."""
+        size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
+        return self.config.head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0)
 
     @property
     def rows(self) -> int:
@@ -54,6 +62,7 @@ class Workspace:
 
     activations: int
     dequantization: int
+    cache: int
     logits: int
     mask: int
     rope: int
@@ -61,7 +70,7 @@ class Workspace:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.dequantization + self.logits + self.mask + self.rope
+        return self.activations + self.dequantization + self.cache + self.logits + self.mask + self.rope
 
 
 @dataclass(frozen=True)
@@ -131,13 +140,12 @@ def cache_positions(context: int) -> int:
 
 
 def cache_bytes(plan: Plan) -> int:
-    """2 (keys, values) x layers x kv_heads x head_dim x positions x batch x bytes of a value.
+    """2 (keys, values) x layers x kv_heads x positions x batch x bytes of a position.
 
     A sliding window does not make it smaller: the cache keeps every position.
     """
-    config = plan.config
-    values = 2 * config.layers * config.kv_heads * config.head_dim * cache_positions(plan.context) * plan.batch
-    return values * plan.value_bytes
+    vectors = 2 * plan.config.layers * plan.config.kv_heads * cache_positions(plan.context) * plan.batch
+    return vectors * plan.position_bytes
 
 
 def activation_bytes(plan: Plan) -> int:
@@ -166,6 +174,14 @@ def dequantization_bytes(plan: Plan) -> int:
     return (largest if plan.gpu else min(largest, CPU_PART)) * plan.value_bytes
 
 
+def dense_cache_bytes(plan: Plan) -> int:
+    """Keys and values of one layer in the dtype of activations: what a prompt's attention makes of another kind."""
+    dense = plan.config.head_dim * plan.value_bytes
+    if plan.position_bytes == dense:
+        return 0
+    return 2 * plan.config.kv_heads * cache_positions(plan.context) * plan.batch * dense
+
+
 def logits_bytes(plan: Plan) -> int:
     """Last token only: batch x vocab logits, as computed and in fp32, and four fp32-sized copies while drawing."""
     return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
@@ -192,6 +208,7 @@ def estimate(plan: Plan) -> Estimate:
     workspace = Workspace(
         activations=activation_bytes(plan),
         dequantization=dequantization_bytes(plan),
+        cache=dense_cache_bytes(plan),
         logits=logits_bytes(plan),
         mask=mask_bytes(plan),
         rope=rope_bytes(plan),
@@ -221,7 +238,7 @@ def bytes_per_step(plan: Plan, depth: int) -> int:
     """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
     config = plan.config
     positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
-    cached = 2 * config.kv_heads * config.head_dim * positions * plan.batch * plan.value_bytes
+    cached = 2 * config.kv_heads * positions * plan.batch * plan.position_bytes
     return weight_bytes(plan) + head_bytes(plan) + cached
 
 

@@ -123,9 +123,19 @@ def preflight(plan: Plan, free: int, place: str, started: bool = True) -> Estima
     if started:
         free += result.runtime
     if result.total > free:
-        raise ResourceError(
-            f"{place}: {gib(result.total)} needed ({gib(result.weights + result.embeddings)} weights, "
-            f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free",
-            remedy(plan, free),
-        )
+        raise shortage(plan, free, place)
     return result
+
+
+def shortage(plan: Plan, free: int, place: str) -> ResourceError:
+    """What `plan` needs against the `free` bytes of `place`, with the smallest change that fits.
+
+    Where it should fit by these numbers, memory has run out all the same: something else takes it.
+    """
+    result = estimate(plan)
+    fits = result.total <= free
+    return ResourceError(
+        f"{place}: {gib(result.total)} needed ({gib(result.weights + result.embeddings)} weights, "
+        f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free" + (", and it ran out" if fits else ""),
+        f"end what else uses {place}, or use a smaller --ctx" if fits else remedy(plan, free),
+    )

@@ -136,7 +136,7 @@ def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
     parts.append(Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True))
     parts.append(Part("embeddings and head", predicted.embeddings, embeddings, exact=True))
     capacity = cache_positions(plan.context)
-    cache = StaticCache(plan.config, capacity, device, placement.dtype, plan.batch)
+    cache = model.make_cache(capacity, plan.batch)
     parts.append(Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True))
     _touch(cache, model)
     meter.begin()

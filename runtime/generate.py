@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache
 from mycli.runtime.errors import UsageError
 from mycli.runtime.pacing import Record
 from mycli.runtime.rope import Rope
@@ -63,7 +62,7 @@ class Session:
     def __init__(self, model: Transformer, capacity: int, sequences: int = 1) -> None:
         self.model = model
         self.capacity = capacity
-        self.cache = StaticCache(model.config, capacity, model.device, model.dtype, sequences)
+        self.cache = model.make_cache(capacity, sequences)
         self._rope = Rope(model.config, capacity, model.device, model.dtype)
         self._tokens: list[int] = []  # what the cache holds, of the first sequence
         self.timing = Timing()

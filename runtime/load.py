@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.device import TORCH_DTYPES, Placement, free_memory
-from mycli.runtime.estimate import DEFAULT_CONTEXT, Plan, longest_context
-from mycli.runtime.fit import SHORTEST_CONTEXT, preflight
+from mycli.runtime.device import Placement, free_memory
+from mycli.runtime.errors import ResourceError
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Plan, estimate, longest_context
+from mycli.runtime.fit import SHORTEST_CONTEXT, preflight, shortage
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packing import describe
 from mycli.runtime.transformer import Transformer
@@ -33,9 +36,25 @@ def load_model(
         warn(warning)
     if config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
-    model = Transformer(config)
+    model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
+    if packings and placement.device.type == "cuda":
+        from mycli.runtime.replay import make_replay
+
+        model.short_pass = make_replay(model, warn)
     return model
+
+
+def _plan(folder: Path, placement: Placement, context: int, sequences: int, draft: Path | None) -> Plan:
+    config, packings = describe(folder)
+    dtype = placement.dtype_name
+    second = None if draft is None else Plan(*describe(draft), dtype=dtype, kv=placement.kv)
+    gpu = placement.device.type == "cuda"
+    return Plan(config, packings, context, sequences, dtype, gpu, second, placement.kv)
+
+
+def _place_name(placement: Placement) -> str:
+    return "main memory" if placement.device.type == "cpu" else str(placement.device)
 
 
 def plan_memory(
@@ -47,18 +66,22 @@ def plan_memory(
     `context` None: the model's own context, but at most `DEFAULT_CONTEXT`, or less where memory is short. Raises
     ResourceError with what is needed, what is free and the smallest change that fits.
     """
-    config, packings = describe(folder)
-    device = placement.device
-    dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == placement.dtype)
-    free = free_memory(device)
-    usual = min(config.max_context, DEFAULT_CONTEXT)
-    plan = Plan(config, packings, usual, sequences, dtype, gpu=device.type == "cuda")
-    if draft is not None:
-        plan = replace(plan, draft=Plan(*describe(draft), dtype=dtype))
+    usual = min(describe(folder)[0].max_context, DEFAULT_CONTEXT)
+    plan = _plan(folder, placement, context or usual, sequences, draft)
+    free = free_memory(placement.device)
     if context is None:
         fitting = longest_context(plan, free, started=True)
         plan = replace(plan, context=min(usual, max(fitting, SHORTEST_CONTEXT)))
-    else:
-        plan = replace(plan, context=context)
-    preflight(plan, free, "main memory" if device.type == "cpu" else str(device))
+    preflight(plan, free, _place_name(placement))
     return plan.context
+
+
+def out_of_memory(
+    folder: Path, placement: Placement, context: int, sequences: int = 1, draft: Path | None = None
+) -> ResourceError:
+    """What to say when memory ran out although `plan_memory` found enough; what was loaded must be let go of before."""
+    if placement.device.type == "cuda":
+        torch.cuda.empty_cache()
+    plan = _plan(folder, placement, context, sequences, draft)
+    free = free_memory(placement.device) + estimate(plan).runtime  # of this process, which has it already
+    return shortage(plan, free, _place_name(placement))

@@ -128,9 +128,13 @@ def reset_peak(root: Path = Path("/")) -> bool:
     return True
 
 
-def trim() -> None:
-    """Give freed memory back to the system now: glibc keeps what was freed in pieces below 32 MiB (malloc_trim(3))."""
+def trim(apart: int = 32 << 20) -> None:
+    """Give freed memory back to the system: all of it now, and from now on blocks of `apart` bytes or more at once.
+
+    glibc keeps what was freed of smaller ones for later, in pieces; malloc_trim(3), M_MMAP_THRESHOLD of mallopt(3).
+    """
     if sys.platform == "linux":
-        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-        if give_back is not None:
-            give_back(0)
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):  # musl has none
+            library.mallopt(-3, apart)
+            library.malloc_trim(0)

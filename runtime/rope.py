@@ -68,6 +68,10 @@ class Rope:
         factor = self._config.rope.attention_factor
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
 
+    def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [capacity or more, head_dim / 2] of all positions; None where they depend on the length."""
+        return (self._cos, self._sin) if capacity <= self._length else None
+
     def tables(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [count, head_dim / 2] of positions start .. start + count - 1."""
         cos, sin = self._cos, self._sin

@@ -5,6 +5,7 @@ by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from torch.nn import functional
 
 from mycli.runtime.attention import attend, visible
 from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache
+from mycli.runtime.cache import KeyValues, StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.config import ModelConfig
+from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope, rotate
@@ -77,7 +78,7 @@ class Block(nn.Module):
             elif isinstance(module, Linear):
                 module.load(checkpoint, packings, device, dtype)
 
-    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """What `o` gets: x [sequences, tokens, hidden], normed, through attention: [..., heads * head_dim]."""
         config, (batch, tokens, _) = self.config, x.shape
         sizes = [config.heads, config.kv_heads, config.kv_heads]
@@ -87,10 +88,9 @@ class Block(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *tables), rotate(key, *tables).transpose(1, 2)
         value = value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.write(self.layer, cache.length, key, value)
+        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self.layer, cache.length, key, value)
         window = config.window(self.layer)
-        return attend(query, key, value, masks[window], window)
+        return attend(query, *stored, masks[window], window)
 
     def activated(self, x: Tensor) -> Tensor:
         """What `down` gets: x [..., hidden] after attention, normed, through the gate: [..., intermediate]."""
@@ -98,19 +98,31 @@ class Block(nn.Module):
         activated: Tensor = functional.silu(gate) * up
         return activated
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: StaticCache | None) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
         """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
         x = x + self.o(self.attended(x, tables, masks, cache))
         down: Tensor = self.down(self.activated(x))
         return x + down
 
 
+class ShortPass(Protocol):
+    """Does passes over a few tokens faster; see `mycli.runtime.replay`."""
+
+    def __call__(self, batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
+        """Logits [sequences, 1 or new, vocab], valid until the next call; None where it does not take the pass."""
+        ...
+
+
 class Transformer(nn.Module):
     """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    short_pass: ShortPass | None = None
+
+    def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
+        """`kv`: the kind of the caches it is run with."""
         super().__init__()
         self.config = config
+        self.kv = kv
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
@@ -142,8 +154,12 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
+        """Of activations."""
         return self.embedding.dtype
+
+    def make_cache(self, capacity: int, sequences: int = 1) -> StaticCache:
+        """An empty cache of the kind that this model is run with."""
+        return StaticCache(self.config, capacity, self.device, cache_dtype(self.kv, self.dtype), sequences)
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +188,11 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
         """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks; None for "none"."""
+        if self.short_pass is not None and cache is not None:
+            found = self.short_pass(batch, rope, cache)
+            if found is not None:
+                cache.advance(batch.count)
+                return found.to(torch.float32, copy=True)
         x = self.hidden(batch, rope, cache)
         if batch.logits == "none":
             return None

@@ -60,7 +60,7 @@ class PrefixModel(Transformer):
         keys, _ = cache.write(0, batch.start, stored, stored)
         cache.advance(batch.count)
         self.passes.append(batch.count)
-        text = tuple(keys[0, 0, :, 0].long().tolist())
+        text = tuple(keys.data[0, 0, :, 0].long().tolist())
         if batch.logits == "none":
             return None
         first = batch.end if batch.logits == "last" else batch.start + 1

@@ -47,7 +47,7 @@ def test_json_has_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
     for row in (prompt, reply):
         assert len(row["samples"]) == 2 and sum(row["samples"]) / 2 == pytest.approx(row["tokens_per_second"])
         assert row["size_bytes"] == 2 * 5_770_496 and row["bits_per_weight"] == 16
-        assert row["dtype"] == "bf16" and row["device"] == "cpu" and row["peak_bytes"] > 50 << 20
+        assert row["dtype"] == row["kv"] == "bf16" and row["device"] == "cpu" and row["peak_bytes"] > 50 << 20
         assert row["warmup_seconds"] > 0 and row["load_seconds"] > 0
     assert prompt["ttft_p50_seconds"] > 0 and prompt["tpot_p50_seconds"] is None
     assert reply["tpot_p99_seconds"] >= reply["tpot_p50_seconds"] > 0 and reply["bandwidth_share"] > 0
@@ -66,7 +66,7 @@ def test_jsonl_and_csv_hold_the_same_rows(capsys: pytest.CaptureFixture[str]) ->
 
 def record(path: Path, factor: float, *, test: str = "tg2") -> Path:
     """A saved run whose rates are `factor` times what any machine reaches."""
-    row = {"model": "pico", "test": test, "device": "cpu", "dtype": "bf16"}
+    row = {"model": "pico", "test": test, "device": "cpu", "dtype": "bf16", "kv": "bf16"}
     path.write_text(json.dumps({"schema_version": 1, "results": [{**row, "samples": [factor, factor * 1.01]}]}))
     return path
 

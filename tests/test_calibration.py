@@ -1,6 +1,7 @@
 """The windows that calibration shows a model: how many of what, the same for the same seed, never what is measured."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from mycli.quant import calibration
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import held_out_text
-from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer import Tokenizer
 from tests.conftest import PICO, ROOT
 
@@ -105,3 +106,20 @@ def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer,
 def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         calibration.check(samples, seq, 2048)
+
+
+def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that was late is asked again; one that fails is not."""
+    tokenizer = Tokenizer.load(PICO, 4096)
+    expected = calibration.bundled(tokenizer, 4096, 8, 64, 0)
+    chat, late = Tokenizer.chat, [0]
+
+    def slow(self: Tokenizer, *arguments: Any, **options: Any) -> list[int]:
+        late[0] += 1
+        if late[0] % 3:
+            raise ModelError("chat template: Deadline: took more than 2 s", "")
+        return chat(self, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "chat", slow)
+    assert calibration.bundled(tokenizer, 4096, 8, 64, 0).sha256 == expected.sha256
+    assert late[0] > 3

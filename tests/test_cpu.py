@@ -15,34 +15,15 @@ from torch import Tensor
 
 from mycli.runtime.kernels import choose, cpu, kernels
 from mycli.runtime.kernels.cpu import CpuKernel, TorchInt4Kernel, dense_rows, huge_empty, memory_bandwidth
-from mycli.runtime.kernels.cpu_build import BuildError, Native, compile_library, find_compiler, load_library, native
+from mycli.runtime.kernels.cpu_build import BuildError, Native, compile_library, find_compiler, native
 from mycli.runtime.packed import PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, Packing
 
 CPU = torch.device("cpu")
-# What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
-VARIANTS = {
-    "native": (),
-    "avx512-without-amx": ("-mno-amx-tile", "-O1"),
-    "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O1"),
-    "plain": ("-march=x86-64", "-O1"),
-}
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
 ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 40, 48, 70)
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def library(request: pytest.FixtureRequest) -> Native:
-    if request.param == "native":
-        found = native()
-        assert isinstance(found, Native)
-        return found
-    if request.param != "plain" and "avx512f" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("the flags of this variant are for machines with AVX-512")
-    folder = request.config.cache.mkdir("packed_cpu")  # type: ignore[union-attr]  # the plugin is always there
-    return load_library(compile_library(folder, VARIANTS[request.param]))
 
 
 def packed_weight(

@@ -9,6 +9,7 @@ from mycli.cli.main import main
 from mycli.runtime import bench, doctor
 from mycli.runtime.bandwidth import remembered
 from mycli.runtime.errors import ExitCode, ResourceError
+from mycli.runtime.kernels import cpu_build
 from mycli.runtime.nvml import Gpu
 from mycli.runtime.packing import Packing
 from mycli.runtime.target import cpu_name
@@ -32,9 +33,18 @@ def call(*arguments: str) -> int:
 def test_healthy(capsys: pytest.CaptureFixture[str], state: Path) -> None:
     assert call() == ExitCode.OK
     text = capsys.readouterr().out
+    assert "CPU kernel" in text and ("native" in text or "not built" in text)
     for part in ("torch 2.", "GiB free of", "20.0 GB/s", doctor.ANSWER, "int4-g128", "used", "relative error"):
         assert part in text, part
     assert remembered(state, cpu_name()) == 20
+
+
+def test_says_why_replies_are_slow_without_a_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "native", lambda: "no GNU C++ compiler found")
+    assert call() == ExitCode.OK
+    assert "not built: no GNU C++ compiler found; torch's 4-bit operator" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,17 @@ def test_cache_is_whole_blocks(context: int) -> None:
     assert cache_bytes(plan("Llama-3.1-8B", context=context)) == one * -(-context // CACHE_BLOCK)
 
 
+def test_int8_cache_is_codes_and_a_scale_for_each_vector() -> None:
+    model = replace(plan("Llama-3.1-8B", context=1024), kv="int8")
+    assert cache_bytes(model) == 2 * 32 * 8 * 1024 * (128 + 4)
+    assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == 2 * 32 * 8 * 100 * (128 + 4)
+    wide = replace(model, dtype="float32", kv="bf16")
+    assert cache_bytes(wide) == 2 * 32 * 8 * 1024 * 128 * 2
+    assert estimate(wide).workspace.cache == 2 * 8 * 1024 * 128 * 4
+    assert estimate(model).workspace.cache == 2 * 8 * 1024 * 128 * 2
+    assert estimate(replace(model, kv="bf16")).workspace.cache == 0
+
+
 def test_packed_linear_is_codes_and_scales() -> None:
     dense, packed = plan("Llama-3.1-8B"), plan("Llama-3.1-8B", INT4)
     linears = 6_979_321_856  # weights in the linears of all blocks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mycli.runtime.config import Dtype
+from mycli.runtime.config import Dtype, Kv
 from mycli.runtime.device import TORCH_DTYPES, Placement
 from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.estimate import Plan
@@ -27,9 +27,13 @@ def plan(**changes: object) -> Plan:
     return replace(Plan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
 
 
-@pytest.mark.parametrize("dtype, batch", [("bfloat16", 1), ("float32", 2)])
-def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int) -> None:
-    parts = measure(FOLDER, plan(dtype=dtype, batch=batch), Placement(torch.device("cpu"), TORCH_DTYPES[dtype]))
+MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "int8"), ("float32", 1, "bf16")]
+
+
+@pytest.mark.parametrize("dtype, batch, kv", MEASURED)
+def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
+    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], kv=kv)
+    parts = measure(FOLDER, plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
     for part in parts:
         if part.name in EXACT:

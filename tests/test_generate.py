@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.runtime.config import Kv
 from mycli.runtime.device import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.generate import Session
@@ -15,14 +16,15 @@ from mycli.runtime.load import load_model
 from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
 
+KINDS: tuple[Kv, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 
 
-@pytest.fixture(scope="module")
-def pico() -> Transformer:
+@pytest.fixture(scope="module", params=KINDS)
+def pico(request: pytest.FixtureRequest) -> Transformer:
     folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(folder, Placement(torch.device("cpu"), torch.float32))
+    return load_model(folder, Placement(torch.device("cpu"), torch.float32, kv=request.param))
 
 
 def greedy(session: Session, prompt: list[int], limit: int = 12, chunk: int = 512) -> list[int]:
@@ -101,3 +103,18 @@ def test_timing_counts_what_happened(pico: Transformer) -> None:
     greedy(session, PROMPT, limit=5)
     assert (session.timing.prompt, session.timing.generated) == (len(PROMPT), 5)
     assert session.timing.first_token_seconds > 0 and session.timing.tokens_per_second > 0
+
+
+def test_decoding_takes_no_memory_for_the_cache(pico: Transformer) -> None:
+    """F11: the pool is taken when the session begins, so a reply cannot run out of it half way."""
+    session = Session(pico, 64)
+
+    def addresses() -> set[tuple[int, int]]:
+        found = (value for value in vars(session.cache).values() if isinstance(value, torch.Tensor))
+        return {(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in found}
+
+    before, held = addresses(), session.cache.nbytes
+    assert sum(size for _, size in before) == held
+    greedy(session, PROMPT, limit=99)
+    assert session.cache.length == session.capacity
+    assert addresses() == before and session.cache.nbytes == held

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.cli.main import main
 from mycli.runtime import load
 from mycli.runtime.device import Placement
-from mycli.runtime.errors import ResourceError
+from mycli.runtime.errors import ExitCode, ResourceError
 from mycli.runtime.estimate import Plan, estimate
 from mycli.runtime.packing import describe
+from mycli.runtime.transformer import Transformer
 
 PICO = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 CPU = Placement(torch.device("cpu"), torch.float32)
@@ -45,3 +47,25 @@ def test_a_wish_is_kept_or_refused(free: int) -> None:
 def test_no_memory_at_all_is_an_error_not_a_tiny_context(free: int) -> None:
     with pytest.raises(ResourceError):
         load.plan_memory(PICO, CPU, None)
+
+
+@pytest.mark.parametrize("fault", ["F10-load"])
+@pytest.mark.parametrize("free", [needed(1024)], indirect=True)
+def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
+    free: int, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process took it, or a GPU's allocator wants more than the sum: needed, free, what to do, exit 5."""
+
+    def full(*_: object) -> None:
+        monkeypatch.setattr(load, "free_memory", lambda device: needed(512))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Transformer, "load", full)
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "pico", "Hi", "--ctx", "1024", "--dtype", "fp32"])
+    assert stop.value.code == ExitCode.RESOURCES
+    error, hint = capsys.readouterr().err.strip().splitlines()[-2:]
+    assert "needed" in error and "cache of 1024 tokens" in error and "free" in error
+    assert hint == "hint: use --ctx 512"
+    monkeypatch.setattr(load, "free_memory", lambda device: 1 << 40)
+    assert "and it ran out" in load.out_of_memory(PICO, CPU, 1024).message

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import pipeline, record
+from mycli.quant import blockwise, pipeline, record
 from mycli.quant.grid import Grid, dequantize
 from mycli.quant.memory import Need
 from mycli.quant.pipeline import Plan, plan, quantize
@@ -167,6 +167,8 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "samples": 128,
         "seq": None,
         "seed": 0,
+        "target_bpw": None,
+        "widths": None,
         "tune": False,
     }
     assert written["calibration"] is None
@@ -343,3 +345,43 @@ def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Pa
     work = replace(plan(source, GROUP_32), need=Need(1 << 60, 0, 1024))
     with pytest.raises(ResourceError, match="GiB of memory needed"):
         quantize(work, tmp_path / "out", CPU)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+    ids=["E7-gpu", "E7-cpu", "E7-python"],
+)
+def test_memory_that_runs_out_is_no_crash(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Code 5, nothing at the target, and what was solved is kept for the next run."""
+
+    def failing(*_: object) -> None:
+        raise error
+
+    work = plan(source, DATA, report="none")
+    solve = blockwise.Solver.solve
+    asked: list[int] = []
+
+    def solving(self: blockwise.Solver, *arguments: Any) -> Any:
+        asked.append(1)
+        return solve(self, *arguments) if len(asked) < 6 else failing()
+
+    monkeypatch.setattr(blockwise.Solver, "solve", solving)
+    with pytest.raises(ResourceError, match="memory ran out"):
+        quantize(work, tmp_path / "out", CPU)
+    assert leftovers(tmp_path) == [".out.work"]
+    monkeypatch.setattr(blockwise.Solver, "solve", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize(work, tmp_path / "out", CPU)
+
+
+def test_other_errors_keep_their_name(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_write_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        make(source, tmp_path / "out")

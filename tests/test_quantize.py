@@ -8,6 +8,7 @@ import pytest
 
 from mycli.cli.main import main
 from mycli.quant.schemes import gptq
+from mycli.runtime.errors import ExitCode
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -66,6 +67,31 @@ def test_dry_run_tells_the_exact_size_and_writes_nothing(home: Path, capsys: pyt
     assert code == 0 and result["card"] is None and result["size"]["bytes"] == promised
     header = int.from_bytes((Path(result["folder"]) / "model.safetensors").open("rb").read(8), "little")
     assert (Path(result["folder"]) / "model.safetensors").stat().st_size == promised + 8 + header
+
+
+@pytest.mark.parametrize("fault", ["E7-bound-too-small"])
+def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
+    home: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
+    assert code == 5 and out == "" and "--max-ram 20MiB is too little" in err and not home.exists()
+    least = err.split("the least that would do is --max-ram ")[1].split(";")[0]
+    code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
+    told = parsed(out)
+    assert code == 0 and told["memory_bytes"] <= int(least.removesuffix("MiB")) << 20
+
+
+def test_errors_are_drawn_by_both_who_know_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "64", "--report", "none")
+    code, _, err = call(capsys, *arguments, "--plot", str(tmp_path / "a.png"))
+    assert code == 2 and "only .svg" in err
+    out = tmp_path / "out"
+    assert call(capsys, *arguments, "-o", str(out), "--plot", str(tmp_path / "a.svg"))[0] == 0
+    assert call(capsys, "show", str(out), "--plot", str(tmp_path / "b.svg"))[0] == 0
+    first, second = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    assert first.count("<g>") == 14 and first.split("<g>")[1:] == second.split("<g>")[1:]
+    code, _, err = call(capsys, "show", "pico", "--plot", str(tmp_path / "c.svg"))
+    assert code == 2 and "no layer" in err
 
 
 def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,3 +163,17 @@ def test_eval_reads_a_text_and_refuses_what_it_cannot_score(tmp_path: Path, caps
     assert code == 2 and "fewer than one window" in err
     code, _, err = call(capsys, "eval", "pico", "--text", str(tmp_path / "none.txt"))
     assert code == 4 and "none.txt" in err
+
+
+def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "eval", "pico", "--kv-sweep", "--tokens", "512", "--ctx", "64", "--json")
+    assert code == ExitCode.OK, err
+    exact, half, codes = json.loads(out)["sweep"]
+    assert [one["kv"] for one in (exact, half, codes)] == ["float32", "bfloat16", "int8"]
+    assert [one["bytes_per_token"] for one in (exact, half, codes)] == [6144, 3072, 1536 + 2 * 6 * 2 * 4]
+    assert exact["divergence"] is None
+    assert 0 < half["divergence"]["kl"]["value"] < codes["divergence"]["kl"]["value"] < 0.001
+    code, out, _ = call(capsys, "eval", "pico", "--kv", "int8", "--tokens", "512", "--ctx", "64", "--json")
+    assert json.loads(out)["perplexity"] == codes["perplexity"]
+    code, _, err = call(capsys, "eval", "pico", "--kv-sweep", "--ref", "pico")
+    assert code == ExitCode.USAGE and "compares the model with itself" in err

@@ -9,6 +9,7 @@ import pytest
 
 from mycli.cli import command
 from mycli.cli.main import main
+from mycli.runtime.kernels.cpu_build import native
 from tests.conftest import Mycli
 
 GREEDY = ("--temperature", "0", "--device", "cpu", "-q")
@@ -176,3 +177,13 @@ def test_a_batch_and_its_second_run(mycli: Mycli, tmp_path: Path) -> None:
     again = mycli("run", "pico", "--batch", str(source), "--out", str(out), *GREEDY)
     assert again.stdout == "" and again.returncode == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["a", 2, "c", "d"]
+
+
+def test_the_first_build_is_announced_and_only_that(mycli: Mycli, tmp_path: Path) -> None:
+    if isinstance(native(), str):
+        pytest.skip("no compiler here")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    first = mycli("run", "pico", "Who are you?", "--device", "cpu", env=cache)
+    assert "building the CPU kernel, once" in first.stderr
+    second = mycli("run", "pico", "Who are you?", "--device", "cpu", env=cache)
+    assert "building" not in second.stderr and second.stdout == first.stdout

@@ -166,7 +166,7 @@ def recorded(session: Session) -> Record:
 def cached(session: Session) -> list[int]:
     """What the cache really holds; `PrefixModel` stores tokens in it."""
     keys, _ = session.cache.write(0, session.cache.length, torch.zeros(1, 1, 0, 2), torch.zeros(1, 1, 0, 2))
-    found: list[int] = keys[0, 0, :, 0].long().tolist()
+    found: list[int] = keys.data[0, 0, :, 0].long().tolist()
     return found
 
 

@@ -13,6 +13,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from mycli.runtime.assistant import Assistant
+from mycli.runtime.config import Kv
 from mycli.runtime.device import Placement
 from mycli.runtime.drafting import Drafter, DraftModel, Lookup
 from mycli.runtime.generate import Session
@@ -29,8 +30,8 @@ NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba",
 
 
 @cache
-def assistant(name: str) -> Assistant:
-    return Assistant.load(PICO.parent / name, Placement(CPU, torch.float32))
+def assistant(name: str, kv: Kv = "auto") -> Assistant:
+    return Assistant.load(PICO.parent / name, Placement(CPU, torch.float32, kv=kv))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -52,8 +53,8 @@ def prompts(count: int) -> list[list[int]]:
     return made
 
 
-def drafter(kind: str) -> Drafter:
-    target, draft = assistant("pico").model, assistant("pico-draft").model
+def drafter(kind: str, kv: Kv = "auto") -> Drafter:
+    target, draft = assistant("pico").model, assistant("pico-draft", kv).model
     return Lookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
 
 
@@ -62,23 +63,24 @@ def greedy(session: Session, prompt: list[int]) -> list[int]:
     return [tokens[0] for tokens in session.generate(prompt, Sampler(Sampling(), size, CPU), LIMIT)]
 
 
-def differences(count: int, kind: str, lengths: range) -> list[tuple[int, int]]:
+def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
     """Prompt and length of every reply that is not the one without speculation."""
-    model = assistant("pico").model
+    model = assistant("pico", kv).model
     plain = Session(model, CAPACITY)
     wanted = [greedy(plain, prompt) for prompt in prompts(count)]
     found = []
     for length in lengths:
-        session = SpeculativeSession(model, CAPACITY, drafter(kind), Fixed(length))
+        session = SpeculativeSession(model, CAPACITY, drafter(kind, kv), Fixed(length))
         replies = [greedy(session, prompt) for prompt in prompts(count)]
         found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
     return found
 
 
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
-def test_greedy_tokens_are_the_same(kind: str) -> None:
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_greedy_tokens_are_the_same(kind: str, kv: Kv) -> None:
     """F16."""
-    assert differences(4, kind, range(2, 9, 5)) == []
+    assert differences(4, kind, range(2, 9, 5), kv) == []
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """The Triton product against fp64 in the interpreter: every packing, dtype, tile and awkward size."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from mycli.runtime.kernels.triton_packed import TritonPacked
+from mycli.runtime.kernels import triton_packed
+from mycli.runtime.kernels.triton_packed import TritonPacked, small_product
 from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packed import PackedWeight, dequantize
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
@@ -208,5 +210,32 @@ def test_on_a_gpu(
     capability: tuple[int, int], dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: None)
     declined = TritonPacked().decline(Packing(4, 128), 64, 128, torch.device("cuda"), dtype)
     assert (declined is None) if reason is None else (declined is not None and reason in declined)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(1e-3, None), (0.2, "off by 20.0%"), (math.nan, "is wrong"), (None, "RuntimeError: no image")]
+)
+def test_is_not_used_where_it_fails_or_is_wrong(
+    error: float | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(*_: object) -> float:
+        if error is None:
+            raise RuntimeError("no image\nmore")
+        return error
+
+    monkeypatch.setattr(triton_packed, "small_product", product)
+    monkeypatch.setattr(triton_packed, "chip_of", lambda device: None)
+    found = triton_packed.self_check.__wrapped__(torch.device("cuda"), Packing(4, 128))
+    assert found is None if reason is None else reason in str(found)
+
+
+def product_in_interpreter(packing: Packing) -> float:
+    return max(small_product(torch.device("cpu"), packing, Chip((9, 0), 1), rows) for rows in (1, 12))
+
+
+def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
+    error = interpret(product_in_interpreter, Packing(4, 128))
+    assert isinstance(error, float) and 0 < error < 5e-3

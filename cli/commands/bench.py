@@ -13,12 +13,14 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.draft_bench import bench_draft
-from mycli.cli.loading import parse_dtype
+from mycli.cli.loading import announce_build, parse_dtype, parse_kv
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.fields import Fields, read_object
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
+    import torch
+
     from mycli.runtime.bench import Change, Result, Trial
     from mycli.runtime.device import Placement
     from mycli.runtime.estimate import Plan
@@ -32,7 +34,7 @@ EXAMPLES = (
 FORMATS = ("md", "json", "jsonl", "csv")
 BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
 COLUMNS = ("model", "size", "bpw", "device", "kv", "test", "t/s", "TTFT p50", "TPOT p50/p99", "of bandwidth", "peak")
-KEY = ("model", "test", "device", "dtype")  # what must agree for two results to be compared
+KEY = ("model", "test", "device", "dtype", "kv")  # what must agree for two results to be compared
 Row = dict[str, Any]
 
 
@@ -68,7 +70,7 @@ def _cells(row: Row) -> list[str]:
         gib(row["size_bytes"]),
         f"{row['bits_per_weight']:.2f}",
         row["device"],
-        row["dtype"],
+        row["kv"],
         row["test"],
         f"{row['tokens_per_second']:.2f} ± {row['sigma']:.2f}",
         _milliseconds(row["ttft_p50_seconds"]),
@@ -78,12 +80,15 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _measure(call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str) -> list[Row]:
+def _measure(
+    call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str, kv: str
+) -> list[Row]:
     """All trials of one model, the largest memory need checked before anything is loaded."""
     import time
 
     from mycli.runtime import bench
-    from mycli.runtime.device import TORCH_DTYPES, place
+    from mycli.runtime.cache import cache_dtype
+    from mycli.runtime.device import place
     from mycli.runtime.estimate import Plan
     from mycli.runtime.hub import resolve
     from mycli.runtime.load import load_model, plan_memory
@@ -91,7 +96,7 @@ def _measure(call: Call, model: str, trials: "Sequence[Trial]", repetitions: int
 
     source = resolve(model, offline=call.offline)
     config, packings = describe(source.folder)
-    placement = place(config, device, parse_dtype(dtype))
+    placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
     for note in placement.notes:
         call.out.note(note)
     for trial in trials:
@@ -99,6 +104,7 @@ def _measure(call: Call, model: str, trials: "Sequence[Trial]", repetitions: int
             problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
         plan_memory(source.folder, placement, trial.capacity, trial.batch)
+    announce_build(call, placement)
     began = time.perf_counter()
     transformer = load_model(source.folder, placement)
     loaded = time.perf_counter() - began
@@ -108,21 +114,25 @@ def _measure(call: Call, model: str, trials: "Sequence[Trial]", repetitions: int
         "size_bytes": transformer.nbytes,
         "bits_per_weight": 8 * transformer.nbytes / config.parameters(),
         "device": str(placement.device),
-        "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[
-            str(placement.dtype).removeprefix("torch.")
-        ],
+        "dtype": _name(placement.dtype),
+        "kv": _name(cache_dtype(placement.kv, placement.dtype)),
         "load_seconds": loaded,
     }
-    name = next(name for name, value in TORCH_DTYPES.items() if value == placement.dtype)
     rows = []
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
             result = bench.run(transformer, trial, repetitions, progress=lambda _: bar.advance(1))
-            rows.append(_row(common, result, Plan(config, packings, trial.capacity, trial.batch, name), bandwidth))
+            plan = Plan(config, packings, trial.capacity, trial.batch, placement.dtype_name, kv=placement.kv)
+            rows.append(_row(common, result, plan, bandwidth))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
     return rows
+
+
+def _name(dtype: "torch.dtype") -> str:
+    name = str(dtype).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
 
 
 def _bandwidth(placement: "Placement") -> float:
@@ -221,6 +231,7 @@ def bench(
     draft: options.Draft = "none",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    kv: options.Kv = "auto",
 ) -> None:
     """Measure how fast a model is.
 
@@ -234,7 +245,7 @@ def bench(
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "leave --save and --compare away")
         (longest, *_) = options.parse_counts(generate)
-        bench_draft(call, models[0], draft, max(longest, 2), repetitions, style, device, dtype)
+        bench_draft(call, models[0], draft, max(longest, 2), repetitions, style, device, dtype, kv)
         return
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
@@ -249,7 +260,7 @@ def bench(
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     if compare is not None:
         _read(compare)  # a bad file is told before minutes of work
-    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype)]
+    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype, kv)]
     changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
     _print(call, rows, style)
     if compare is not None and style == "md":

@@ -124,6 +124,7 @@ def chat(
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    kv: options.Kv = "auto",
     allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Talk with a model in the terminal.
@@ -142,7 +143,7 @@ def chat(
     if system is not None:
         conversation.system = system
     loaded = load(
-        call, model, device=device, dtype=dtype, context=context, draft=draft, allow_nonfinite=allow_nonfinite
+        call, model, device=device, dtype=dtype, kv=kv, context=context, draft=draft, allow_nonfinite=allow_nonfinite
     )
     template = loaded.assistant.tokenizer.template
     if template is None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.loading import announce_build
 from mycli.cli.output import gib
 from mycli.runtime.bandwidth import datasheet, remember
 from mycli.runtime.errors import GateError, ResourceError
@@ -56,6 +57,19 @@ def _bandwidth(placement: "Placement") -> tuple[str, float]:
     return name, measured
 
 
+def _path(placement: "Placement") -> list[tuple[str, str]]:
+    """On the CPU: whether replies use our own code, and which instructions of it."""
+    from mycli.runtime.kernels.cpu_build import native
+
+    if placement.device.type != "cpu":
+        return []
+    library = native()
+    if isinstance(library, str):
+        return [("CPU kernel", f"not built: {library}; torch's 4-bit operator and dense copies are used, and slower")]
+    takes = [name for name, has in (("bf16 rows", library.bf16), ("AMX", library.amx)) if has]
+    return [("CPU kernel", ", ".join(["native", *takes]))]
+
+
 def _kernel_row(one: "KernelFinding") -> list[str]:
     if one.error is None:
         return [one.packing, one.kernel, "declined", one.reason]
@@ -104,6 +118,7 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     placement = place(config, device)
     for note in placement.notes:
         call.out.note(note)
+    announce_build(call, placement)
     name, bandwidth = _bandwidth(placement)
     found = list(check_kernels(placement.device, placement.dtype))
     reply = golden_reply(placement)
@@ -112,7 +127,11 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     else:
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
-        rows = [("runs on", f"{placement.device}, {placement.dtype}"), ("bandwidth", f"{bandwidth:.1f} GB/s{share}")]
+        rows = [
+            ("runs on", f"{placement.device}, {placement.dtype}"),
+            *_path(placement),
+            ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
+        ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
         call.out.table(["packing", "kernel", "verdict", "why"], [_kernel_row(one) for one in found])
     problems = [f"{one.kernel} is wrong on {one.packing}" for one in found if not one.ok]

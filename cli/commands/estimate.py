@@ -9,7 +9,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import parse_dtype
+from mycli.cli.loading import parse_dtype, parse_kv
 from mycli.cli.output import gib
 from mycli.runtime.config import ModelConfig
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
@@ -94,6 +94,7 @@ def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str
         "workspace_bytes": {
             "activations": space.activations,
             "dequantization": space.dequantization,
+            "cache": space.cache,
             "logits": space.logits,
             "mask": space.mask,
             "rope": space.rope,
@@ -207,7 +208,7 @@ def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> Non
     from mycli.runtime.device import place
     from mycli.runtime.footprint import check, measure
 
-    placement = place(subject.plan.config, device, subject.plan.dtype)
+    placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv)
     for note in placement.notes:
         call.out.note(note)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
@@ -247,14 +248,17 @@ def _describe(call: Call, model: str) -> tuple[ModelConfig, dict[str, Packing]]:
     return describe_config(parse_object(data, f"{repo}: config.json"))
 
 
-def _plan(call: Call, model: str, ctx: int | None, batch: int, dtype: str, draft: str | None, gpu: bool) -> Plan:
+def _plan(
+    call: Call, model: str, ctx: int | None, batch: int, dtype: str, kv: str, draft: str | None, gpu: bool
+) -> Plan:
     config, packings = _describe(call, model)
     if (ctx or 1) > config.max_context:
         problem = f"--ctx {ctx} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
     context = ctx or min(DEFAULT_CONTEXT, config.max_context)
-    second = Plan(*_describe(call, draft)) if draft else None
-    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second)
+    kind = parse_kv(kv)
+    second = Plan(*_describe(call, draft), kv=kind) if draft else None
+    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second, kind)
 
 
 def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
@@ -276,6 +280,7 @@ def estimate(
     context: options.Context = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
     dtype: options.Dtype = "auto",
+    kv: options.Kv = "auto",
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
     ] = None,
@@ -314,7 +319,7 @@ def estimate(
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    plan = _plan(call, model, context, batch, dtype, draft, target.gpu)
+    plan = _plan(call, model, context, batch, dtype, kv, draft, target.gpu)
     wish = _wish(plan, quant, head)
     packed = bool(plan.packings)
     subject = _Subject(model, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish)

@@ -1,24 +1,31 @@
 """mycli eval: perplexity of a model, and its divergence from another, on a text."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import parse_dtype
+from mycli.cli.loading import KINDS, announce_build, parse_dtype, parse_kv
 from mycli.cli.measures import rows
 from mycli.cli.stages import stages
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from mycli.quant.evaluate import Text as Windows
+    from mycli.runtime.device import Placement
+    from mycli.runtime.hub import Source
 
 EXAMPLES = [
     "mycli eval pico --tokens 8k",
     "mycli eval pico-draft --ref pico --ctx 256 --tokens 2k",
+    "mycli eval pico --kv-sweep --tokens 2k",
     "mycli eval pico --tokens 2k --json",
 ]
 
 Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
+Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
 Context = Annotated[
     int, typer.Option("--ctx", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512")
@@ -27,6 +34,40 @@ Tokens = Annotated[
     int | None,
     typer.Option("--tokens", parser=options.parse_count, metavar="N", help="Stop after so many.", show_default="all"),
 ]
+
+
+def sweep(call: Call, source: "Source", placement: "Placement", text: "Windows") -> None:
+    """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
+    from mycli.quant import evaluate as measuring
+    from mycli.quant.streaming import StreamedModel
+    from mycli.runtime.cache import cache_dtype
+    from mycli.runtime.estimate import Plan
+
+    reference = StreamedModel(source.folder, placement)
+    results, cells = [], []
+    for kind in KINDS:
+        dtype = cache_dtype(kind, placement.dtype)
+        if kind != "auto" and dtype == placement.dtype:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        plan = Plan(reference.config, dtype=placement.dtype_name, kv=kind)
+        size = 2 * plan.config.layers * plan.config.kv_heads * plan.position_bytes
+        with stages(call.out) as progress:
+            model = StreamedModel(source.folder, replace(placement, kv=kind))
+            result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)
+        results.append({"kv": name, "bytes_per_token": size, **asdict(result)})
+        found = result.divergence
+        loss = ["", "", "", ""]
+        if found:
+            loss = [f"{value:.2g}" for value in (found.kl.value, found.kl_p99, found.kl_max)]
+            loss.append(f"{found.same_top1.value:.2%}")
+        cells.append([name, f"{size / 1024:.2f} KiB", f"{result.perplexity.value:.3f}", *loss])
+    if call.out.json_mode:
+        call.out.json({"model": source.name, "sweep": results})
+        return
+    columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
+    call.out.table(columns, cells, right=range(1, len(columns)))
+    call.out.note(f"{results[0]['windows']} windows of {text.windows.shape[1]} tokens, against {results[0]['kv']}")
 
 
 @command
@@ -39,10 +80,13 @@ def evaluate(
     tokens: Tokens = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "fp32",
+    kv: options.Kv = "auto",
+    kv_sweep: Sweep = False,
 ) -> None:
     """Score a model on a text, alone or against another.
 
-    Perplexity with its standard error; with --ref also the KL divergence from that model.
+    Perplexity with its standard error; with --ref also the KL divergence from that model, and with --kv-sweep what each
+    kind of cache does to this one.
 
     The text is tokenized once as the model's tokenizer does by default, and cut into windows that do not overlap; the
     tail is dropped. The layers are read one at a time, so the models may be larger than memory.
@@ -55,11 +99,15 @@ def evaluate(
     from mycli.runtime.packing import describe
     from mycli.runtime.tokenizer import Tokenizer
 
+    kind = parse_kv(kv)
+    if kv_sweep and (ref is not None or kind != "auto"):
+        raise UsageError("--kv-sweep compares the model with itself", "leave out --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
     configs = [describe(source.folder)[0] for source in sources]
     placements = [place(config, device, parse_dtype(dtype)) for config in configs]
+    placements[0] = replace(placements[0], kv=kind)
     for note in placements[0].notes:
         call.out.note(note)
     cuts = [
@@ -68,6 +116,10 @@ def evaluate(
     ]
     if not cuts[0].windows.equal(cuts[-1].windows):
         raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models of one tokenizer")
+    announce_build(call, placements[0])
+    if kv_sweep:
+        sweep(call, sources[0], placements[0], cuts[0])
+        return
     models = [StreamedModel(source.folder, placement) for source, placement in zip(sources, placements, strict=True)]
     with stages(call.out) as progress:
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)

@@ -1,6 +1,7 @@
 """mycli quantize: a smaller copy of a model, with a card that says what it cost."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,17 @@ Method = Annotated[
     ),
 ]
 Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
+TargetBpw = Annotated[
+    float | None,
+    typer.Option(
+        "--target-bpw",
+        min=2,
+        max=9,
+        metavar="X",
+        help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
+        show_default="--bits for all",
+    ),
+]
 Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
 Scales = Annotated[
     str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
@@ -73,6 +85,7 @@ MaxVram = Annotated[
     int | None,
     typer.Option("--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."),
 ]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 
 
@@ -188,6 +201,7 @@ def quantize(
     model: options.Model,
     method: Method = "gptq",
     bits: Bits = 4,
+    target_bpw: TargetBpw = None,
     group: Group = "128",
     scales: Scales = "mse",
     head: Head = "keep",
@@ -202,6 +216,7 @@ def quantize(
     device: options.Device = "auto",
     output: Out = None,
     work_dir: WorkDir = None,
+    plot: Plot = None,
     max_ram: MaxRam = None,
     max_vram: MaxVram = None,
     overwrite: Overwrite = False,
@@ -213,6 +228,7 @@ def quantize(
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
     from mycli.quant import pipeline
+    from mycli.quant import plot as plotting
     from mycli.quant.recipe import Recipe
     from mycli.quant.record import label
     from mycli.runtime.config import load_config
@@ -221,6 +237,8 @@ def quantize(
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
+    if plot is not None:
+        plotting.require_svg(plot)
     recipe = Recipe(
         method,
         bits,
@@ -230,23 +248,28 @@ def quantize(
         samples,
         seq,
         seed,
-        tune,
+        target_bpw,
+        tune=tune,
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
     placement = place(load_config(source.folder), device, "float32")
     gpu = placement.device.type == "cuda"
-    work = pipeline.plan(
+    plan = partial(
+        pipeline.plan,
         source,
-        recipe,
-        calib,
+        text=calib,
         report=report,  # type: ignore[arg-type]  # checked above
         gpu=gpu,
         max_ram=max_ram,
         max_vram=max_vram,
     )
+    work = plan(recipe)
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
+    if target_bpw is not None:
+        with stages(call.out) as progress:
+            work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
         _show_plan(call, work, target)
         return
@@ -263,6 +286,8 @@ def quantize(
         )
     for note in outcome.notes:
         call.out.note(note)
+    if plot is not None:
+        plotting.write(plot, target.name, [plotting.point(layer) for layer in outcome.layers])
     _show_outcome(call, outcome)
     breach = _breach(outcome, max_kl, max_fallback)
     if breach is not None:

@@ -101,6 +101,7 @@ def run(
     context: options.Context = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    kv: options.Kv = "auto",
     allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Answer one prompt and exit; made for pipes.
@@ -128,6 +129,7 @@ def run(
         model,
         device=device,
         dtype=dtype,
+        kv=kv,
         context=context,
         sequences=samples,
         draft=draft,

@@ -1,5 +1,6 @@
 """`mycli show`: what a model is, from its configuration and headers, without loading or downloading it."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -164,6 +165,20 @@ def _show_recipe(call: Call, facts: "Facts") -> None:
     call.out.card(facts.source.name, [(name, value) for name, value in rows if name != "source files"])
 
 
+def _plot(facts: "Facts", path: Path) -> None:
+    from mycli.quant.plot import Point, require_svg, write
+    from mycli.runtime.fields import Fields
+
+    require_svg(path)
+    points = []
+    for index, values in enumerate(facts.record.array("layers", dict) if facts.record is not None else ()):
+        layer = Fields(values, f"mycli.json: layers {index}")
+        rounding = layer.number("rounding_output_error") if layer.has("rounding_output_error") else None
+        error = layer.number("output_error" if layer.has("output_error") else "error")
+        points.append(Point(layer.text("name"), error, rounding))
+    write(path, facts.source.name, points)
+
+
 @command
 def show(
     call: Call,
@@ -171,6 +186,9 @@ def show(
     template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors with dtype, shape and file.")] = False,
     recipe: Annotated[bool, typer.Option("--recipe", help="Print how the model was quantized.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each quantized layer.")
+    ] = None,
 ) -> None:
     """Say what a model is, without loading it.
 
@@ -182,6 +200,8 @@ def show(
     facts = _find(call, model)
     for warning in facts.warnings:
         call.out.warn(warning)
+    if plot is not None:
+        _plot(facts, plot)
     if template:
         _show_template(call, facts)
     elif tensors:

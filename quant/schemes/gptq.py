@@ -16,7 +16,6 @@ from mycli.quant.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.schemes import Solution
 from mycli.quant.schemes._columns import BLOCK, solve_block
 from mycli.quant.schemes._descent import descend
-from mycli.runtime.machine import trim
 
 NEEDS_HESSIAN = True
 
@@ -78,7 +77,6 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         raise ValueError("gptq needs a Hessian")
     scales = find_scales(weight, grid, hessian.diagonal())
     dead = int((hessian.diagonal() == 0).sum())
-    trim()  # what the search took: the factor is where most memory is needed
     factor = factorize(hessian)
     if factor is None:
         return Solution(Quantized(round_to_grid(weight, scales, grid), scales), dead_columns=dead, fallback=True)

@@ -15,8 +15,9 @@ def kernels() -> tuple[Kernel, ...]:
     """All kernels, in order of preference."""
     from mycli.runtime.kernels.cpu import CpuKernel, TorchInt4Kernel
     from mycli.runtime.kernels.dequantize import DequantizeKernel
+    from mycli.runtime.kernels.triton_packed import TritonPacked
 
-    return (CpuKernel(), TorchInt4Kernel(), DequantizeKernel())
+    return (CpuKernel(), TorchInt4Kernel(), TritonPacked(), DequantizeKernel())
 
 
 def choose(packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype) -> Kernel:

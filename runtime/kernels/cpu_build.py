@@ -22,7 +22,14 @@ from pathlib import Path
 import torch
 
 SOURCE = "packed_cpu.cpp"
-HEADERS = ("packed_layout.h", "packed_integer.h", "packed_tiles.h")
+HEADERS = (
+    "attention.h",
+    "attention_float.h",
+    "attention_int8.h",
+    "packed_layout.h",
+    "packed_integer.h",
+    "packed_tiles.h",
+)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
 
@@ -45,6 +52,17 @@ class CWeight(ctypes.Structure):
     ]
 
 
+class CAttention(ctypes.Structure):
+    """`Attention` of attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "out")),
+        *((name, c_int64) for name in ("sequences", "kv_heads", "group", "tokens", "head_dim", "length", "window")),
+        *((name, c_int64) for name in ("sequence_stride", "head_stride")),
+        *((name, c_int32) for name in ("query_type", "cache_type")),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
     """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
@@ -53,6 +71,7 @@ class Native:
     dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
     dense: Callable[..., int | None]
+    attend: Callable[..., int]
     read: Callable[..., int]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
@@ -75,6 +94,7 @@ def load_library(path: Path) -> Native:
         function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
         function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         function("read_memory", c_int64, c_void_p, c_int64, c_int),
         bool(features & 1),
         bool(features & 2),
@@ -114,8 +134,19 @@ def _processor() -> str:
     return "\n".join(sorted({one for one in lines if re.match(r"(flags|Features|model|CPU (part|implementer))", one)}))
 
 
-def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+@dataclass(frozen=True)
+class _Recipe:
+    """What a build is made of, and the name it gets."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    openmp: str
+    sources: Mapping[str, bytes]
+    name: str
+
+
+def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
+    """For this machine. Raises BuildError saying what is missing."""
     if platform.system() != "Linux":
         raise BuildError(f"built on Linux only, not on {platform.system()}")
     compiler, version = find_compiler()
@@ -124,17 +155,23 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
     flags = (*FLAGS, *extra_flags)
     depends = (version, _processor(), torch.__version__, openmp, *flags)
     key = hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
-    target = folder / f"packed_cpu-{key}.so"
+    return _Recipe(compiler, flags, openmp, sources, f"packed_cpu-{key}.so")
+
+
+def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+    recipe = _recipe(tuple(extra_flags))
+    compiler, target = recipe.compiler, folder / recipe.name
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        for name, text in sources.items():
+        for name, text in recipe.sources.items():
             (Path(work) / name).write_bytes(text)
         # Two steps: with -fopenmp the link would bring the system's OpenMP beside torch's.
         for command in (
-            [compiler, *flags, "-c", SOURCE, "-o", "packed_cpu.o"],
-            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", openmp, "-o", "packed_cpu.so"],
+            [compiler, *recipe.flags, "-c", SOURCE, "-o", "packed_cpu.o"],
+            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", recipe.openmp, "-o", "packed_cpu.so"],
         ):
             try:
                 done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
@@ -160,3 +197,11 @@ def native() -> Native | str:
         return load_library(compile_library(cache_folder()))
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         return str(error)
+
+
+def must_be_built() -> bool:
+    """Whether the first call of `native` will take seconds, because it compiles."""
+    try:
+        return not (cache_folder() / _recipe(()).name).exists()
+    except (BuildError, OSError, subprocess.SubprocessError):
+        return False  # and `native` says why

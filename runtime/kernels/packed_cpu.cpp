@@ -12,6 +12,7 @@
 // on the rows beside it, nor on which instructions summed it. Many rows of bf16: AMX tiles of bf16 with fp32 sums, the
 // scale multiplied into the weight first and rounded, as the reference has it with bf16 scales.
 
+#include "attention.h"
 #include "packed_tiles.h"
 
 namespace {
@@ -300,6 +301,13 @@ EXPORT void dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, con
 #else
     (void)w, (void)outputs, (void)inputs, (void)x, (void)rows, (void)y, (void)threads;
 #endif
+}
+
+// A few tokens against a cache, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no memory.
+EXPORT int attend(const Attention* a, int threads) {
+    if (a->cache_type == CACHE_INT8) return attend_all<int8_t>(*a, threads) ? 0 : 1;
+    if (a->cache_type == CACHE_BF16) return attend_all<uint16_t>(*a, threads) ? 0 : 1;
+    return attend_all<float>(*a, threads) ? 0 : 1;
 }
 
 // Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.

@@ -1,4 +1,7 @@
-"""What the Triton kernels compile to, counted without a GPU: `python -m mycli.runtime.kernels.report`.
+"""What the Triton kernels compile to, counted without a GPU.
+
+    python -m mycli.runtime.kernels.report [80 90 ..]        the table, for these compute capabilities or all
+    python -m mycli.runtime.kernels.report docs/kernels.md   the same, put into that file between its two marks
 
 Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
 instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a
@@ -12,23 +15,26 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mycli.runtime.kernels import triton_matmul, triton_tiles
-from mycli.runtime.kernels.triton_packed import constants
-from mycli.runtime.kernels.triton_shuffle import tile_k
+from mycli.runtime.kernels import triton_attention, triton_fused, triton_matmul, triton_tiles
+from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps
+from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
+from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
+MARK = "<!-- measured by mycli.runtime.kernels.report -->"
 # Per multiprocessor: warps, KiB of shared memory, blocks (CUDA programming guide, compute capabilities).
 _LIMITS = {80: (64, 164, 32), 86: (48, 100, 16), 89: (48, 100, 24), 90: (64, 228, 32), 100: (64, 228, 32)}
 _LIMITS[120] = (48, 100, 32)
@@ -94,7 +100,7 @@ def _main_loop(sass: str) -> list[str]:
     loops = []
     for end, line in enumerate(lines):
         target = re.search(r"^BRA.*?(\.L_x_\d+)", line)
-        if target and labels.get(target[1], end + 1) <= end:
+        if target and labels.get(target[1], end) < end:  # a jump to itself pads the end
             loops.append(lines[labels[target[1]] : end + 1])
     products = [loop for loop in loops if any("MMA" in line for line in loop)]
     return min(products, key=len) if products else max(loops, key=len, default=lines)
@@ -121,7 +127,8 @@ def measure(build: Build, capability: int) -> Measured:
     loads = [_width(line) for line in loop if line.startswith(("LDG.", "LDGSTS."))]
     stores = sum(_width(line) for line in loop if line.startswith(("STS", "STTM")))
     threads = 32 * build.warps
-    products = Counter(line.split(".")[0] for line in loop if "MMA" in line.split(".")[0])
+    operations = (re.split(r"[.\s]", line)[0] for line in loop)
+    products = Counter(name for name in operations if "MMA" in name)
     return Measured(
         loop=len(loop),
         per_weight=len(loop) * threads / build.weights if build.weights else 0.0,
@@ -143,7 +150,7 @@ def _blocks(capability: int, registers: int, shared: int, warps: int) -> int:
     return min(most, most_warps // warps, _REGISTERS // (per_warp * warps), kilobytes * 1024 // (shared + 1024))
 
 
-def _multiply(capability: int, packing: Packing, shape: Tile) -> Build:
+def _multiply(packing: Packing, shape: Tile) -> Build:
     columns = tile_k(packing)
     pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
     sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
@@ -174,34 +181,120 @@ def multiply_builds(capability: int) -> Iterator[Build]:
         for group in (*GROUP_SIZES, None):
             packing = Packing(bits, group)
             for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.ROWS):
-                yield _multiply(capability, packing, shape)
+                yield _multiply(packing, shape)
+
+
+def _dequantize(packing: Packing) -> Build:
+    warps = dequantize_warps(packing)
+    sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
+    return Build(
+        name=f"dequantize {packing.name}",
+        kernel=triton_matmul.dequantize_kernel,
+        types={"codes": "*i16", "scales": "*i32", "y": "*bf16", **sizes},
+        constants={
+            **constants(packing, torch.bfloat16, ptx=True),
+            "BLOCK_N": layout_of(packing).chunk_n * warps,
+            "WARPS": warps,
+        },
+        warps=warps,
+        weights=layout_of(packing).chunk_n * warps * tile_k(packing),
+    )
+
+
+def matmul_builds(capability: int) -> Iterator[Build]:
+    """All of `triton_matmul`."""
+    yield from multiply_builds(capability)
+    for bits in BITS:
+        yield _dequantize(Packing(bits, 128))
+    pointers = {"x": "*bf16", "values": "*fp16", "sums": "*fp32"}
+    sizes = dict.fromkeys(("k", "tiles", "x_stride", "rows_kept"), "i32")
+    tile = {"TILE_K": 128, "TILES": 8, "PERMUTED": False}
+    yield Build("prepare", triton_matmul.prepare_kernel, {**pointers, **sizes}, tile, unaligned=("rows_kept",))
+    sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
+    yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
+
+
+def decode_builds() -> Iterator[Build]:
+    """The steps between products, at the shapes of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128."""
+    activation = {"values": "*fp16", "sums": "*fp32", "tiles": "i32", "rows_kept": "i32"}
+    tile = {"TILE_K": 128, "PERMUTED": True}
+    counts = ("count", "rows", "rows_kept", "tokens")
+    norm = {**dict.fromkeys(("residual", "gain", "stream", "normed"), "*bf16"), "parts": "*fp32"}
+    norm |= {"count": "i32", "rows": "i32", "size": "i32", "eps": "fp32", **activation}
+    flags = {"BLOCK": 4096, "ADD": True, "PREPARED": True, **tile}
+    yield Build("sum, norm", triton_fused.norm_kernel, norm, flags, warps=8, unaligned=counts)
+    silu = {"parts": "*fp32", "count": "i32", "rows": "i32", "size": "i32", **activation}
+    yield Build("SiLU", triton_fused.silu_kernel, silu, {"DTYPE": tl.bfloat16, "TILES": 4, **tile}, unaligned=counts)
+    for name, stored in (("", "*bf16"), (" int8", "*i8")):
+        int8 = name != ""
+        cache = {"keys": stored, "values": stored, "key_scales": "*fp32", "value_scales": "*fp32"}
+        strides = dict.fromkeys(("sequence_stride", "head_stride", "capacity"), "i64")
+        rope = dict.fromkeys(("bias", "query_gain", "key_gain", "cos", "sin", "query"), "*bf16")
+        rope |= {"parts": "*fp32", "lengths": "*i32", "eps": "fp32", **cache, **strides}
+        rope |= dict.fromkeys(("count", "rows", "tokens", "heads", "kv_heads"), "i32")
+        flags = {"HALF": 64, "BLOCK": 64, "BIAS": False, "NORM": False, "INT8": int8}
+        yield Build(f"rotate, store{name}", triton_fused.rope_kernel, rope, flags, warps=1, unaligned=counts)
+        for tokens in (1, 8):
+            attend = {"query": "*bf16", "lengths": "*i32", "outputs": "*fp32", "stats": "*fp32", **cache, **strides}
+            attend |= {"window": "i32", "scale": "fp32"}
+            sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
+            flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "INT8": int8, "DOT": tl.bfloat16}
+            warps = attend_warps(max(8, 4 * tokens))
+            yield Build(f"attend{name} to {tokens}", triton_attention.attend_kernel, attend, flags, warps)
+    combine = {"outputs": "*fp32", "stats": "*fp32", "attended": "*bf16", "kv_heads": "i32", "splits": "i32"}
+    sizes = {"TOKENS": 1, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": 8, "HEADS": 1}
+    yield Build(
+        "combine",
+        triton_attention.combine_kernel,
+        {**combine, **activation},
+        {**sizes, **tile, "PREPARED": True},
+        unaligned=("rows_kept", "kv_heads", "splits"),
+    )
 
 
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
-    yield from multiply_builds(capability)
+    yield from matmul_builds(capability)
+    yield from decode_builds()
+
+
+def amd(build: Build) -> str:
+    """Compile for AMD with plain operations in place of PTX; which matrix instructions came out."""
+    portable = replace(build, constants={**build.constants, "ASM": False} if "ASM" in build.constants else {})
+    assembly = portable.compile(GPUTarget("hip", AMD, 64)).asm["amdgcn"]
+    return str(Counter(re.findall(r"v_mfma_\w+|v_dot\w+", assembly)).most_common(1))
+
+
+HEADER = """| kernel | sm | instr/weight | loop | product | B in 16-byte loads | B in narrower | B to shared \
+| registers | spilled B | shared KiB | blocks/SM |
+|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def row(build: Build, capability: int) -> str:
+    """One line of the table."""
+    m = measure(build, capability)
+    ratio = f"{m.per_weight:.2f}" if build.weights else ""
+    return (
+        f"| {build.name} | {capability} | {ratio} | {m.loop} | {m.products} | {m.wide_bytes} | {m.narrow_bytes} "
+        f"| {m.shared_store_bytes} | {m.registers} | {m.spills} | {m.shared / 1024:.0f} | {m.blocks} |\n"
+    )
 
 
 def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
     """The report, in Markdown."""
-    lines = [
-        f"Compiled by Triton {triton.__version__}.",
-        "",
-        "| kernel | sm | instr/weight | loop | MMA | 16-byte loads, B | other loads, B | to shared, B | registers "
-        "| spills | shared, KiB | blocks/SM |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for capability in capabilities:
-        for build in builds(capability):
-            m = measure(build, capability)
-            ratio = f"{m.per_weight:.2f}" if build.weights else ""
-            lines.append(
-                f"| {build.name} | {capability} | {ratio} | {m.loop} | {m.products} | {m.wide_bytes} "
-                f"| {m.narrow_bytes} | {m.shared_store_bytes} | {m.registers} | {m.spills} | {m.shared / 1024:.0f} "
-                f"| {m.blocks} |"
-            )
-    return "\n".join(lines) + "\n"
+    rows = (row(build, capability) for capability in capabilities for build in builds(capability))
+    return f"Triton {triton.__version__}.\n\n{HEADER}{''.join(rows)}"
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) == 1 and arguments[0].endswith(".md"):
+        path = Path(arguments[0])
+        before, mark, rest = path.read_text("utf-8").partition(MARK)
+        path.write_text(f"{before}{mark}\n{table()}{MARK}{rest.partition(MARK)[2]}", "utf-8")
+    else:
+        sys.stdout.write(table(tuple(int(argument) for argument in arguments) or CAPABILITIES))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table(tuple(int(argument) for argument in sys.argv[1:]) or CAPABILITIES))
+    _main(sys.argv[1:])

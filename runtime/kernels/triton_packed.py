@@ -4,7 +4,8 @@ Launches what `triton_matmul` defines on tensors it has checked. Importing this 
 some platforms, and slow to load where nothing will use it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from mycli.runtime.kernels import triton_tiles
 from mycli.runtime.kernels.triton_shuffle import layout_of, padded_k, shuffle, shuffle_scales, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
-from mycli.runtime.packed import Matmul, PackedWeight
+from mycli.runtime.packed import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
@@ -52,16 +53,36 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
     }
 
 
+def dequantize_warps(packing: Packing) -> int:
+    """Warps of a program of `dequantize_kernel`, each with the rows of one chunk."""
+    return 2 if layout_of(packing).chunk_n == 128 else 4
+
+
 @dataclass(frozen=True)
 class Activation:
     """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
 
-    sums: fp32 [K' / tile, rows kept, 2]; rows kept are whole tiles. Columns in MMA order if `permuted`.
+    sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
     """
 
     values: Tensor
     sums: Tensor
     tile: Tile
+
+    @property
+    def tiles(self) -> int:
+        """Groups of columns."""
+        return self.sums.shape[0]
+
+    @property
+    def tile_k(self) -> int:
+        """Columns of a group."""
+        return self.values.shape[1] // self.tiles
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows that `sums` has room for."""
+        return self.sums.shape[1]
 
 
 def _check(x: Tensor, columns: int) -> None:
@@ -101,41 +122,48 @@ class TritonMatmul:
     def _constants(self) -> dict[str, Any]:
         return constants(self.packing, self._scale_dtype, uses_ptx())
 
+    def activation(self, rows: int) -> Activation:
+        """Room for `rows` rows, for `prepare` or for a kernel that makes them."""
+        shape = triton_tiles.tile(self.chip, self.packing, rows)
+        rows_kept = -(-rows // shape.block_m) * shape.block_m
+        device, tiles = self._codes.device, self._k_kept // self._tile_k
+        values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=device)
+        return Activation(values, torch.empty((tiles, rows_kept, 2), dtype=torch.float32, device=device), shape)
+
     def prepare(self, x: Tensor) -> Activation:
         """x [rows, K] for `multiply`."""
         from mycli.runtime.kernels.triton_matmul import prepare_kernel
 
         _check(x, self.k)
-        rows = x.shape[0]
-        shape = triton_tiles.tile(self.chip, self.packing, rows)
-        groups = self._k_kept // self._tile_k
-        rows_kept = -(-rows // shape.block_m) * shape.block_m
-        values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=x.device)
-        sums = torch.empty((groups, rows_kept, 2), dtype=torch.float32, device=x.device)
-        at_once = 1024 // self._tile_k
-        prepare_kernel[(rows, -(-groups // at_once))](
-            x, values, sums, self.k, self._k_kept, x.stride(0), rows_kept,
-            TILE_K=self._tile_k, TILES=at_once, PERMUTED=shape.permuted,
+        into = self.activation(x.shape[0])
+        at_once = 1024 // into.tile_k
+        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](
+            x, into.values, into.sums, self.k, into.tiles, x.stride(0), into.rows_kept,
+            TILE_K=into.tile_k, TILES=at_once, PERMUTED=into.tile.permuted,
         )  # fmt: skip
-        return Activation(values, sums, shape)
+        return into
 
-    def multiply(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        """The product [rows, N] in `dtype`, rounded once from fp32."""
+    def partial(self, x: Activation, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part."""
         from mycli.runtime.kernels.triton_matmul import multiply_kernel
 
         shape, rows = x.tile, x.values.shape[0]
         parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
-        kept = dtype if parts == 1 else torch.float32
-        y = torch.empty((parts, rows, self.n), dtype=kept, device=x.values.device)
+        y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
-            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            rows, self.n, self._n_kept, self._k_kept, x.rows_kept, each,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-        return y[0] if parts == 1 else _add(y, dtype)
+        return y
+
+    def multiply(self, x: Activation, dtype: torch.dtype) -> Tensor:
+        """The product [rows, N] in `dtype`, rounded once from fp32."""
+        y = self.partial(x, dtype)
+        return y[0] if y.shape[0] == 1 else _add(y, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] to [rows, N] in the dtype of x."""
@@ -155,7 +183,7 @@ class TritonMatmul:
     def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         from mycli.runtime.kernels.triton_matmul import dequantize_kernel
 
-        warps = 2 if self._layout.chunk_n == 128 else 4
+        warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
         y = torch.empty((last - first, self.k), dtype=dtype, device=self._codes.device)
         dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
@@ -167,6 +195,33 @@ class TritonMatmul:
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""
         return self._dense(0, self.n, self._scale_dtype)
+
+
+def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
+    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
+    generator = torch.Generator().manual_seed(rows)
+    columns = 2 * (packing.group_size or 128)
+    codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
+    scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
+    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    expected = x.double() @ dequantize(weight).double().t()
+    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device))
+    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@cache  # compiling takes a second, and the answer does not change
+def self_check(device: torch.device, packing: Packing) -> str | None:
+    """Why the kernels are not to be used here, None if small products come out right."""
+    for rows in (1, 12):
+        try:
+            error = small_product(device, packing, chip_of(device), rows)
+        except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            return f"failed on this machine: {type(trouble).__name__}: {str(trouble).splitlines()[0]:.200}"
+        if not error < 5e-3:
+            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
+    return None
 
 
 class TritonPacked:
@@ -191,7 +246,7 @@ class TritonPacked:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):
             return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        return None
+        return self_check(device, packing)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Shuffle the codes on their device; the caller then drops the tensors they came from."""

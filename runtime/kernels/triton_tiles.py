@@ -25,13 +25,17 @@ class Chip:
 
 @dataclass(frozen=True)
 class Tile:
-    """One program's share: `block_n` weight rows times `block_m` activation rows, `turn` columns of K at a time."""
+    """One program's share: `block_n` weight rows times `block_m` activation rows, `turn` columns of K at a time.
+
+    blocks: programs that fit on a multiprocessor; permuted: activations come in the order of the MMA's columns.
+    """
 
     block_m: int
     block_n: int
     warps: int
     turn: int
     stages: int
+    blocks: int
     permuted: bool
 
     def unroll(self, tile_k: int, k: int) -> int:
@@ -67,7 +71,8 @@ def tile(chip: Chip, packing: Packing, rows: int) -> Tile:
     rule = next((rule for rule in rules if rows <= rule["rows"]), rules[-1])
     # wgmma reads its columns from shared memory as they lie; the older MMA takes them through registers.
     permuted = chip.capability[0] == 9 and rule["rows"] > 8
-    return Tile(rule["rows"], rule["block_n"], rule["warps"], rule["turn"], rule["stages"], permuted)
+    numbers = {field: rule[field] for field in ("block_n", "warps", "turn", "stages", "blocks")}
+    return Tile(rule["rows"], **numbers, permuted=permuted)
 
 
 def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, tile_k: int) -> tuple[int, int]:
@@ -76,7 +81,7 @@ def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, 
     The partial sums, 4 bytes for each part, row and output, may be an eighth of the weight's bytes.
     """
     programs = -(-n // shape.block_n) * -(-rows // shape.block_m)
-    slots = chip.processors * int(_family(chip)["blocks_per_processor"])
+    slots = chip.processors * shape.blocks
     bound = max(1, k * packing.bits // (8 * 32 * rows))
     unroll, tiles = shape.unroll(tile_k, k), k // tile_k
     wanted = max(1, min(slots // programs, bound))

@@ -3,7 +3,8 @@
     PYTHONPATH=.links python -m tests.peers.throughput [--layers 2] [--samples 128] [--seq 512]
 
 The shape is that of Qwen2.5-0.5B (hidden 896, MLP 4864, 14 heads, 2 of them for keys and values), the vocabulary small.
-Prints seconds for each layer, which do not grow with depth, and the peak of the resident set beyond the start.
+Prints seconds for each layer, which do not grow with depth, and the peak of the resident set beyond the start. With
+`--rates 250 250 20` nothing is run: the time of an 8 B model is told from counted work and rates that a GPU may reach.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.recipe import Recipe
 from mycli.quant.resume import Solved
 from mycli.quant.streaming import StreamedModel
-from mycli.runtime.config import load_config
+from mycli.runtime.config import ModelConfig, load_config, parse_config
 from mycli.runtime.device import Placement
+from mycli.runtime.fields import Fields
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -36,6 +38,40 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def estimated_seconds(
+    config: ModelConfig, tokens: int, forward: float, moments: float, factor: float
+) -> dict[str, float]:
+    """Seconds of the parts of quantizing a model by what is counted, for rates in FLOP/s that each part reaches.
+
+    Two models pass every block: the original once; the quantized one with its qkv and gate_up twice (see `observe`).
+    Moments are two [K, K] sums an input. Factoring is two Cholesky factors of K^3 / 3, two triangular solves of K^3 and
+    the inverse of K^3 / 3; columns are N K^2 for their corrections and 2 N K^2 for each of two sweeps and the refit.
+    """
+    flops = dict.fromkeys(("forwards", "moments", "factors", "columns"), 0.0)
+    for name, group in config.block_linears(0).items():
+        inputs, rows = group[0].in_features, sum(each.out_features for each in group)
+        passes = 3 if name in ("qkv", "gate_up") else 2
+        flops["forwards"] += passes * 2 * tokens * inputs * rows
+        flops["moments"] += 2 * 2 * tokens * inputs**2
+        flops["factors"] += 2 * (2 * inputs**3 / 3 + 2 * inputs**3 + inputs**3 / 3)
+        flops["columns"] += 2 * (1 + 3 * 2) * rows * inputs**2 / 2
+    rates = {"forwards": forward, "moments": moments, "factors": factor, "columns": factor}
+    return {part: config.layers * count / rates[part] for part, count in flops.items()}
 
 
 def main() -> None:
@@ -43,7 +79,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument(
+        "--rates", type=float, nargs=3, metavar="TFLOPS", help="forward, moments, factors: estimate an 8 B"
+    )
     options = parser.parse_args()
+    if options.rates:
+        large = parse_config(Fields(LLAMA_8B, "Llama-3.1-8B"))
+        parts = estimated_seconds(large, options.samples * options.seq, *(1e12 * rate for rate in options.rates))
+        for part, seconds in parts.items():
+            print(f"{part}: {seconds:.1f} s")
+        print(f"8 B, {options.samples} x {options.seq} tokens: {sum(parts.values()):.0f} s of arithmetic")
+        return
     generator = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

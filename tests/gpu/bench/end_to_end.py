@@ -1,0 +1,35 @@
+"""Tokens a second of whole random models through the one generator, as `mycli bench` measures them."""
+
+import statistics
+from collections.abc import Iterator
+
+from mycli.runtime.bench import Trial, run
+from mycli.runtime.config import ModelConfig
+from mycli.runtime.packing import Packing
+from mycli.runtime.transformer import Transformer
+from tests.gpu.bench.report import Case, Row
+from tests.gpu.bench.shapes import tiny, token_bytes
+from tests.gpu.bench.timing import Context
+from tests.gpu.bench.weights import model
+
+
+def cases(context: Context, name: str, config: ModelConfig, packing: Packing | None) -> Iterator[Case]:
+    """One model, made once: replies, prompts, depths, batches."""
+    config = tiny(config) if context.tiny else config
+    made, kernels = model(config, packing, context.device)
+    label = f"{name}, {packing.name if packing else 'bf16'}, {kernels}"
+    trials = [Trial(0, 128), Trial(512, 0), Trial(4096, 0), Trial(0, 128, 2048), Trial(0, 128, 8192)]
+    trials += [Trial(0, 128, 0, batch) for batch in (4, 16, 64, 2, 8, 32)]
+    for trial in [Trial(0, 4), Trial(16, 0), Trial(0, 4, 8, 2)] if context.tiny else trials:
+        yield Case(trial.name, 15, lambda trial=trial: _row(context, label, made, packing, trial))  # type: ignore[misc]
+
+
+def _row(context: Context, label: str, made: Transformer, packing: Packing | None, trial: Trial) -> list[Row]:
+    result = run(made, trial, context.rounds)
+    rate = statistics.median(result.rates)
+    row: dict[str, object] = {"model": label, "test": trial.name, "tokens/s": rate, "peak GB": result.peak_bytes / 1e9}
+    read = context.limits.get("read GB/s")
+    if read and trial.generate:
+        nbytes = token_bytes(made.config, packing, trial.depth + trial.generate // 2, trial.batch)
+        row["% of read"] = 100 * rate / trial.batch * nbytes / 1e9 / read
+    return [{**row, "samples": result.rates}]

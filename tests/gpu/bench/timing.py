@@ -1,0 +1,86 @@
+"""Seconds of a sequence of calls: one CUDA graph replayed between events, or plain calls on the CPU; in turns.
+
+The calls of a sequence should use different memory (`copies`), or the caches of the device are measured.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Call = Callable[[], object]
+ROTATED = 200_000_000  # bytes of weights in rotation: several times the second-level cache of any GPU
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where and how finely to measure. `limits`: filled by the first part."""
+
+    device: torch.device
+    tiny: bool = False
+    rounds: int = 5
+    limits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def cuda(self) -> bool:
+        """Graphs, events and streams exist."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def copies(nbytes: int, context: Context) -> int:
+    """How many copies of a weight to rotate through: at least 4, and `ROTATED` bytes in all."""
+    return 2 if context.tiny else max(4, -(-ROTATED // nbytes))
+
+
+def replay(calls: Sequence[Call], context: Context) -> Callable[[], float]:
+    """A function that runs all `calls` once and returns seconds per call. Warmed up: compiled, and captured on CUDA."""
+    if not context.cuda:
+        for call in calls:
+            call()
+
+        def plain() -> float:
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - began) / len(calls)
+
+        return plain
+    stream = torch.cuda.Stream(context.device)
+    stream.wait_stream(torch.cuda.current_stream(context.device))
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream(context.device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    torch.cuda.synchronize(context.device)
+
+    def replayed() -> float:
+        graph.replay()  # ahead of the events, so that the clock is up and the host has run ahead
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / len(calls)
+
+    return replayed
+
+
+def in_turns(measured: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Samples of each: A B C A in every round, so that a drift of the clock hits all; the first has twice as many."""
+    names = list(measured)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in [*names, *names[:1]] if len(names) > 1 else names:
+            samples[name].append(measured[name]())
+    return samples

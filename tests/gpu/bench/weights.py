@@ -1,0 +1,56 @@
+"""Random weights made on the device, and models of them: nothing passes through the host or a file."""
+
+import torch
+
+from mycli.runtime.config import ModelConfig
+from mycli.runtime.kernels import choose
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packed import Kernel, Matmul, PackedWeight
+from mycli.runtime.packing import Packing
+from mycli.runtime.replay import make_replay
+from mycli.runtime.transformer import RMSNorm, Transformer
+
+DEVIATION = 0.02  # of weights
+
+
+def packed(n: int, k: int, packing: Packing, device: torch.device) -> PackedWeight:
+    """Codes drawn evenly, scales bf16 of both signs such that weights deviate by about `DEVIATION`."""
+    words = torch.randint(-(1 << 31), 1 << 31, (n, packing.words(k)), device=device, dtype=torch.int32)
+    step = DEVIATION * 12**0.5 / (1 << packing.bits)
+    scales = torch.randn(n, packing.groups(k), device=device).bfloat16() * step
+    return PackedWeight(words, scales, packing, k)
+
+
+def kernel_of(weight: PackedWeight) -> Kernel:
+    """The kernel that a model would use."""
+    return choose(weight.packing, weight.out_features, weight.in_features, weight.packed.device, torch.bfloat16)
+
+
+def dense(n: int, k: int, device: torch.device) -> torch.Tensor:
+    """A bf16 weight [N, K]."""
+    return torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, DEVIATION)
+
+
+def model(config: ModelConfig, packing: Packing | None, device: torch.device) -> tuple[Transformer, str]:
+    """A model that can run, in bf16, and what runs it. Linears that share an input are one product."""
+    made, names = Transformer(config), set[str]()
+
+    def product(linear: Linear) -> Matmul:
+        if packing is None:
+            return DenseMatmul(dense(linear.out_features, linear.in_features, device))
+        weight = packed(linear.out_features, linear.in_features, packing, device)
+        kernel = kernel_of(weight)
+        names.add(kernel.name)
+        return kernel.prepare(weight, torch.bfloat16)
+
+    made.embedding = dense(config.vocab_size, config.hidden_size, device)
+    for module in made.modules():
+        if isinstance(module, RMSNorm):
+            module.weight = torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device)
+        elif isinstance(module, Linear):
+            tied = module is made.head and config.tie_embeddings
+            module.matmuls = (DenseMatmul(made.embedding) if tied else product(module),)
+    if packing is not None and device.type == "cuda":
+        made.short_pass = make_replay(made, names.add)
+        names.add("launched one by one" if made.short_pass is None else "fused, replayed")
+    return made, ", ".join(sorted(names)) or "dense"

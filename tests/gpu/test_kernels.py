@@ -1,0 +1,96 @@
+"""Every Triton kernel on CUDA: products against fp64, the fused pass against the plain model, graphs against launches.
+
+What kernels write into is filled with NaN beforehand. What `make test-gpu` runs.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.quant.schemes._columns import solve_block
+from mycli.runtime.batch import Batch
+from mycli.runtime.cache import StaticCache
+from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+from mycli.runtime.replay import Replay, Step, cuda_graph, difference
+from mycli.runtime.rope import Rope
+from tests.test_columns import SHAPES, agree, problem
+from tests.test_decode_step import CAPACITY, Case, models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    Case(),
+    Case(packed_head=True, new=3),
+    Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
+    Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
+    Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
+    Case(int8=True, new=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that nobody wrote holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 33, 64, 65, 300])
+@pytest.mark.parametrize("bits", BITS)
+def test_packed_products(bits: int, rows: int) -> None:
+    from mycli.runtime.kernels.triton_packed import chip_of, small_product
+
+    device = torch.device("cuda", 0)
+    for group in (*GROUP_SIZES, None):
+        assert small_product(device, Packing(bits, group), chip_of(device), rows) < 5e-3, group
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_fused_pass_is_the_plain_models(case: Case) -> None:
+    assert difference(models(case, "cuda")[1], fused(case)) is None
+
+
+def fused(case: Case) -> Step:
+    from mycli.runtime.decode_step import DecodeStep
+    from mycli.runtime.kernels.triton_packed import chip_of
+
+    step = DecodeStep.make(models(case, "cuda", chip_of(torch.device("cuda", 0)))[0])
+    assert isinstance(step, DecodeStep)
+    return step
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
+    """The same kernels on the same numbers: the same bits, with tokens and lengths that change."""
+    _, plain = models(case, "cuda")
+    step = fused(case)
+    rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
+    kind = torch.int8 if case.int8 else torch.float16
+    found: list[list[Tensor]] = []
+    for capture in (cuda_graph, None):
+        cache = StaticCache(plain.config, CAPACITY, plain.device, kind, case.sequences)
+        replay, logits = Replay(step, capture), []
+        generator = torch.Generator().manual_seed(1)
+        for start in range(0, 8 * case.new, case.new):
+            tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator).cuda()
+            out = replay(Batch(tokens, start, "all"), rope, cache)
+            assert out is not None and out.isfinite().all()
+            logits.append(out.clone())
+            cache.advance(case.new)
+        found.append(logits)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+@pytest.mark.parametrize("half", [128, 8, 4, 2])
+def test_columns_of_a_block(half: int, move: bool) -> None:
+    for count, rows in (*SHAPES, (128, 4097)):
+        residual, matrix, scales, codes, _ = problem(count, rows, half, move)
+        given = (residual.cuda(), matrix.cuda(), scales.cuda(), None if codes is None else codes.cuda())
+        levels, shifts = solve_block(*given, half)
+        agree((levels.cpu(), shifts.cpu()), solve_block(residual, matrix, scales, codes, half))

@@ -1,0 +1,194 @@
+"""The fused pass against the plain model, in the interpreter; how many kernels it launches; what it does not take."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.batch import Batch
+from mycli.runtime.cache import StaticCache
+from mycli.runtime.config import ModelConfig, RopeScaling
+from mycli.runtime.kernels.triton_packed import TritonMatmul
+from mycli.runtime.kernels.triton_tiles import Chip
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packed import PackedWeight, dequantize, pack
+from mycli.runtime.packing import Packing
+from mycli.runtime.rope import Rope
+from mycli.runtime.transformer import RMSNorm, Transformer
+from tests.triton_interpreter import Interpret, interpret
+
+pytest.importorskip("triton")
+
+from mycli.runtime.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
+
+__all__ = ["interpret"]
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    hidden_size=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate_size=160,
+    vocab_size=72,
+    max_context=256,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope=RopeScaling(),
+    tie_embeddings=False,
+    dtype="float16",
+)
+CAPACITY, PREFIX = 96, 70
+# Launches of one layer, and of the head: the products, and what lies between them.
+LAYER = {"multiply_kernel": 4, "norm_kernel": 2, "rope_kernel": 1, "attend_kernel": 1, "combine_kernel": 1}
+LAYER["silu_kernel"] = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    changes: dict[str, Any] = field(default_factory=dict)
+    bits: int = 4
+    packed_head: bool = False
+    sequences: int = 1
+    new: int = 1
+    int8: bool = False
+    bias: bool = False
+
+    def __str__(self) -> str:
+        options = "-".join(f"{key}{value}" for key, value in self.changes.items())
+        flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-bias" * self.bias
+        return f"int{self.bits}-{self.sequences}x{self.new}{flags}-{options}"
+
+
+def packed(rows: int, columns: int, bits: int, generator: torch.Generator) -> PackedWeight:
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
+    scales = torch.rand(rows, columns // 32, generator=generator) * columns**-0.5 * 2 ** (3 - bits) + 1e-3
+    return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, 32), columns)
+
+
+def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
+    """Of the same weights, multiplied by Triton and dense."""
+    config = replace(CONFIG, **case.changes)
+    generator = torch.Generator().manual_seed(0)
+    fused, plain = Transformer(config), Transformer(config)
+    embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator).half().to(device)
+    for model in (fused, plain):
+        model.embedding = embedding
+    for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
+        if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
+            ours.weight = theirs.weight = (
+                (1 + 0.2 * torch.randn(ours.weight.shape, generator=generator)).half().to(device)
+            )
+        elif isinstance(ours, Linear) and isinstance(theirs, Linear):
+            weight = packed(ours.out_features, ours.in_features, case.bits, generator)
+            weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
+            theirs.matmuls = (DenseMatmul(dequantize(weight)),)
+            ours.matmuls = (TritonMatmul(weight, chip or Chip((9, 0), 4)),)
+            if ours is fused.head and not case.packed_head:
+                ours.matmuls = theirs.matmuls
+            if case.bias and ours.specs[0].name.endswith("q_proj"):
+                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=generator).half()
+    return fused, plain
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def compare(case: Case) -> tuple[float, float, dict[str, int]]:
+    """Of the logits, and of the cache afterwards; launches."""
+    import triton
+
+    fused, plain = models(case)
+    config = plain.config
+    tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
+    kind = torch.int8 if case.int8 else torch.float16
+    caches = [StaticCache(config, CAPACITY, plain.device, kind, case.sequences) for _ in range(2)]
+    rope = Rope(config, CAPACITY, plain.device, torch.float16)
+    for cache in caches:
+        plain(Batch(tokens[:, :PREFIX], 0, "none"), rope, cache)
+    new = tokens[:, PREFIX:]
+    expected = plain(Batch(new, PREFIX, "all"), rope, caches[0])
+    assert expected is not None
+    step = DecodeStep.make(fused)
+    assert isinstance(step, DecodeStep) and step.takes(case.sequences, case.new)
+    tables = rope.fixed(CAPACITY)
+    assert tables is not None
+    counts: Counter[str] = Counter()
+    launch = triton.runtime.interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        counts[self.fn.__name__] += 1
+        return launch(self, *arguments, **options)
+
+    triton.runtime.interpreter.GridExecutor.__call__ = counted
+    try:
+        lengths = torch.full((case.sequences,), PREFIX + case.new, dtype=torch.int32)
+        found = step(new, lengths, tables, caches[1], last=False)
+        last = step(new, lengths, tables, caches[1], last=True)
+    finally:
+        triton.runtime.interpreter.GridExecutor.__call__ = launch
+    assert difference(last[:, 0], found[:, -1]) < 1e-3
+    worst = 0.0
+    for layer in range(config.layers):
+        for ours, theirs in zip(caches[1].all(layer), caches[0].all(layer), strict=True):
+            worst = max(worst, difference(ours.dense(torch.float16), theirs.dense(torch.float16)))
+    return difference(found, expected), worst, {name: count // 2 for name, count in counts.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(packed_head=True, new=3),
+        Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
+        Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
+        Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
+        Case(int8=True, new=2),
+    ],
+    ids=str,
+)
+def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
+    logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
+    assert logits < 1e-2 and cache < (2e-2 if case.int8 else 5e-3)
+    ends = {"norm_kernel": 1} | ({"multiply_kernel": 1} if case.packed_head else {})
+    expected = {name: 2 * count + ends.get(name, 0) for name, count in LAYER.items()}
+    found = dict(launches)
+    found.pop("reduce_kernel", None)
+    found.pop("prepare_kernel", None)
+    assert found == expected, "launches a token"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda model: setattr(next(model.layers()).o, "bias", torch.zeros(1)), "o_proj has a bias"),
+        (
+            lambda model: setattr(next(model.layers()).down, "matmuls", model.head.matmuls),
+            "down_proj is not one packed",
+        ),
+        (lambda model: setattr(model, "embedding", model.embedding.float()), "float32"),
+    ],
+    ids=["bias", "dense", "fp32"],
+)
+def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: str) -> None:
+    fused, _ = models(Case())
+    assert isinstance(DecodeStep.make(fused), DecodeStep)
+    spoil(fused)
+    assert reason in str(DecodeStep.make(fused))
+
+
+def test_takes_few_tokens() -> None:
+    fused, _ = models(Case())
+    step = DecodeStep.make(fused)
+    assert isinstance(step, DecodeStep)
+    assert step.takes(1, 8) and step.takes(8, 1) and not step.takes(3, 3)
+    wide, _ = models(Case({"heads": 16, "kv_heads": 1}))
+    step = DecodeStep.make(wide)
+    assert isinstance(step, DecodeStep)
+    assert step.takes(8, 1) and step.takes(1, 4) and not step.takes(1, 5)
