@@ -15,6 +15,7 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.packing import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
+BATCH = 4  # windows a step of tuning
 _FLOAT = 4
 # Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
 # factor, the identity and the inverse.
@@ -43,6 +44,7 @@ class Work:
     tokens: int
     seq: int
     folds: bool
+    tunes: bool
     measured: int
     context: int
 
@@ -50,6 +52,8 @@ class Work:
 def need(work: Work, gpu: bool, at_once: int) -> Need:
     """For `at_once` tokens through a layer at a time, at least one window."""
     stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
+    if work.tunes:
+        stages.append(_tuning(work))
     if work.measured:
         stages.append(_measuring(work, at_once))
     if gpu:
@@ -120,6 +124,31 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
         stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * AT_ONCE) + 3 * weight))
     return stages
+
+
+def _tuning(work: Work) -> tuple[int, int]:
+    """Of `mycli.quant.tune_scales`: all codes as bytes, scales with their gradients and moments, one block's weights as
+    they are differentiated, and the stream of a batch at every block."""
+    config = work.config
+    codes = config.layers * _block_weights(config)
+    scales = (
+        6
+        * _FLOAT
+        * sum(
+            packing.groups(linear.in_features) * linear.out_features
+            for layer in range(config.layers)
+            for group in config.block_linears(layer).values()
+            for linear in group
+            if (packing := work.packings.get(linear.name)) is not None
+        )
+    )
+    tokens = min(BATCH, max(1, LOGITS_AT_ONCE // (work.seq * config.vocab_size))) * work.seq
+    saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
+    inside = 2 * _activations(config, "down", tokens)
+    logits = 6 * _FLOAT * tokens * config.vocab_size
+    head = _FLOAT * config.vocab_size * config.hidden_size * (2 + ("lm_head" in work.packings))
+    block = 5 * _FLOAT * _block_weights(config)
+    return _FLOAT * work.tokens * config.hidden_size, codes + scales + saved + head + max(inside + block, logits)
 
 
 def _tensors(work: Work) -> int:

@@ -20,15 +20,17 @@ from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.grid import Grid, Quantized, relative_error
+from mycli.quant.observe import HELD
 from mycli.quant.planning import QUICK_TOKENS, REPORT_CONTEXT, Plan, companions, plan, preflight
 from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import Recipe
-from mycli.quant.record import Layer, Size
+from mycli.quant.record import Layer, Size, Tuning
 from mycli.quant.resume import Solved, WorkFolder
 from mycli.quant.streaming import StreamedModel
+from mycli.quant.tune_scales import tune_scales
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.device import TORCH_DTYPES, Placement
-from mycli.runtime.errors import ModelError, ResourceError
+from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packed import pack
 from mycli.runtime.packing import Packing, describe, write_quantization
@@ -68,7 +70,7 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
     method = "gptq" if work.calibrates else work.recipe.method
     samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
     bits = allocate.low_width(target, work.recipe.group)
-    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep")
+    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
     copy = plan(work.source, low, work.text, report="none", gpu=placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
@@ -121,16 +123,20 @@ def _quantize(
     work: Plan, target: Path, placement: Placement, overwrite: bool, work_folder: Path | None, progress: Progress
 ) -> Outcome:
     shown = _calibration(work) if work.calibrates else None
+    if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
+        raise UsageError(
+            f"--tune needs {HELD} windows, one of them to judge by", "take more --samples or a longer text"
+        )
     origin = record.digests(_source_files(work.source.folder))
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
-        kept = None
+        kept, tuning = None, None
         if shown is None:
             layers = _write_tensors(work, writer, placement.device, progress)
         else:
             run = record.identify(work.recipe, shown, origin, placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
-            layers = _write_blocks(work, writer, shown, placement, kept, progress)
+            layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
         for path in companions(work.source.folder):
             writer.add_file(path.name, path.read_bytes())
         writer.add_file("config.json", _config(work))
@@ -141,12 +147,14 @@ def _quantize(
         written = (path for path in writer.folder.iterdir() if path.is_file())
         writer.add_file(
             record.FILE,
-            record.encode(work.recipe, shown, work.source, work.size, layers, card, origin, record.digests(written)),
+            record.encode(
+                work.recipe, shown, work.source, work.size, layers, tuning, card, origin, record.digests(written)
+            ),
         )
         writer.finish()
         if kept is not None:
             kept.clear()
-    return Outcome(target, work.size, layers, card, _notes(work, shown, layers, card))
+    return Outcome(target, work.size, layers, card, _notes(work, shown, layers, tuning, card))
 
 
 def default_work_folder(target: Path) -> Path:
@@ -163,13 +171,19 @@ def _calibration(work: Plan) -> Calibration:
 
 
 def _notes(
-    work: Plan, shown: Calibration | None, layers: tuple[Layer, ...], card: Evaluation | None
+    work: Plan,
+    shown: Calibration | None,
+    layers: tuple[Layer, ...],
+    tuning: Tuning | None,
+    card: Evaluation | None,
 ) -> tuple[str, ...]:
     notes = []
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         notes.append(f"{count} of {len(layers)} layers were rounded to nearest: {reason}")
+    if tuning is not None:
+        notes.append(f"tuning: mean KL of calibration windows held apart {tuning.before:.4g} → {tuning.after:.4g}")
     dead = [layer for layer in layers if layer.dead_columns]
     if dead:
         most = max(dead, key=lambda layer: layer.dead_columns)
@@ -196,7 +210,7 @@ def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, p
 
 def _write_blocks(
     work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, kept: WorkFolder, progress: Progress
-) -> tuple[Layer, ...]:
+) -> tuple[tuple[Layer, ...], Tuning | None]:
     checkpoint = Checkpoint(Manifest.open(work.source.folder))
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
@@ -210,7 +224,15 @@ def _write_blocks(
 
     solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
     model = StreamedModel(work.source.folder, placement, work.need.at_once)
-    return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress))
+    if not work.recipe.tune:
+        return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None
+    blocks: list[Solved] = []
+    layers = quantize_blocks(model, work.packings, solver, shown.windows, blocks.append, kept, progress)
+    dtype = TORCH_DTYPES[work.config.dtype]
+    tuned = tune_scales(model, blocks, work.packings, dtype, shown.windows, work.recipe.seed, progress)
+    for block in tuned.blocks:
+        sink(block)
+    return tuple(layers), tuned.kl
 
 
 def _quantize_linear(

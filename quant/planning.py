@@ -133,6 +133,8 @@ def plan(
             (f"{linear}.weight_shape", torch.int64, (2,)),
         ]
     work = Plan(source, recipe, raw, config, packings, tuple(tensors), Need(0, 0, 0), report, text)
+    if recipe.tune and not work.calibrates:
+        raise UsageError(f"--tune needs calibration, which --method {recipe.method} has not", "--method gptq --tune")
     if work.calibrates:
         calibration.check(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
@@ -147,6 +149,7 @@ def _stages(work: Plan) -> Work:
         work.recipe.samples * work.seq if work.calibrates else 0,
         work.seq,
         work.recipe.folds,
+        work.recipe.tune,
         measured,
         min(REPORT_CONTEXT, work.config.max_context),
     )

@@ -23,7 +23,7 @@ class Recipe:
     need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
     context where that is shorter. `target_bpw`: bits per weight of the quantized linears together, scales included;
     `widths` then says the bits of each product of each block, in order of execution (see `mycli.quant.allocate`), and
-    `bits` nothing.
+    `bits` nothing. `tune`: scales and gains are trained on the windows afterwards.
     """
 
     method: str = "gptq"
@@ -36,6 +36,7 @@ class Recipe:
     seed: int = 0
     target_bpw: float | None = None
     widths: tuple[int, ...] | None = None
+    tune: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -49,10 +50,11 @@ class Recipe:
         """States facts, as `rtn-int4-g128`; what is not the default is said too."""
         scales = "-absmax" if self.scales == "absmax" else ""
         head = "" if self.head == "keep" else f"-head-{self.head}"
+        tuned = "-tuned" if self.tune else ""
         packing = Packing(self.bits, self.group).name
         if self.target_bpw is not None:
             packing = packing.replace(f"int{self.bits}", f"mix{self.target_bpw:g}")
-        return f"{self.method.replace('+', '-')}{scales}-{packing}{head}"
+        return f"{self.method.replace('+', '-')}{scales}-{packing}{head}{tuned}"
 
     @property
     def folds(self) -> bool:

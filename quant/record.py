@@ -30,7 +30,8 @@ class Layer:
     """One quantized linear. `error`: squared error of the weights over their squared norm.
 
     With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
-    scales; `refit` how much was corrected (see `mycli.quant.refit`); the others are those of `schemes.Solution`.
+    scales, all three before any tuning; `refit` how much was corrected (see `mycli.quant.refit`); the others are those
+    of `schemes.Solution`.
     """
 
     name: str
@@ -42,6 +43,14 @@ class Layer:
     damping: float | None = None
     dead_columns: int = 0
     fallback: str | None = None  # why it is plain rounding
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Mean KL in nats of the calibration windows held apart, before and after; equal where nothing was gained."""
+
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -108,11 +117,15 @@ def encode(
     source: Source,
     size: Size,
     layers: Iterable[Layer],
+    tuning: Tuning | None,
     card: Evaluation | None,
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes; `calibration` and `card` are None where there was none. The digests come from `digests`."""
+    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none.
+
+    The digests come from `digests`.
+    """
     group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -121,6 +134,7 @@ def encode(
         "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
         "versions": _versions(),
         "size": asdict(size),
+        "tuning": None if tuning is None else asdict(tuning),
         "card": None if card is None else asdict(card),
         "layers": [asdict(layer) for layer in layers],
         "files": files,

@@ -46,8 +46,7 @@ class StreamedModel:
         manifest = Manifest.open(folder)
         manifest.check(self.config, self.packings)
         self._checkpoint = Checkpoint(manifest)
-        self._norm = RMSNorm("model.norm", self.config.hidden_size, self.config.rms_norm_eps)
-        self._norm.load(self._checkpoint, placement.device, placement.dtype)
+        self._norm = self.final_norm()
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -57,6 +56,12 @@ class StreamedModel:
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))
         return stream
+
+    def final_norm(self) -> RMSNorm:
+        """The norm after the last block, read now."""
+        norm = RMSNorm("model.norm", self.config.hidden_size, self.config.rms_norm_eps)
+        norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
+        return norm
 
     def share_head(self, other: "StreamedModel") -> None:
         """Take the head of a model that has the same, so that it is in memory once."""

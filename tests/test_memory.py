@@ -42,7 +42,7 @@ print(json.dumps([work.need.host, peak_resident() - before]))
 def work(**changes: object) -> Work:
     config = parse_config(Fields(WIDE, "config.json"))
     packings = Recipe(group=64).packings(config)
-    return replace(Work(config, packings, 128 * 256, 256, False, 8192, 512), **changes)  # type: ignore[arg-type]  # fields
+    return replace(Work(config, packings, 128 * 256, 256, False, False, 8192, 512), **changes)  # type: ignore[arg-type]  # fields
 
 
 def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:

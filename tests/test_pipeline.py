@@ -170,6 +170,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "seed": 0,
         "target_bpw": None,
         "widths": None,
+        "tune": False,
     }
     assert written["calibration"] is None
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)

@@ -33,6 +33,7 @@ def config(**changes: object) -> ModelConfig:
         (Recipe("rtn", bits=8, group=None), "rtn-int8-channel"),
         (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
         (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
+        (Recipe(bits=3, tune=True), "gptq-int3-g128-tuned"),
     ],
 )
 def test_names_state_facts(recipe: Recipe, name: str) -> None:

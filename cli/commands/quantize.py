@@ -62,6 +62,10 @@ Seq = Annotated[
     typer.Option("--seq", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512"),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")]
+Tune = Annotated[
+    bool,
+    typer.Option("--tune", help="Then train scales and norms towards the original's predictions; some times as long."),
+]
 MaxFallback = Annotated[
     float,
     typer.Option("--max-fallback", min=0, max=1, help="End with code 6 where a larger share of layers was rounded."),
@@ -206,6 +210,7 @@ def quantize(
     samples: Samples = 128,
     seq: Seq = None,
     seed: Seed = 0,
+    tune: Tune = False,
     report: Report = "quick",
     max_kl: MaxKl = None,
     max_fallback: MaxFallback = 0.05,
@@ -245,6 +250,7 @@ def quantize(
         seq,
         seed,
         target_bpw,
+        tune=tune,
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)

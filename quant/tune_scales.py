@@ -1,0 +1,150 @@
+"""Scales and gains of a whole quantized model, trained so that it predicts what the original does; codes stay.
+
+Least mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv 2407.11062
+trains scales end to end, on a text; here the original is the teacher). Windows held apart choose the best iterate, and
+nothing changes unless their KL falls. Of the model, codes and one block's weights are in memory: blocks are computed
+again in backward. Knows the grid through `mycli.quant.tunable`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from mycli.quant.evaluate import LOGITS_AT_ONCE
+from mycli.quant.fold import restore
+from mycli.quant.grid import Grid, dequantize
+from mycli.quant.memory import BATCH
+from mycli.quant.observe import HELD, rough_products
+from mycli.quant.progress import Progress, silent
+from mycli.quant.record import Tuning
+from mycli.quant.resume import Solved
+from mycli.quant.streaming import StreamedModel
+from mycli.quant.tunable import TunableBlock, TunableGain
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packing import Packing
+
+EPOCHS = 2
+RATE = 1e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The blocks, changed only where the KL of the windows held apart fell."""
+
+    blocks: list[Solved]
+    kl: Tuning
+
+
+class _Student:
+    """The quantized model, differentiable in its scales and gains."""
+
+    def __init__(
+        self, model: StreamedModel, blocks: Sequence[Solved], packings: Mapping[str, Packing], scale_dtype: torch.dtype
+    ) -> None:
+        self._model = model
+        self.blocks: list[TunableBlock] = []
+        for index in range(model.config.layers):
+            block = model.block(index)
+            restore(block, blocks[index].changed)
+            self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype))
+        self.norm = model.final_norm()
+        self.gain = TunableGain(self.norm, model.stored_dtype(f"{self.norm.name}.weight"))
+        self._head: Linear = model.head
+        name = model.config.head().name
+        if name in packings:
+            head = dequantize(blocks[-1].linears[name], Grid(packings[name], scale_dtype))
+            self._head = Linear((model.config.head(),))
+            self._head.matmuls = (DenseMatmul(head.to(model.placement.device, model.placement.dtype)),)
+
+    def leaves(self) -> list[Tensor]:
+        return [leaf for block in self.blocks for leaf in block.stretches()] + [self.gain.change]
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """[windows, context, hidden] after the last norm."""
+        surroundings = self._model.surroundings(tokens.shape[1])
+        x = self._model.embed(tokens).to(self._model.placement.device)
+        for block in self.blocks:
+            x = checkpoint(block, x, *surroundings, use_reentrant=False)
+        self.gain.install()
+        y: Tensor = self.norm(x)
+        return y
+
+    def logs(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._head(hidden)
+        return logits.float().log_softmax(-1)
+
+
+def tune_scales(
+    model: StreamedModel,
+    blocks: Sequence[Solved],
+    packings: Mapping[str, Packing],
+    scale_dtype: torch.dtype,
+    windows: Tensor,
+    seed: int,
+    progress: Progress = silent,
+) -> Tuned:
+    """`blocks` of `model` (the original) in order, and one for the head if that is quantized; windows int64
+    [samples, seq], at least `HELD` of them.
+
+    One more block may come back, for the last norm. The same seed gives the same bytes.
+    """
+    student = _Student(model, blocks, packings, scale_dtype)
+    apart = torch.arange(len(windows)) % HELD == HELD - 1
+    fitted, held = (~apart).nonzero().flatten(), apart.nonzero().flatten()
+    target = model.hidden(windows)
+    steps = EPOCHS * -(-len(fitted) // BATCH)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(student.leaves(), RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    before = best = _held(model, student, target, windows, held)
+    kept: list[Tensor] | None = None
+    done = 0
+    for _ in range(EPOCHS):
+        for chosen in torch.split(fitted[torch.randperm(len(fitted), generator=generator)], BATCH):
+            optimizer.zero_grad()
+            with rough_products(model.placement.device):
+                for part in torch.split(chosen, _at_once(model, windows)):
+                    share = len(part) / len(chosen)
+                    (share * _kl(model, student, target[part], windows[part])).backward()  # type: ignore[no-untyped-call]  # torch's stub
+            optimizer.step()
+            schedule.step()
+            done += 1
+            progress("tuning scales", done, steps)
+        found = _held(model, student, target, windows, held)
+        if found < best:
+            best, kept = found, [leaf.detach().clone() for leaf in student.leaves()]
+    if kept is None:
+        return Tuned(list(blocks), Tuning(before, before))
+    with torch.no_grad():
+        for leaf, value in zip(student.leaves(), kept, strict=True):
+            leaf.copy_(value)
+    tuned = [block.solved() for block in student.blocks]
+    last = blocks[-1] if len(blocks) > len(tuned) else Solved({}, {}, ())
+    tuned.append(replace(last, changed={**last.changed, student.gain.name: student.gain.stored()}))
+    return Tuned(tuned, Tuning(before, best))
+
+
+def _at_once(model: StreamedModel, windows: Tensor) -> int:
+    """Windows whose logits fit."""
+    return max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size))
+
+
+def _kl(model: StreamedModel, student: _Student, target: Tensor, tokens: Tensor) -> Tensor:
+    """Mean over tokens; target [windows, context, hidden] is the original's stream after its last block."""
+    with torch.no_grad():
+        theirs = model.logits(target).log_softmax(-1)
+    ours = student.logs(student.hidden(tokens))
+    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
+
+
+@torch.no_grad()
+def _held(model: StreamedModel, student: _Student, target: Tensor, windows: Tensor, held: Tensor) -> float:
+    total = 0.0
+    with rough_products(model.placement.device):
+        for part in torch.split(held, _at_once(model, windows)):
+            total += len(part) * float(_kl(model, student, target[part], windows[part]))
+    return total / len(held)

@@ -1,0 +1,58 @@
+"""A block that is trained computes what the stored one will, and every scale and gain gets a gradient."""
+
+import torch
+
+from mycli.quant.grid import Grid, Quantized, dequantize
+from mycli.quant.resume import Solved
+from mycli.quant.schemes import rtn
+from mycli.quant.streaming import StreamedModel
+from mycli.quant.tunable import TunableBlock
+from mycli.runtime.device import Placement
+from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.packing import Packing
+from mycli.runtime.transformer import Block
+from tests.conftest import ROOT
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+CPU = Placement(torch.device("cpu"), torch.float32)
+GRID = Grid(Packing(3, 64), torch.bfloat16)
+
+
+def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solved]:
+    """A block rounded to nearest."""
+    specs = [spec for group in model.config.block_linears(layer).values() for spec in group]
+    weights = model.weights(specs)
+    linears: dict[str, Quantized] = {name: rtn.solve(weight, GRID).quantized for name, weight in weights.items()}
+    return dict.fromkeys(linears, GRID.packing), Solved(linears, {}, ())
+
+
+def stored(model: StreamedModel, solved: Solved) -> Block:
+    """The block of layer 1 as a reader would have it."""
+    block = model.block(1)
+    for product in Block.INPUTS:
+        linear = getattr(block, product)
+        assert isinstance(linear, Linear)
+        linear.matmuls = (DenseMatmul(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs])),)
+    for norm in (block.input_norm, block.post_norm):
+        norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
+    return block
+
+
+def test_what_is_trained_is_what_will_be_stored() -> None:
+    model = StreamedModel(DRAFT, CPU)
+    packings, solved = rounded(model, 1)
+    block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype)
+    x = torch.randn(2, 8, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    surroundings = model.surroundings(8)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
+    block(x, *surroundings).square().sum().backward()
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.stretches())
+    with torch.no_grad():
+        for leaf in block.stretches():  # by odd shares, which no storage dtype holds
+            leaf += 0.1234567 * torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1))
+    after = block.solved()
+    for name, quantized in after.linears.items():
+        assert torch.equal(quantized.codes, solved.linears[name].codes)
+        assert quantized.scales.dtype == torch.bfloat16
+        assert not torch.equal(quantized.scales, solved.linears[name].scales)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))
