@@ -222,7 +222,7 @@ def decode_builds() -> Iterator[Build]:
     norm = {**dict.fromkeys(("residual", "gain", "stream", "normed"), "*bf16"), "parts": "*fp32"}
     norm |= {"count": "i32", "rows": "i32", "size": "i32", "eps": "fp32", **activation}
     flags = {"BLOCK": 4096, "ADD": True, "PREPARED": True, **tile}
-    yield Build("sum, norm", triton_fused.norm_kernel, norm, flags, warps=8, unaligned=counts)
+    yield Build("sum and norm", triton_fused.norm_kernel, norm, flags, warps=8, unaligned=counts)
     silu = {"parts": "*fp32", "count": "i32", "rows": "i32", "size": "i32", **activation}
     yield Build("SiLU", triton_fused.silu_kernel, silu, {"DTYPE": tl.bfloat16, "TILES": 4, **tile}, unaligned=counts)
     for name, stored in (("", "*bf16"), (" int8", "*i8")):
@@ -233,7 +233,7 @@ def decode_builds() -> Iterator[Build]:
         rope |= {"parts": "*fp32", "lengths": "*i32", "eps": "fp32", **cache, **strides}
         rope |= dict.fromkeys(("count", "rows", "tokens", "heads", "kv_heads"), "i32")
         flags = {"HALF": 64, "BLOCK": 64, "BIAS": False, "NORM": False, "INT8": int8}
-        yield Build(f"rotate, store{name}", triton_fused.rope_kernel, rope, flags, warps=1, unaligned=counts)
+        yield Build(f"rotate and store{name}", triton_fused.rope_kernel, rope, flags, warps=1, unaligned=counts)
         for tokens in (1, 8):
             attend = {"query": "*bf16", "lengths": "*i32", "outputs": "*fp32", "stats": "*fp32", **cache, **strides}
             attend |= {"window": "i32", "scale": "fp32"}
