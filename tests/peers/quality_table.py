@@ -29,6 +29,7 @@ from mycli.quant.refit import Moments
 from mycli.quant.resume import Solved
 from mycli.quant.schemes import Scheme, Solution, rtn
 from mycli.quant.streaming import StreamedModel
+from mycli.quant.tune_scales import tune_scales
 from mycli.runtime.device import Placement
 from mycli.runtime.packing import Packing
 from mycli.runtime.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for bits in options.bits:
         packings = Recipe(bits=bits, group=options.group).packings(config)
+        ours = Solver("gptq", torch.bfloat16, "mse")
         solvers: dict[str, Solver | Search] = {
             "rounding, scale of the largest weight": "absmax",
             "rounding, searched scale (`--method rtn`)": "mse",
@@ -109,7 +111,8 @@ def main() -> None:
             "GPTQ of mycli, without refit": Peer(schemes.load("gptq")),
             "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
             "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
-            "`--method gptq`": Solver("gptq", torch.bfloat16, "mse"),
+            "`--method gptq`": ours,
+            "`--method gptq --tune`": ours,
         }
         plain = 0.0
         for name, solver in solvers.items():
@@ -127,7 +130,14 @@ def main() -> None:
                     solution = rtn.solve(original[f"{linear}.weight"], Grid(packing, torch.bfloat16, solver))
                     sink(Solved({linear: solution.quantized}, {}, ()))
             else:
-                quantize_blocks(StreamedModel(PICO, CPU), packings, solver, shown.windows, sink)
+                blocks: list[Solved] = []
+                model = StreamedModel(PICO, CPU)
+                quantize_blocks(model, packings, solver, shown.windows, blocks.append)
+                if name.endswith("--tune`"):
+                    tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
+                    blocks = list(tuned.blocks)
+                for block in blocks:
+                    sink(block)
             seconds = time.monotonic() - started
             with tempfile.TemporaryDirectory() as folder:
                 copy = shutil.copytree(PICO, Path(folder) / "copy")
