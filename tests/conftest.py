@@ -1,6 +1,7 @@
 """What several test files need: the shipped model, and mycli as a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,10 @@ if TYPE_CHECKING:  # most tests need neither torch nor native code
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What was started in the background of a shell ignores Ctrl-C, and all that it starts: a reply could not be stopped.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 PICO = ROOT / "runtime" / "pico" / "pico"
