@@ -101,9 +101,9 @@ class DraftModel(Session):
             end = min(start + PREFILL_CHUNK, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
         rows = sampler.room(count, logits.dtype)
+        places = [None] * count if rows is None else torch.split(rows, 1)
         while True:
-            place = len(tokens)
-            token = sampler.guess(logits, tokens, None if rows is None else rows[place : place + 1])
+            token = sampler.guess(logits, tokens, places[len(tokens)])
             if token is None:
                 self.forget()
                 break

@@ -92,7 +92,7 @@ class Session:
         """Run tokens [sequences, n]; logits fp32 [sequences, vocab] of the last where wanted."""
         batch = Batch(tokens, self.cache.length, "last" if logits else "none")
         out = self.model(batch, self._rope, self.cache)
-        self._tokens += tokens[0].tolist()
+        self._tokens += tokens.tolist()[0]
         return out[:, -1] if logits else tokens
 
     def prefill(self, prompt: Sequence[int], chunk: int = PREFILL_CHUNK) -> Tensor:

@@ -175,12 +175,13 @@ class Sampler:
         self._constraint = constraint
         self._recorder = recorder
         self._vocab_size = vocab_size
-        self._generator = torch.Generator(device)
+        self._device = device
+        self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._numbers, self._used = torch.empty(0), 0
+        self._numbers, self._used = list[float](), 0
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
@@ -243,7 +244,7 @@ class Sampler:
         """For the distributions of `count` guesses, [count, vocab]; None where the likeliest is taken."""
         if self.plain_greedy:
             return None
-        return torch.empty(count, self._vocab_size, dtype=dtype, device=self._generator.device)
+        return torch.empty(count, self._vocab_size, dtype=dtype, device=self._device)
 
     def guess(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
         """A token after logits [1, vocab or more] and `following`; to `out` [1, vocab] what it was drawn from.
@@ -255,8 +256,9 @@ class Sampler:
             return found[0] if found else None
         token = None
         if not self.sampling.greedy:
-            given = adjusted(logits[:, : self._vocab_size], self.sampling, self._after(1, following))
-            token = softmax_draw(given, float(self._random(1)), out)
+            real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
+            given = adjusted(real, self.sampling, self._after(1, following))
+            token = softmax_draw(given, self._random(1)[0], out)
         if token is None:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         return token if token < self._vocab_size else None
@@ -288,23 +290,24 @@ class Sampler:
         instead, which at 32,000 tokens takes longer than a layer of a small draft.
         """
         sums = weights.cumsum(dim=-1, dtype=torch.float64)
-        return torch.searchsorted(sums, sums[:, -1:] * self._random(len(weights))[:, None], right=True)
+        shares = torch.tensor(self._random(len(weights)), dtype=torch.float64, device=weights.device)
+        return torch.searchsorted(sums, sums[:, -1:] * shares[:, None], right=True)
 
-    def _random(self, count: int) -> Tensor:
-        """Uniform numbers fp64 [count], a little below 1 at most: a sum times them does not round up to the sum.
+    def _random(self, count: int) -> list[float]:
+        """Uniform numbers, a little below 1 at most: a sum times one does not round up to the sum.
 
         Made many at a time: beside a large model's pass the call costs more than the numbers.
         """
         if self._used + count > len(self._numbers):
-            size = max(count, _NUMBERS)
-            numbers = torch.rand(size, generator=self._generator, device=self._generator.device, dtype=torch.float64)
-            self._numbers, self._used = numbers * (1 - 2**-50), 0
+            numbers = torch.rand(max(count, _NUMBERS), generator=self._generator, dtype=torch.float64)
+            self._numbers, self._used = (numbers * (1 - 2**-50)).tolist(), 0
         self._used += count
         return self._numbers[self._used - count : self._used]
 
     def accept(self, chances: Tensor) -> int:
         """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
-        return leading((self._random(len(chances)) < chances).tolist())
+        found: list[float] = chances.tolist()
+        return leading(coin < chance for coin, chance in zip(self._random(len(found)), found, strict=True))
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):
