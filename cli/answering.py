@@ -110,7 +110,7 @@ class Answering:
         if self._manner.samples > 1:
             drawn = self.samples(prompt)
             timing = self._loaded.session.timing
-            each = [self._fields(s.text, s.finish_reason, s.tokens, s.logprobs) for s in drawn]
+            each = [{**_written(s.text, s.finish_reason, s.tokens), **self._logprobs(s.logprobs)} for s in drawn]
             return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
         reply = self.reply(prompt)
         return self.describe_reply(reply, "".join(reply))
@@ -118,31 +118,33 @@ class Answering:
     def describe_reply(self, reply: "Reply", text: str) -> dict[str, Any]:
         """The object for a reply that was streamed."""
         rows = [] if self.recorder is None else self.recorder.rows[0][: len(reply.tokens)]
-        return {**self._fields(text, reply.finish_reason, reply.tokens, rows), **describe(reply, text)}
+        return {**describe(reply, text), **self._logprobs(rows)}
 
-    def _fields(
-        self, text: str, reason: str | None, tokens: Sequence[int], logprobs: "Sequence[TokenLogprob]"
-    ) -> dict[str, Any]:
-        fields: dict[str, Any] = {"text": text, "finish_reason": reason, "completion_tokens": len(tokens)}
-        if self._manner.top is not None:
-            tokenizer = self._loaded.assistant.tokenizer
-            fields["logprobs"] = [
+    def _logprobs(self, logprobs: "Sequence[TokenLogprob]") -> dict[str, Any]:
+        """Nothing unless they were asked for."""
+        if self._manner.top is None:
+            return {}
+        tokenizer = self._loaded.assistant.tokenizer
+        return {
+            "logprobs": [
                 {
                     **token_fields(tokenizer, one.token, one.logprob),
                     "top": [token_fields(tokenizer, token, logprob) for token, logprob in one.top],
                 }
                 for one in logprobs
             ]
-        return fields
+        }
+
+
+def _written(text: str, reason: str | None, tokens: Sequence[int]) -> dict[str, Any]:
+    return {"text": text, "finish_reason": reason, "completion_tokens": len(tokens)}
 
 
 def describe(reply: "Reply", text: str) -> dict[str, Any]:
     """A reply that ended as an object."""
     timing = reply.timing
     return {
-        "text": text,
-        "finish_reason": reply.finish_reason,
-        "completion_tokens": len(reply.tokens),
+        **_written(text, reply.finish_reason, reply.tokens),
         "prompt_tokens": timing.prompt,
         "cached_tokens": timing.cached,
         "first_token_seconds": round(timing.first_token_seconds, 5),

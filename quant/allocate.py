@@ -21,11 +21,12 @@ from mycli.quant.streaming import StreamedModel
 from mycli.runtime.config import LinearSpec, ModelConfig
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import UsageError
-from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.linear import DenseMatmul
 from mycli.runtime.packing import BITS, Packing
 from mycli.runtime.transformer import Block
 
 COPY_WINDOWS = 32  # that the copy of one width is calibrated on
+_SHAPE_BYTES = 16  # of a linear's `weight_shape`
 WINDOWS = 16  # of calibration: the shares of whole linears are sums of millions of numbers, and settle soon
 
 
@@ -102,8 +103,8 @@ def measure(model: StreamedModel, low: StreamedModel, windows: Tensor, progress:
             weight, slope = _weight(original, product), rounded[product].grad
             assert slope is not None
             loss = float(((rounded[product].detach() - weight) * slope).sum(dtype=torch.float64)) / 2
-            packing = low.packings[_linear(block, product).specs[0].name]
-            shares.append(_share(config, _linear(block, product).specs, weight, max(0.0, loss), packing))
+            packing = low.packings[block.product(product).specs[0].name]
+            shares.append(_share(config, block.product(product).specs, weight, max(0.0, loss), packing))
         progress("measuring sensitivity", 2 * config.layers - index, 2 * config.layers)
     return shares[::-1]
 
@@ -115,27 +116,20 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
         packing = Packing(bits, low.group_size)
         grid = Grid(packing, TORCH_DTYPES[config.dtype])
         errors[bits] = relative_error(weight, rtn.solve(weight, grid).quantized, grid)
-        shape_bytes = 16
-        sizes[bits] = sum(packing.bytes(spec.out_features, spec.in_features) + shape_bytes for spec in specs)
+        sizes[bits] = sum(packing.bytes(spec.out_features, spec.in_features) + _SHAPE_BYTES for spec in specs)
     least = errors[low.bits] or 1.0
     return Share(weight.numel(), sizes, {bits: loss * errors[bits] / least for bits in BITS})
 
 
-def _linear(block: Block, product: str) -> Linear:
-    linear = getattr(block, product)
-    assert isinstance(linear, Linear)
-    return linear
-
-
 def _weight(block: Block, product: str) -> Tensor:
-    return _linear(block, product).matmuls[0].dequantize()
+    return block.product(product).matmuls[0].dequantize()
 
 
 def _dense(low: StreamedModel, index: int) -> Block:
     """A block of the copy, its weights unpacked: a gradient does not pass through packed ones."""
     block = low.block(index)
     for product in Block.INPUTS:
-        linear = _linear(block, product)
+        linear = block.product(product)
         parts = [matmul.dequantize() for matmul in linear.matmuls]
         linear.matmuls = (DenseMatmul(torch.cat(parts).to(low.placement.dtype)),)
     return block

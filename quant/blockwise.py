@@ -157,8 +157,7 @@ def _solve_block(
     layers: list[Layer] = []
     changed = _fold_block(model, quantized, original, packings, solver, surroundings) if solver.folds else {}
     for product in Block.INPUTS:
-        linear = getattr(quantized.block, product)
-        assert isinstance(linear, Linear)
+        linear = quantized.block.product(product)
         packing = packings[linear.specs[0].name]
         moments = observe(model, quantized, original, product, surroundings)
         parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
@@ -183,8 +182,7 @@ def _fold_block(
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
     changed: dict[str, Tensor] = {}
     for product in Block.INPUTS:
-        linear = getattr(quantized.block, product)
-        assert isinstance(linear, Linear)
+        linear = quantized.block.product(product)
         fitted, held = observe(model, quantized, None, product, surroundings)
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.matmuls[0].dequantize(), fitted.hessian + held.hessian
@@ -208,8 +206,7 @@ def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], 
     """Make `block` what it was when `solved` was."""
     restore(block, solved.changed)
     for product in Block.INPUTS:
-        linear = getattr(block, product)
-        assert isinstance(linear, Linear)
+        linear = block.product(product)
         names = [spec.name for spec in linear.specs]
         _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
 

@@ -60,16 +60,16 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
     and the columns follow what it became.
     """
     config = block.config
-    linear = _linear(block, product)
+    linear = block.product(product)
     if product in ("qkv", "gate_up"):
         norm = block.input_norm if product == "qkv" else block.post_norm
         scale, changed = _fold_norm(norm, scale, stored(f"{norm.name}.weight"))
     elif product == "o":
         shape = config.kv_heads, -1, config.head_dim
-        before = _linear(block, "qkv")
+        before = block.product("qkv")
         changed = _divide_rows(before, before.out_features - config.kv_heads * config.head_dim, scale.view(shape)[:, 0])
     else:
-        before = _linear(block, "gate_up")
+        before = block.product("gate_up")
         changed = _divide_rows(before, before.out_features // 2, scale)
     linear.matmuls = (DenseMatmul(linear.matmuls[0].dequantize() * scale),)
     return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
@@ -81,18 +81,12 @@ def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
         if (gain := changed.get(f"{norm.name}.weight")) is not None:
             norm.weight = gain.to(norm.weight)
     for product in Block.INPUTS:
-        linear, start = _linear(block, product), 0
+        linear, start = block.product(product), 0
         for spec in linear.specs:
             end = start + spec.out_features
             if (bias := changed.get(f"{spec.name}.bias")) is not None and linear.bias is not None:
                 linear.bias[start:end] = bias.to(linear.bias)
             start = end
-
-
-def _linear(block: Block, product: str) -> Linear:
-    linear = getattr(block, product)
-    assert isinstance(linear, Linear)
-    return linear
 
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:

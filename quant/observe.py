@@ -14,7 +14,6 @@ from torch import Tensor
 from mycli.quant.refit import Moments
 from mycli.quant.streaming import StreamedModel, Surroundings
 from mycli.runtime.errors import ModelError
-from mycli.runtime.linear import Linear
 from mycli.runtime.machine import trim
 from mycli.runtime.transformer import Block
 
@@ -102,8 +101,7 @@ def observe(
     Without `original` there is no drift. Raises ModelError that names the layer and the windows where activations are
     not finite.
     """
-    linear = getattr(quantized.block, product)
-    assert isinstance(linear, Linear)
+    linear = quantized.block.product(product)
     device = model.placement.device
     fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
     for rows in model.batches(quantized.stream):

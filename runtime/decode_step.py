@@ -51,9 +51,9 @@ def _only(linear: Linear) -> TritonMatmul | None:
 
 def _layer(block: Block) -> _Layer | str:
     """The layer, or why there is none."""
-    products = {name: _only(getattr(block, name)) for name in Block.INPUTS}
+    products = {name: _only(block.product(name)) for name in Block.INPUTS}
     for name, product in products.items():
-        linear = getattr(block, name)
+        linear = block.product(name)
         if product is None:
             return f"{linear.specs[0].name} is not one packed product"
         if name != "qkv" and linear.bias is not None:

@@ -123,7 +123,7 @@ def make_replay(model: Transformer, warn: Callable[[str], None]) -> Replay | Non
 def difference(model: Transformer, step: Step) -> str | None:
     """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
     device, config = model.device, model.config
-    cache = StaticCache(config, _CHECK_CONTEXT, device, model.dtype)
+    cache = model.make_cache(_CHECK_CONTEXT)
     rope = Rope(config, _CHECK_CONTEXT, device, model.dtype)
     tables = rope.fixed(_CHECK_CONTEXT)
     if tables is None:

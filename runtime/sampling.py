@@ -254,13 +254,13 @@ class Sampler:
         if out is None:
             found = self.best(logits)
             return found[0] if found else None
-        token = None
-        if not self.sampling.greedy:
+        if self.sampling.greedy:
+            token = int(self.draw(out.copy_(self.probabilities(logits, following))))
+        else:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
             given = adjusted(real, self.sampling, self._after(1, following))
-            token = softmax_draw(given, self._random(1)[0], out)
-        if token is None:
-            token = int(self.draw(out.copy_(self.probabilities(logits, following))))
+            drawn = softmax_draw(given, self._random(1)[0], out)
+            token = int(self.draw(out.copy_(given.softmax(dim=-1)))) if drawn is None else drawn
         return token if token < self._vocab_size else None
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:

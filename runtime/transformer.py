@@ -68,6 +68,12 @@ class Block(nn.Module):
             self.q_norm = RMSNorm(f"{prefix}.self_attn.q_norm", config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(f"{prefix}.self_attn.k_norm", config.head_dim, config.rms_norm_eps)
 
+    def product(self, name: str) -> Linear:
+        """The linears of one of `INPUTS`."""
+        found = getattr(self, name)
+        assert isinstance(found, Linear)
+        return found
+
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:

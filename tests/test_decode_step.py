@@ -141,18 +141,17 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     return difference(found, expected), worst, {name: count // 2 for name, count in counts.items()}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(),
-        Case(packed_head=True, new=3),
-        Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
-        Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
-        Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
-        Case(int8=True, new=2),
-    ],
-    ids=str,
-)
+CASES = [
+    Case(),
+    Case(packed_head=True, new=3),
+    Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
+    Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
+    Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
+    Case(int8=True, new=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     assert logits < 1e-2 and cache < (2e-2 if case.int8 else 5e-3)

@@ -16,19 +16,11 @@ from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 from mycli.runtime.replay import Replay, Step, cuda_graph, difference
 from mycli.runtime.rope import Rope
 from tests.test_columns import SHAPES, agree, problem
-from tests.test_decode_step import CAPACITY, Case, models
+from tests.test_decode_step import CAPACITY, CASES, Case, models
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-CASES = [
-    Case(),
-    Case(packed_head=True, new=3),
-    Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
-    Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
-    Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
-    Case(int8=True, new=2),
 ]
 
 
