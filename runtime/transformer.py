@@ -19,6 +19,7 @@ from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope, rotate
+from mycli.runtime.sampling import Choice
 
 Masks = Mapping[int | None, Tensor | None]
 
@@ -119,10 +120,21 @@ class ShortPass(Protocol):
         ...
 
 
+class Loop(Protocol):
+    """Makes several tokens without the host; see `mycli.runtime.device_loop`."""
+
+    def launches(
+        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
+    ) -> Iterator[tuple[list[list[int]], float]] | None:
+        """The `count` tokens of each sequence after `token` [sequences, 1], by launches with their seconds."""
+        ...
+
+
 class Transformer(nn.Module):
     """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
 
     short_pass: ShortPass | None = None
+    loop: Loop | None = None
 
     def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
         """`kv`: the kind of the caches it is run with."""

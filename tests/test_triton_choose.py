@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton  # noqa: E402  (only where Triton is)
 import triton.language as tl  # noqa: E402  (as above)
 
-from mycli.runtime.kernels.triton_choose import NO_NUMBER, Feedback, _gumbel, choose  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton_choose import NO_NUMBER, Feedback, _gumbel, choose_tokens  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -47,7 +47,7 @@ def likeliest(case: Case) -> bool:
     to.lengths.copy_(torch.arange(case.sequences) + 5)
     for step in range(STEPS):
         logits = logits_of(case, seed=step)
-        choose(logits, case.vocab, False, to, step)
+        choose_tokens(logits, case.vocab, False, to, step)
         expected = logits[:, : case.vocab].float().argmax(dim=-1)
         assert to.chosen[step].equal(expected) and to.tokens[:, 0].equal(expected)
         assert to.lengths.equal(torch.arange(case.sequences, dtype=torch.int32) + 6 + step)
@@ -75,7 +75,7 @@ def spoiled(value: float, place: int, draw: bool) -> list[list[int]]:
     logits[1, slice(None) if place < 0 else place] = value
     to = Feedback.make(1, 3, CPU)
     to.temperature.fill_(0.1)
-    choose(logits, 3000, draw, to, 0)
+    choose_tokens(logits, 3000, draw, to, 0)
     return [to.chosen[0].tolist(), to.tokens[:, 0].tolist()]
 
 
@@ -98,7 +98,7 @@ def draws(logits: Tensor, vocab: int, temperature: float, seed: int, length: int
     to.lengths.fill_(length)
     to.seed.fill_(seed)
     to.temperature.fill_(temperature)
-    choose(logits, vocab, True, to, 0)
+    choose_tokens(logits, vocab, True, to, 0)
     return to.chosen[0].clone()
 
 
@@ -157,4 +157,4 @@ def test_logits_that_do_not_fit_are_refused() -> None:
     to = Feedback.make(1, 2, CPU)
     for logits in (torch.zeros(2, 5), torch.zeros(9, 2).t()):
         with pytest.raises(ValueError, match="strides"):
-            choose(logits, 6, False, to, 0)
+            choose_tokens(logits, 6, False, to, 0)

@@ -115,7 +115,7 @@ class Feedback:
         )
 
 
-def choose(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: int) -> None:
+def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: int) -> None:
     """The next tokens after logits [sequences, vocab or more], of any floating dtype, as step `step` of `to`.
 
     `draw` False takes the likeliest, the lowest id among equals; True draws at the temperature and with the seed of
