@@ -2,7 +2,8 @@
 
 A step is a fused pass (`mycli.runtime.decode_step`) and the choice of its token (`triton_choose`); a launch is one step
 or `STEPS` of them, captured as a CUDA graph the second time it is wanted for a cache. Token, lengths, seed and
-temperature lie in buffers that it reads and writes, so the next launch needs nothing from the host.
+temperature lie in buffers that it reads and writes, so the next launch needs nothing from the host: it is under way
+before the tokens of this one are looked at.
 
 Knows caches and choices; not stop tokens: what a launch made too much is for its reader to ignore. It lies beyond the
 length of the cache, which is the reader's to advance, and is written over.
@@ -35,6 +36,26 @@ class _Held:
     graphs: dict[_Kind, Work | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """One that is under way: its tokens int64 [steps, sequences] on the host, there when the second event is."""
+
+    tokens: Tensor
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # begin and end; None on a CPU, where it is done
+
+    def read(self) -> tuple[list[list[int]], float]:
+        """The tokens, waited for, and the seconds that the device took."""
+        if self.events is None:
+            return self.tokens.tolist(), 0.0
+        began, ended = self.events
+        ended.synchronize()
+        return self.tokens.tolist(), began.elapsed_time(ended) / 1000
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's constructor has no types
+
+
 class DeviceLoop:
     """Of one model. `capture` None: kernel by kernel."""
 
@@ -63,12 +84,21 @@ class DeviceLoop:
         if held is None:
             held = self._held[cache] = _Held(Feedback.make(STEPS, cache.sequences, token.device))
         self._begin(held.feedback, token, choice, cache.length)
-        while count > 0:
-            began = time.perf_counter()
-            steps = STEPS if count >= STEPS else 1
-            tokens: list[list[int]] = self._launch(held, choice, tables, cache, steps)[:steps].tolist()
-            yield tokens, time.perf_counter() - began
+
+        def launch() -> _Launch | None:
+            nonlocal count
+            steps = STEPS if count >= STEPS else min(count, 1)
             count -= steps
+            return self._launch(held, choice, tables, cache, steps) if steps else None
+
+        began = time.perf_counter()
+        ahead = launch()
+        while ahead is not None:
+            current, ahead = ahead, launch()
+            tokens, seconds = current.read()
+            # What the device did while the consumer had the word counts, and so does a host that is slower than it.
+            yield tokens, max(seconds, time.perf_counter() - began)
+            began = time.perf_counter()
 
     @torch.inference_mode()
     def _begin(self, to: Feedback, token: Tensor, choice: Choice, length: int) -> None:
@@ -80,26 +110,39 @@ class DeviceLoop:
     @torch.inference_mode()
     def _launch(
         self, held: _Held, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
-    ) -> Tensor:
-        """Tokens int64 [STEPS, sequences], `steps` of them new; valid until the next launch."""
-        to, kind = held.feedback, (steps, choice.vocab_size, choice.temperature > 0)
+    ) -> _Launch:
+        to, drawn = held.feedback, choice.temperature > 0
 
         def work() -> Tensor:
             for index in range(steps):
                 logits = self._step(to.tokens, to.lengths, tables, cache, last=True)[:, -1]
-                choose_tokens(logits, choice.vocab_size, choice.temperature > 0, to, index)
+                choose_tokens(logits, choice.vocab_size, drawn, to, index)
             return to.chosen
 
+        run = self._captured(held, (steps, choice.vocab_size, drawn), work)
+        events = None
+        if to.chosen.is_cuda:
+            events = _event(), _event()
+            events[0].record()
+        tokens = run()[:steps].to("cpu", non_blocking=True, copy=True)  # to pinned memory, before the next launch
+        if events is not None:
+            events[1].record()
+        return _Launch(tokens, events)
+
+    def _captured(self, held: _Held, kind: _Kind, work: Work) -> Work:
+        """`work` itself the first time, so that all that it launches is compiled; then what was captured of it."""
         captured = held.graphs.get(kind)
-        if captured is None:
-            if self._capture is None or kind not in held.graphs:
-                held.graphs[kind] = None
-                return work()
-            before = to.tokens.clone(), to.lengths.clone()
-            captured = held.graphs[kind] = self._capture(work)
-            to.tokens.copy_(before[0])  # capturing may have run it
-            to.lengths.copy_(before[1])
-        return captured()
+        if captured is not None:
+            return captured
+        if self._capture is None or kind not in held.graphs:
+            held.graphs[kind] = None
+            return work
+        to = held.feedback
+        tokens, lengths = to.tokens.clone(), to.lengths.clone()
+        captured = held.graphs[kind] = self._capture(work)
+        to.tokens.copy_(tokens)  # capturing may have run it
+        to.lengths.copy_(lengths)
+        return captured
 
 
 def accelerate(model: Transformer, warn: Callable[[str], None]) -> None:
