@@ -222,14 +222,14 @@ def _write_blocks(
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
-    solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
+    recipe, dtype = work.recipe, TORCH_DTYPES[work.config.dtype]
+    solver = Solver(recipe.solver, dtype, recipe.scales, recipe.folds, recipe.tune)
     model = StreamedModel(work.source.folder, placement, work.need.at_once)
-    if not work.recipe.tune:
+    if not recipe.tune:
         return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None
     blocks: list[Solved] = []
     layers = quantize_blocks(model, work.packings, solver, shown.windows, blocks.append, kept, progress)
-    dtype = TORCH_DTYPES[work.config.dtype]
-    tuned = tune_scales(model, blocks, work.packings, dtype, shown.windows, work.recipe.seed, progress)
+    tuned = tune_scales(model, blocks, work.packings, dtype, shown.windows, recipe.seed, progress)
     for block in tuned.blocks:
         sink(block)
     return tuple(layers), tuned.kl

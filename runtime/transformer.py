@@ -75,6 +75,10 @@ class Block(nn.Module):
         assert isinstance(found, Linear)
         return found
 
+    def norms(self) -> list[RMSNorm]:
+        """Those it has."""
+        return [norm for norm in (self.input_norm, self.post_norm, self.q_norm, self.k_norm) if norm is not None]
+
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
