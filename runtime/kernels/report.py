@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mycli.runtime.kernels import triton_attention, triton_fused, triton_matmul, triton_tiles
+from mycli.runtime.kernels.triton_choose import BLOCK, choose_kernel, partial_kernel
 from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps
 from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
 from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
@@ -214,6 +215,17 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
+def choose_builds() -> Iterator[Build]:
+    """The choice of a token, of the 128,256 of Llama-3.1."""
+    pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
+    partial = {**pointers, "seed": "*i64", "temperature": "*fp32", "stride": "i32", "vocab": "i32"}
+    for name, draw in (("likeliest", False), ("draw", True)):
+        yield Build(f"{name} of a block", partial_kernel, partial, {"DRAW": draw, "BLOCK": BLOCK})
+    last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
+    del last["logits"]
+    yield Build("choice", choose_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+
+
 def decode_builds() -> Iterator[Build]:
     """The steps between products, at the shapes of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128."""
     activation = {"values": "*fp16", "sums": "*fp32", "tiles": "i32", "rows_kept": "i32"}
@@ -255,6 +267,7 @@ def decode_builds() -> Iterator[Build]:
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
     yield from matmul_builds(capability)
+    yield from choose_builds()
     yield from decode_builds()
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 NO_NUMBER = -1  # in place of a token, where the logits were NaN or infinite
-_BLOCK = 1024
+BLOCK = 1024  # of the vocabulary, to a program
 
 
 @triton.jit
@@ -124,11 +124,11 @@ def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: in
     sequences, stride = logits.shape[0], logits.stride(0)
     if logits.stride(1) != 1 or logits.shape[1] < vocab:
         raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} for {vocab} tokens")
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(sequences, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(sequences, blocks, dtype=torch.int32, device=logits.device)
     partial_kernel[(sequences, blocks)](
-        logits, best, index, to.lengths, to.seed, to.temperature, stride, vocab, DRAW=draw, BLOCK=_BLOCK
+        logits, best, index, to.lengths, to.seed, to.temperature, stride, vocab, DRAW=draw, BLOCK=BLOCK
     )
     most = triton.next_power_of_2(blocks)
     choose_kernel[(sequences,)](
