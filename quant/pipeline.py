@@ -31,6 +31,7 @@ from mycli.quant.tune_scales import tune_scales
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.device import TORCH_DTYPES, Placement
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.machine import trim
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packed import pack
 from mycli.runtime.packing import Packing, describe, write_quantization
@@ -277,6 +278,7 @@ def _measure(work: Plan, folder: Path, placement: Placement, progress: Progress)
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
+    trim()
     model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (folder, work.source.folder))
     if "lm_head" not in work.packings:
         model.share_head(reference)

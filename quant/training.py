@@ -3,6 +3,7 @@
 Knows losses of windows; not what is trained, nor why.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from mycli.quant.memory import BATCH
 from mycli.quant.observe import HELD, rough_products
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Tuning
+from mycli.runtime.machine import trim
 
 Loss = Callable[[Tensor], Tensor]  # windows by their indices, int64 [count], to the mean over them
 
@@ -41,6 +43,7 @@ def train(
         with rough_products(device):
             return sum(len(part) * float(loss(part)) for part in torch.split(held, at_once)) / len(held)
 
+    trim(apart=4 << 20)  # what one step asks for, the next asks for again, in other sizes between
     before = best = judged()
     if not before > 0:
         return Tuning(before, before)
@@ -52,16 +55,18 @@ def train(
         for batch in torch.split(fitted[torch.randperm(len(fitted), generator=generator)], BATCH)
     ]
     optimizer = torch.optim.Adam([{"params": list(group), "lr": rate} for group, rate in rates], betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     between = max(1, len(batches) // (epochs * _CHECKS))
     for done, batch in enumerate(batches, start=1):
+        # Not by a scheduler of torch, which holds the optimizer, its moments and itself in a cycle.
+        fall = (1 + math.cos(math.pi * (done - 1) / len(batches))) / 2
+        for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * fall
         optimizer.zero_grad()
         with rough_products(device):
             for part in torch.split(batch, at_once):
                 # Relative to where it began: the rates then mean the same everywhere.
                 (loss(part) * (len(part) / len(batch) / before)).backward()  # type: ignore[no-untyped-call]  # torch's stub
         optimizer.step()
-        schedule.step()
         progress("tuning", done, len(batches))
         if done % between == 0 or done == len(batches):
             found = judged()
@@ -70,4 +75,6 @@ def train(
     with torch.no_grad():
         for leaf, value in zip(leaves, kept, strict=True):
             leaf.copy_(value)
+            leaf.grad = None
+    trim()
     return Tuning(before, best)

@@ -26,11 +26,12 @@ EPOCHS = 4
 # Of Adam, falling to zero along a half cosine: steps of the grid, and shares of a scale (docs/quality.md).
 ROUNDING_RATE = 0.007
 SCALE_RATE = 3e-3
-_PULL = 0.9  # of the way towards the neighbour a level begins, so that none begins at a tie
+PULL = 0.9  # of the way towards the neighbour a level begins, so that none begins at a tie
 
 
 def close_calls(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> Tensor:
-    """How far each level would move, in steps within -0.5..0.5, if it were free and all others stayed: fp32 [N, K].
+    """How far each level would move if it were free and all others stayed: fp32 [N, K] steps, at most half of one,
+    times `PULL`.
 
     target [N, K], hessian fp32 [K, K]; 0 for inputs that were always zero.
     """
@@ -38,7 +39,7 @@ def close_calls(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tenso
     pull = (target.float() - dequantize(quantized, grid)) @ hessian
     pull /= torch.where(diagonal > 0, diagonal, 1.0)
     group = target.shape[1] // quantized.scales.shape[1]
-    return pull.div_(quantized.scales.float().repeat_interleave(group, 1)).clamp_(-0.5, 0.5)
+    return pull.div_(quantized.scales.float().repeat_interleave(group, 1)).clamp_(-0.5, 0.5).mul_(PULL)
 
 
 def tune_block(
@@ -53,13 +54,13 @@ def tune_block(
 ) -> Solved:
     """`solved`, trained to turn `stream`, which enters the layer, into `wanted`, both [windows, context, hidden].
 
-    `shifts` by linear: `close_calls`. Every layer's record says by how much the error of windows held apart fell.
+    `shifts` by linear: `close_calls`, which are taken over. Every layer's record says by how much the error of windows
+    held apart fell.
     """
     surroundings = model.surroundings(stream.shape[1])
     block = model.block(layer)
     restore(block, solved.changed)
-    started = {name: shift * _PULL for name, shift in shifts.items()}
-    trained = TunableBlock(block, solved, packings, scale_dtype, model.stored_dtype, started)
+    trained = TunableBlock(block, solved, packings, scale_dtype, model.stored_dtype, shifts)
     device = model.placement.device
 
     def loss(rows: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from mycli.quant.streaming import StreamedModel
 from mycli.quant.training import train
 from mycli.quant.tunable import TunableBlock, TunableGain
 from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.machine import trim
 from mycli.runtime.packing import Packing
 
 EPOCHS = 4
@@ -92,6 +93,7 @@ def tune_scales(
 
     One more block may come back, for the last norm. The same seed gives the same bytes.
     """
+    trim()
     student = _Student(model, blocks, packings, scale_dtype)
     target = model.hidden(windows)
 
