@@ -236,12 +236,8 @@ class Sampler:
         same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
         """
         given = self.sampling
-        plain = (given.top_k, given.top_p, given.min_p, given.repetition_penalty) == (
-            0,
-            1,
-            0,
-            1,
-        ) and not given.logit_bias
+        cut = given.top_k or given.top_p < 1 or given.min_p
+        plain = not cut and given.repetition_penalty == 1 and not given.logit_bias
         if not (plain or self.plain_greedy) or self.constrained or self._recorder is not None:
             return None
         seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
