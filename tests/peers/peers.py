@@ -125,13 +125,13 @@ def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterato
     if options.compressor is None:
         print("llm-compressor: not installed (--compressor)")
     for packing in packings:
-        if options.compressor and packing.bits in (3, 4):
+        if options.compressor and packing.bits < 8:
             for method in ("rtn", "gptq"):
                 try:
                     yield compressor(options.compressor, shown, method, packing)
                 except RuntimeError as error:
                     print(f"llm-compressor: no {method} {packing.name}: {error}")
-        for method in ("rtn", "gptq") if packing.bits in (3, 4) else ("gptq",):
+        for method in ("rtn", "gptq") if packing.bits < 8 else ("gptq",):
             yield ours(shown, method, packing)
 
 
