@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mycli.quant import calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import allocated, plan, quantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement
@@ -36,6 +36,7 @@ from tests.conftest import PICO
 CPU = Placement(torch.device("cpu"), torch.float32)
 CHILD = Path(__file__).with_name("compressor_child.py")
 TYPES = ["Q8_0", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS"]
+MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of mixtures of llama.cpp
 SCHEMES = [f"int{bits}-g{group}" for bits in (8, 4, 3, 2) for group in (128, 64, 32) if bits < 8 or group > 32]
 
 
@@ -58,12 +59,15 @@ class Shown:
     folder: Path
 
 
-def ours(shown: Shown, method: str, packing: Packing) -> Made:
-    """`method` and `packing` by this program."""
-    target, (samples, seq) = shown.folder / f"ours-{method}-{packing.name}", shown.windows.shape
-    recipe = Recipe(method=method, bits=packing.bits, group=packing.group_size, samples=samples, seq=seq)
-    quantize(plan(Source(shown.source.name, shown.source, None, None), recipe, report="none"), target, CPU)
-    return Made("mycli", f"{method} {packing.name}", packed_bits(target), target)
+def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
+    """What this program makes of `recipe`, shown the same windows; `how` names the row."""
+    target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
+    source = Source(shown.source.name, shown.source, None, None)
+    work = plan(source, replace(recipe, samples=samples, seq=seq), report="none")
+    if recipe.target_bpw is not None:
+        work = plan(source, allocated(work, CPU, target), report="none")
+    quantize(work, target, CPU)
+    return Made("mycli", how, packed_bits(target), target)
 
 
 def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Made:
@@ -132,7 +136,9 @@ def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterato
                 except RuntimeError as error:
                     print(f"llm-compressor: no {method} {packing.name}: {error}")
         for method in ("rtn", "gptq") if packing.bits < 8 else ("gptq",):
-            yield ours(shown, method, packing)
+            yield ours(shown, Recipe(method, packing.bits, packing.group_size), f"{method} {packing.name}")
+    for bits in options.target_bpw:
+        yield ours(shown, Recipe(group=64, target_bpw=bits), f"gptq g64 --target-bpw {bits:g}")
 
 
 def main() -> None:
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--model", type=Path, default=PICO)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--target-bpw", nargs="*", type=float, default=MIXED)
     parser.add_argument("--types", nargs="*", default=TYPES)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16384)
