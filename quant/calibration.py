@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.quant.evaluate import read_text
+from mycli.quant.documents import Document, documents
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.template import Message
 from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
@@ -24,6 +24,7 @@ MIN_TOKENS = 256  # in all; with fewer, more noise than signal is fitted
 # Shares of the windows. Conversations take half of the prose where the model has a template to write them with.
 _MIX = {"prose": 16, "code": 8, "languages": 4, "random": 2}
 _TALKING = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+_SPREAD = 4  # so that windows come from many rows
 _TRIES = 4  # of a chat template that did not answer in time, before the last
 _PASSAGE = 800  # characters of a passage that a conversation quotes
 
@@ -67,11 +68,17 @@ def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed:
 
 
 def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: int) -> Calibration:
-    """At most `samples` windows of `seq` tokens of a UTF-8 file; fewer where it is short, and none overlap.
+    """At most `samples` windows of `seq` tokens of a file (`mycli.quant.documents`); fewer where it is short, and none
+    overlap. Of rows, no more are read than give `_SPREAD` times as many tokens.
 
     Raises NotFoundError or UsageError for a file that cannot be read or holds too little.
     """
-    ids = _encode(read_text(path), tokenizer)
+    parts: list[Tensor] = []
+    for document in documents(path):
+        parts.append(_document(document, tokenizer))
+        if sum(map(len, parts)) >= _SPREAD * samples * seq:
+            break
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
     if len(ids) < max(seq, MIN_TOKENS):
         raise UsageError(
             f"{path}: {len(ids)} tokens, fewer than the {max(seq, MIN_TOKENS)} that calibration needs",
@@ -130,6 +137,14 @@ def _encode(text: str, tokenizer: Tokenizer) -> Tensor:
     for start in range(0, len(text), MAX_TEXT):
         ids += tokenizer.encode(text[start : start + MAX_TEXT], add_special=False)
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _document(document: Document, tokenizer: Tokenizer) -> Tensor:
+    if isinstance(document, str):
+        return _encode(document, tokenizer)
+    if tokenizer.template is None:
+        return _encode("\n\n".join(message.content for message in document), tokenizer)
+    return torch.tensor(_written(tokenizer, document), dtype=torch.int64)
 
 
 def _windows(ids: Tensor, count: int, seq: int, generator: torch.Generator) -> Tensor:

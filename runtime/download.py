@@ -101,10 +101,15 @@ def plan(hub: Hub, model: str) -> Pull:
         )
         if name not in names
     ]
-    missing = [file for file in files if _stored(repo, file) is None]
+    missing, new_bytes = missing_of(repo, files)
+    return Pull(model, repo, revision, commit, tuple(files), missing, new_bytes, tuple(warnings), tuple(records))
+
+
+def missing_of(repo: str, files: Iterable[HubFile]) -> tuple[tuple[HubFile, ...], int]:
+    """Those that the cache does not hold, and the bytes that have to come for them."""
+    missing = tuple(file for file in files if _stored(repo, file) is None)
     # Files of the same contents share one blob.
-    new_bytes = sum(_left(repo, file) for file in {file.digest: file for file in missing}.values())
-    return Pull(model, repo, revision, commit, tuple(files), tuple(missing), new_bytes, tuple(warnings), tuple(records))
+    return missing, sum(_left(repo, file) for file in {file.digest: file for file in missing}.values())
 
 
 def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
@@ -182,7 +187,7 @@ def pull(hub: Hub, job: Pull, *, force: bool, advance: Callable[[float], None]) 
                     _fetch(hub, job, file, advance)
                 elif file in job.missing:
                     advance(_left(job.repo, file))  # brought by another process meanwhile
-                _link(snapshot / file.name, file)
+                _link(snapshot / file.name, folder / "blobs" / file.digest)
             _write_ref(folder, job)
     else:
         with suppress(OSError):  # a read-only cache that holds everything is fine
@@ -219,11 +224,12 @@ def _altered(repo: str, file: HubFile) -> GateError:
     )
 
 
-def _link(pointer: Path, file: HubFile) -> None:
-    target = Path("..", "..", "blobs", file.digest)
+def _link(pointer: Path, blob: Path) -> None:
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.relpath(blob, pointer.parent))
     if pointer.is_symlink() and pointer.readlink() == target:
         return
-    fresh = pointer.with_name(f".{file.name}.{os.getpid()}.tmp")
+    fresh = pointer.with_name(f".{pointer.name}.{os.getpid()}.tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     os.replace(fresh, pointer)

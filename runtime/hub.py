@@ -87,8 +87,9 @@ def split_name(model: str) -> tuple[str, str | None]:
 
 
 def repo_folder(repo: str) -> Path:
-    """The folder of `org/name` in the cache."""
-    return cache() / ("models--" + repo.replace("/", "--"))
+    """The folder of `org/name`, or `datasets/org/name`, in the cache."""
+    kind = "" if repo.startswith("datasets/") else "models--"
+    return cache() / (kind + repo.replace("/", "--"))
 
 
 def safe_name(name: str) -> bool:

@@ -104,7 +104,7 @@ class Hub:
 
     def commit(self, repo: str, revision: str) -> str:
         """The commit that `revision` points to now."""
-        path = f"/api/models/{repo}/revision/{quote(revision, safe='')}"
+        path = f"/api/{_kind(repo)}/revision/{quote(revision, safe='')}"
         wanted = Wanted(repo, revision)
         data, _ = self._retried(lambda: self._document(self.address + path, wanted, MAX_INFO_BYTES))
         commit = parse_object(data, self._host, MAX_INFO_BYTES).text("sha")
@@ -114,7 +114,7 @@ class Hub:
 
     def tree(self, repo: str, commit: str) -> list[TreeEntry]:
         """All files of `commit`."""
-        url = f"{self.address}/api/models/{repo}/tree/{commit}?recursive=true"
+        url = f"{self.address}/api/{_kind(repo)}/tree/{commit}?recursive=true"
         entries: list[TreeEntry] = []
         for _ in range(MAX_PAGES):
             data, following = self._retried(partial(self._document, url, Wanted(repo, commit), MAX_TREE_BYTES))
@@ -204,6 +204,11 @@ class Hub:
         raise _refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), wanted, self)
 
 
+def _kind(repo: str) -> str:
+    """`repo` as the hub's API has it: models are not called so elsewhere, datasets are."""
+    return repo if repo.startswith("datasets/") else f"models/{repo}"
+
+
 def _entry(item: Mapping[str, Any], source: str) -> TreeEntry:
     raw = Fields(item, source)
     size, blob = raw.integer("size", low=0, high=1 << 60), raw.text("oid")
@@ -241,7 +246,8 @@ def _refusal(status: int, code: str, reason: str, wanted: Wanted, hub: Hub) -> U
         )
     if code == "RepoNotFound" or status in (401, 404):
         visible = "this account may not see it" if hub.logged_in else "it is private: set HF_TOKEN or run hf auth login"
-        return NotFoundError(f"{repo}: no such model on {hub.address}", f"check the spelling; or {visible}")
+        kind = "dataset" if repo.startswith("datasets/") else "model"
+        return NotFoundError(f"{repo}: no such {kind} on {hub.address}", f"check the spelling; or {visible}")
     because = f": {reason}" if reason else ""
     if status == 403:
         return NotFoundError(f"{repo}: {hub.address} forbids access{because}", "check what the token is allowed to do")

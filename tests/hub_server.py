@@ -164,8 +164,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, fault: Fault) -> None:
         parts = urlsplit(self.path)
         words = [unquote(word) for word in parts.path.strip("/").split("/")]
-        api = words[:2] == ["api", "models"]
-        words = words[2:] if api else words
+        api = words[:1] == ["api"]
+        words = words[2:] if words[:2] == ["api", "models"] else words[1:] if api else words
+        if words[0] == "datasets":
+            words[:2] = ["/".join(words[:2])]
         repo, verb, rest = "/".join(words[:2]), (words[2:3] or ["revision"])[0], words[3:]
         if repo not in self.owner.repos:
             return self._refuse(401 if "Authorization" not in self.headers else 404, "RepoNotFound")
@@ -199,10 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
                 entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
                 entry["oid"] = git_digest(b"pointer to " + name.encode())
             entries.append(entry)
-        headers = {}
+        headers, kind = {}, repo if repo.startswith("datasets/") else f"models/{repo}"
         if start + self.owner.page < len(entries):
             query = f"recursive=true&cursor={start + self.owner.page}"
-            headers["Link"] = f'<{self.owner.address()}/api/models/{repo}/tree/{commit}?{query}>; rel="next"'
+            headers["Link"] = f'<{self.owner.address()}/api/{kind}/tree/{commit}?{query}>; rel="next"'
         self._send_json(entries[start : start + self.owner.page], headers)
 
     def _send_json(self, value: Any, headers: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """The windows that calibration shows a model: how many of what, the same for the same seed, never what is measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mycli.quant import calibration
 from mycli.quant.calibration import Calibration
 from mycli.quant.evaluate import held_out_text
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.template import Message
 from mycli.runtime.tokenizer import Tokenizer
 from tests.conftest import PICO, ROOT
 
@@ -86,6 +88,20 @@ def test_a_file_is_cut_evenly_and_never_twice(tmp_path: Path, tokenizer: Tokeniz
     plain = sorted(window.tolist() for window in many.windows[1::2])
     for window in plain:
         assert any(ids[start : start + 128] == window for start in range(len(ids)))
+
+
+def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_template(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path, talk = tmp_path / "rows.jsonl", [Message("user", "Hello"), Message("assistant", "Good morning")]
+    row = json.dumps({"messages": [{"role": turn.role, "content": turn.content} for turn in talk]})
+    path.write_text((row + "\n") * 200 + "not read any more")
+    written = tokenizer.chat(talk, add_generation_prompt=False)
+    found = calibration.from_file(path, tokenizer, 4, 64, seed=0)
+    ids = written * 200
+    assert found.windows.shape == (4, 64) and len(ids) > 4 * 4 * 64
+    for window in found.windows[1::2].tolist():
+        assert any(ids[start : start + 64] == window for start in range(len(written)))
 
 
 @pytest.mark.parametrize("content", ["", "One sentence."], ids=["E4-empty", "E4-short"])

@@ -9,6 +9,7 @@ import pytest
 from mycli.cli.main import main
 from mycli.quant.schemes import gptq
 from mycli.runtime.errors import ExitCode
+from tests.hub_server import hub_server
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -177,3 +178,24 @@ def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.
     assert json.loads(out)["perplexity"] == codes["perplexity"]
     code, _, err = call(capsys, "eval", "pico", "--kv-sweep", "--ref", "pico")
     assert code == ExitCode.USAGE and "compares the model with itself" in err
+
+
+def test_calibration_from_a_dataset_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is fetched for a dry run; afterwards it works without the hub, and gives the same bytes."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    rows = "".join(json.dumps({"text": f"Row {i} of some text about {i * i}."}) + "\n" for i in range(400))
+    asked = ["quantize", "pico", "--samples", "4", "--seq", "128", "--report", "none", "--calib", "hf:org/texts"]
+    with hub_server() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address())
+        commit = server.add("datasets/org/texts", {"train.jsonl": rows.encode()})
+        assert call(capsys, *asked, "--dry-run")[0] == 0 and not server.log
+        code, _, err = call(capsys, *asked, "-o", str(tmp_path / "first"))
+        assert code == 0 and f"datasets/org/texts @ {commit[:12]}: train.jsonl" in err
+    assert call(capsys, *asked, "-o", str(tmp_path / "second"), "--offline")[0] == 0
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+    assert json.loads((tmp_path / "first" / "mycli.json").read_text())["calibration"]["mix"] == {"file": 4}
+    code, _, err = call(capsys, "quantize", "pico", "--calib", "hf:org/none", "--offline")
+    assert code == ExitCode.NOT_FOUND and "hf:org/none is not on this machine" in err

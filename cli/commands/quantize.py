@@ -52,7 +52,13 @@ Scales = Annotated[
 ]
 Head = Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")]
 Calib = Annotated[
-    Path | None, typer.Option("--calib", help="UTF-8 text to calibrate on.", show_default="a mixed text in the package")
+    str | None,
+    typer.Option(
+        "--calib",
+        metavar="FILE|hf:DATASET",
+        help="Text, .jsonl or .parquet to calibrate on; hf:org/name[@revision][:path] is fetched.",
+        show_default="a mixed text in the package",
+    ),
 ]
 Samples = Annotated[
     int, typer.Option("--samples", parser=options.parse_count, metavar="N", help="Windows to calibrate on.")
@@ -94,6 +100,26 @@ def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise UsageError(f"--{flag} {value}: not a choice", f"choose from {', '.join(allowed)}")
     return value
+
+
+def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
+    """Of `--calib`; None for what is not fetched: to a dry run all texts are alike."""
+    if not calib.startswith("hf:"):
+        return Path(calib)
+    from mycli.runtime import dataset
+    from mycli.runtime.remote import Hub
+
+    name = dataset.DatasetName.parse(calib.removeprefix("hf:"))
+    if call.offline:
+        return dataset.cached(name)
+    if not fetch:
+        return None
+    with Hub.connect(call.out.note) as hub:
+        job = dataset.plan(hub, name)
+        with call.out.progress(f"{name.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
+            path = dataset.fetch(hub, job, bar.advance)
+    call.out.note(f"calibrating on {name.repo} @ {job.commit[:12]}: {job.files[0].name}")
+    return path
 
 
 def _parse_group(text: str) -> int | None:
@@ -258,10 +284,11 @@ def quantize(
     config = load_config(source.folder)
     placement = place(config, device, "float32")
     gpu = placement.device.type == "cuda"
+    text = _calibration_file(call, calib, fetch=not dry_run or target_bpw is not None) if calib else None
     plan = partial(
         planning.plan,
         source,
-        text=calib,
+        text=text,
         report=report,  # type: ignore[arg-type]  # checked above
         gpu=gpu,
         max_ram=max_ram,
