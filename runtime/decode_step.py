@@ -1,7 +1,7 @@
 """A pass over a few tokens by fused Triton kernels: decoding, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and what lies between them,
-ten launches, and nothing passes through the host. Made for a loaded model where all of its layers can be done this way;
+nine launches, and nothing passes through the host. Made for a loaded model where all of its layers can be done this way;
 on other devices, for other weights and for longer passes the plain model runs. Numbers are rounded where the plain
 model rounds them. Knows kernels and layers; not sampling, nor how launches are replayed (`mycli.runtime.replay`).
 """
@@ -77,6 +77,7 @@ class DecodeStep:
         self._model, self._layers = model, layers
         self._eps = model.config.rms_norm_eps
         self._head = _only(model.head)
+        self._counters = torch.zeros(MOST_ROWS * model.config.kv_heads, dtype=torch.int32, device=model.device)
 
     @classmethod
     def make(cls, model: Transformer) -> "DecodeStep | str":
@@ -112,7 +113,7 @@ class DecodeStep:
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
             query = rotate_and_store(layer.qkv.partial(x), layer.projection, *tables, lengths, stored, stream.dtype)
-            attended = attend(query, stored, lengths, layer.window, layer.o.chip, layer.o)
+            attended = attend(query, stored, lengths, layer.window, layer.o, self._counters)
             stream, x = add_norm(layer.o.partial(attended), stream, layer.post_gain, self._eps, layer.gate_up)
             parts = layer.down.partial(silu_multiply(layer.gate_up.partial(x), stream.dtype, layer.down))
         if last and new > 1 and parts is not None:  # the head is a good part of a small model

@@ -45,7 +45,7 @@ CONFIG = ModelConfig(
 )
 CAPACITY, PREFIX = 96, 70
 # Launches of one layer, and of the head: the products, and what lies between them.
-LAYER = {"multiply_kernel": 4, "norm_kernel": 2, "rope_kernel": 1, "attend_kernel": 1, "combine_kernel": 1}
+LAYER = {"multiply_kernel": 4, "norm_kernel": 2, "rope_kernel": 1, "attend_kernel": 1}
 LAYER["silu_kernel"] = 1
 
 

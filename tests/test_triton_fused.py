@@ -23,8 +23,8 @@ __all__ = ["interpret"]
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
-def product(k: int, packing: Packing) -> TritonMatmul:
-    return TritonMatmul(weight(packing, 16, k, 0), Chip((9, 0), 1))
+def product(k: int, packing: Packing, processors: int = 1) -> TritonMatmul:
+    return TritonMatmul(weight(packing, 16, k, 0), Chip((9, 0), processors))
 
 
 def numbers(activation: Activation) -> Tensor:

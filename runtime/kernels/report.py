@@ -25,8 +25,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mycli.runtime.kernels import triton_attention, triton_fused, triton_matmul, triton_tiles
-from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps
+from mycli.runtime.kernels import triton_activation, triton_attention, triton_fused, triton_matmul, triton_tiles
+from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps, combination
 from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
 from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
@@ -39,15 +39,19 @@ MARK = "<!-- measured by mycli.runtime.kernels.report -->"
 _LIMITS = {80: (64, 164, 32), 86: (48, 100, 16), 89: (48, 100, 24), 90: (64, 228, 32), 100: (64, 228, 32)}
 _LIMITS[120] = (48, 100, 32)
 _REGISTERS = 65536
+_OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
 
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel with all that it is compiled for. `weights`: how many one turn of its main loop handles, 0 if none."""
+    """One kernel with all that it is compiled for. `weights`: how many one turn of its main loop handles, 0 if none.
+
+    types: of each argument that is none of the `constants`; of a named tuple, a tuple of types and constants.
+    """
 
     name: str
     kernel: Any
-    types: Mapping[str, str]
+    types: Mapping[str, Any]
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 3
@@ -56,14 +60,21 @@ class Build:
 
     def compile(self, target: GPUTarget) -> Any:
         """The compiled kernel; needs no GPU."""
-        names = [argument.name for argument in self.kernel.params]
-        signature = {name: self.types.get(name, "constexpr") for name in names}
-        aligned = {
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if name in self.types and name not in self.unaligned
-        }
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=dict(self.constants), attrs=aligned)
+        signature: dict[str, Any] = {}
+        constants: dict[Any, Any] = dict(self.constants)
+        aligned = {}
+        for place, argument in enumerate(self.kernel.params):
+            given = signature[argument.name] = self.types.get(argument.name, "constexpr")
+            fields: list[tuple[tuple[int, ...], str, Any]] = [((place,), argument.name, given)]
+            if isinstance(given, tuple):
+                signature[argument.name] = given._make(one if isinstance(one, str) else "constexpr" for one in given)  # type: ignore[attr-defined]  # a named tuple
+                fields = [((place, i), name, one) for i, (name, one) in enumerate(given._asdict().items())]  # type: ignore[attr-defined]  # as above
+            for path, name, one in fields:
+                if not isinstance(one, str):
+                    constants[path] = one
+                elif one != "constexpr" and name not in self.unaligned:
+                    aligned[path] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
         return triton.compile(source, target=target, options={"num_warps": self.warps, "num_stages": self.stages})
 
 
@@ -206,25 +217,21 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield from multiply_builds(capability)
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))
-    pointers = {"x": "*bf16", "values": "*fp16", "sums": "*fp32"}
-    sizes = dict.fromkeys(("k", "tiles", "x_stride", "rows_kept"), "i32")
-    tile = {"TILE_K": 128, "TILES": 8, "PERMUTED": False}
-    yield Build("prepare", triton_matmul.prepare_kernel, {**pointers, **sizes}, tile, unaligned=("rows_kept",))
+    into = {"x": "*bf16", "into": _OPERAND, "k": "i32", "x_stride": "i32"}
+    yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_kept",))
     sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
     yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
 def decode_builds() -> Iterator[Build]:
     """The steps between products, at the shapes of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128."""
-    activation = {"values": "*fp16", "sums": "*fp32", "tiles": "i32", "rows_kept": "i32"}
-    tile = {"TILE_K": 128, "PERMUTED": True}
     counts = ("count", "rows", "rows_kept", "tokens")
-    norm = {**dict.fromkeys(("residual", "gain", "stream", "normed"), "*bf16"), "parts": "*fp32"}
-    norm |= {"count": "i32", "rows": "i32", "size": "i32", "eps": "fp32", **activation}
-    flags = {"BLOCK": 4096, "ADD": True, "PREPARED": True, **tile}
+    norm: dict[str, Any] = {**dict.fromkeys(("residual", "gain", "stream", "normed"), "*bf16"), "parts": "*fp32"}
+    norm |= {"count": "i32", "rows": "i32", "size": "i32", "eps": "fp32", "into": _OPERAND}
+    flags = {"BLOCK": 4096, "ADD": True}
     yield Build("sum and norm", triton_fused.norm_kernel, norm, flags, warps=8, unaligned=counts)
-    silu = {"parts": "*fp32", "count": "i32", "rows": "i32", "size": "i32", **activation}
-    yield Build("SiLU", triton_fused.silu_kernel, silu, {"DTYPE": tl.bfloat16, "TILES": 4, **tile}, unaligned=counts)
+    silu: dict[str, Any] = {"parts": "*fp32", "count": "i32", "rows": "i32", "size": "i32", "into": _OPERAND}
+    yield Build("SiLU", triton_fused.silu_kernel, silu, {"DTYPE": tl.bfloat16, "TILES": 4}, unaligned=counts)
     for name, stored in (("", "*bf16"), (" int8", "*i8")):
         int8 = name != ""
         cache = {"keys": stored, "values": stored, "key_scales": "*fp32", "value_scales": "*fp32"}
@@ -235,21 +242,21 @@ def decode_builds() -> Iterator[Build]:
         flags = {"HALF": 64, "BLOCK": 64, "BIAS": False, "NORM": False, "INT8": int8}
         yield Build(f"rotate and store{name}", triton_fused.rope_kernel, rope, flags, warps=1, unaligned=counts)
         for tokens in (1, 8):
-            attend = {"query": "*bf16", "lengths": "*i32", "outputs": "*fp32", "stats": "*fp32", **cache, **strides}
-            attend |= {"window": "i32", "scale": "fp32"}
+            attend: dict[str, Any] = {
+                "query": "*bf16",
+                "lengths": "*i32",
+                "outputs": "*fp32",
+                "stats": "*fp32",
+                **cache,
+                **strides,
+            }
+            attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND}
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
             flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "INT8": int8, "DOT": tl.bfloat16}
             warps = attend_warps(max(8, 4 * tokens))
-            yield Build(f"attend{name} to {tokens}", triton_attention.attend_kernel, attend, flags, warps)
-    combine = {"outputs": "*fp32", "stats": "*fp32", "attended": "*bf16", "kv_heads": "i32", "splits": "i32"}
-    sizes = {"TOKENS": 1, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": 8, "HEADS": 1}
-    yield Build(
-        "combine",
-        triton_attention.combine_kernel,
-        {**combine, **activation},
-        {**sizes, **tile, "PREPARED": True},
-        unaligned=("rows_kept", "kv_heads", "splits"),
-    )
+            flags |= combination(tokens, 4 * 128, 128, 32, warps)
+            kernel = triton_attention.attend_kernel
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept",))
 
 
 def builds(capability: int) -> Iterator[Build]:

@@ -84,12 +84,8 @@ def add_norm(
     normed = torch.empty_like(residual) if into is None else residual
     norm_kernel[(rows,)](
         residual if parts is None else parts, residual, gain, stream, normed,
-        residual if into is None else into.values, residual if into is None else into.sums,
-        0 if parts is None else parts.shape[0], rows, size,
-        0 if into is None else into.tiles, 0 if into is None else into.rows_kept, eps,
-        BLOCK=max(128, triton.next_power_of_2(size)), TILE_K=128 if into is None else into.tile_k,
-        ADD=parts is not None, PREPARED=into is not None, PERMUTED=into is not None and into.tile.permuted,
-        num_warps=8 if size > 2048 else 4,
+        None if into is None else into.operand(), 0 if parts is None else parts.shape[0], rows, size, eps,
+        BLOCK=max(128, triton.next_power_of_2(size)), ADD=parts is not None, num_warps=8 if size > 2048 else 4,
     )  # fmt: skip
     return stream, normed if into is None else into
 
@@ -105,9 +101,8 @@ def silu_multiply(parts: Tensor, dtype: torch.dtype, product: TritonMatmul) -> A
     into = product.activation(rows)
     at_once = 512 // into.tile_k
     silu_kernel[(rows, -(-into.tiles // at_once))](
-        parts, into.values, into.sums, count, rows, width // 2, into.tiles, into.rows_kept,
-        DTYPE=tl.bfloat16 if dtype is torch.bfloat16 else tl.float16,
-        TILE_K=into.tile_k, TILES=at_once, PERMUTED=into.tile.permuted,
+        parts, into.operand(), count, rows, width // 2,
+        DTYPE=tl.bfloat16 if dtype is torch.bfloat16 else tl.float16, TILES=at_once,
     )  # fmt: skip
     return into
 
@@ -168,70 +163,61 @@ def splits(chip: Chip, programs: int, capacity: int) -> int:
     return min(_MOST_SPLITS, wanted, max(1, capacity // (4 * BLOCK_K)))
 
 
+def combination(tokens: int, columns: int, tile_k: int, parts: int, warps: int) -> dict[str, int]:
+    """How the last split combines all: constants of `attend_kernel`. columns: of the heads that share a key-value head.
+
+    A thread has 4 columns, where there are as many, of up to 8 splits at a time; of 4 where more would cost the loop of
+    the kernel its second block on a multiprocessor.
+    """
+    rows, unit = 1 << (tokens - 1).bit_length(), tile_k // math.gcd(tile_k, columns)
+    tiles = min(1 << (unit * columns // tile_k - 1).bit_length(), max(1, 128 * warps // (rows * tile_k)))
+    return {"UNIT": unit, "ROWS": rows, "TILES": tiles, "SPLITS": min(32 // warps, 1 << (parts - 1).bit_length())}
+
+
 def attend_warps(block_q: int) -> int:
     """Of one program: more than 16 queries in 4 warps would not stay in registers."""
     return 4 if block_q <= 16 else 8
 
 
-@overload
 def attend(
-    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: TritonMatmul
-) -> Activation: ...
-
-
-@overload
-def attend(
-    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: None
-) -> Tensor: ...
-
-
-def attend(
-    query: Tensor, cache: LayerCache, lengths: Tensor, window: int | None, chip: Chip, product: TritonMatmul | None
-) -> Activation | Tensor:
+    query: Tensor,
+    cache: LayerCache,
+    lengths: Tensor,
+    window: int | None,
+    product: TritonMatmul,
+    counters: Tensor,
+) -> Activation:
     """query [sequences, tokens, heads, head_dim], the last positions of the cache, attends to what it may see.
 
-    Returns the operand of `product`, or [sequences * tokens, heads * head_dim] in the query's dtype without one.
-    At most 64 pairs of token and head may share a key-value head.
+    Returns the operand of `product`. At most 64 pairs of token and head may share a key-value head. counters: int32
+    zeros, at least sequences * kv_heads; they are zero again afterwards.
     """
     import triton
     import triton.language as tl
 
-    from mycli.runtime.kernels.triton_attention import attend_kernel, combine_kernel
+    from mycli.runtime.kernels.triton_attention import attend_kernel
 
     _contiguous(query, lengths)
     sequences, tokens, heads, head_dim = query.shape
     kv_heads, capacity = cache.keys.shape[1:3]
-    group, block_d = heads // kv_heads, triton.next_power_of_2(head_dim)
+    group = heads // kv_heads
     block_q = max(8, triton.next_power_of_2(tokens * group))
     if block_q > 64:
         raise ValueError(f"{tokens} tokens of {group} heads: more than 64 queries to a key")
-    parts = splits(chip, sequences * kv_heads, capacity)
+    parts = splits(product.chip, sequences * kv_heads, capacity)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter multiplies the bits of bf16 as integers
     shape = (sequences, kv_heads, parts, block_q)
     outputs = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
+    into = product.activation(sequences * tokens)
     attend_kernel[(parts, kv_heads, sequences)](
         query, cache.keys, cache.values, *cache.scales(), lengths, outputs, stats,
-        *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e),
-        TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
-        WINDOW=window is not None, INT8=cache.key_scales is not None, DOT=dot,
+        *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
+        TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
+        BLOCK_K=BLOCK_K, WINDOW=window is not None, INT8=cache.key_scales is not None, DOT=dot,
+        **combination(tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
         num_warps=attend_warps(block_q), num_stages=3,
     )  # fmt: skip
-    rows, into = sequences * tokens, None
-    if product is not None and block_d == head_dim:
-        into = product.activation(rows)
-    attended = query.new_empty((rows, heads * head_dim)) if into is None else query
-    tile = head_dim if into is None else into.tile_k
-    at_once = max(1, tile // block_d)
-    combine_kernel[(rows, -(-heads // at_once))](
-        outputs, stats, attended, outputs if into is None else into.values, stats if into is None else into.sums,
-        kv_heads, parts, 0 if into is None else into.tiles, 0 if into is None else into.rows_kept,
-        TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, HEADS=at_once,
-        TILE_K=tile if into is None else into.tile_k, PREPARED=into is not None,
-        PERMUTED=into is not None and into.tile.permuted, num_warps=4,
-    )  # fmt: skip
-    if into is not None or product is None:
-        return attended if into is None else into
-    return product.prepare(attended)
+    return into

@@ -11,7 +11,7 @@ round to its dtype is rounded to it here. Knows no tensors; `triton_decode` laun
 import triton
 import triton.language as tl
 
-from mycli.runtime.kernels.triton_matmul import natural_column, store_activation
+from mycli.runtime.kernels.triton_activation import columns_of, natural_column, some_tiles, store_activation
 
 
 @triton.jit
@@ -25,30 +25,24 @@ def _add_parts(parts, place, count, stride, inside):
     return total
 
 
-@triton.jit(do_not_specialize=["count", "rows", "rows_kept"])
+@triton.jit(do_not_specialize=["count", "rows"])
 def norm_kernel(
     parts,  # [count, rows, size]: what is added to the residual stream
     residual,  # [rows, size]
     gain,  # [size]
     stream,  # [rows, size]: the residual stream after it
-    normed,  # [rows, size], unless PREPARED
-    values,
-    sums,
+    normed,  # [rows, size], unless `into`
+    into,  # or None
     count,
     rows,
     size,
-    tiles,
-    rows_kept,
     eps,
     BLOCK: tl.constexpr,
-    TILE_K: tl.constexpr,
     ADD: tl.constexpr,
-    PREPARED: tl.constexpr,
-    PERMUTED: tl.constexpr,
 ):
     """Grid (rows). Residual, then RMSNorm (arXiv 1910.07467)."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
-    column = natural_column(place, PERMUTED)
+    column = natural_column(place, into is not None and into.PERMUTED)
     inside = column < size
     x = tl.load(residual + row * size + column, mask=inside, other=0.0)
     if ADD:
@@ -59,38 +53,34 @@ def norm_kernel(
     root = tl.rsqrt(tl.sum(wide * wide) / size + eps)
     weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     result = (wide * root * weight).to(x.dtype)
-    if PREPARED:
-        grouped = result.to(tl.float32).reshape(BLOCK // TILE_K, TILE_K)
-        store_activation(grouped, row, tl.arange(0, BLOCK // TILE_K), tiles, values, sums, rows_kept, TILE_K)
+    if into is not None:
+        grouped = result.to(tl.float32).reshape(BLOCK // into.TILE_K, into.TILE_K)
+        tile = tl.arange(0, BLOCK // into.TILE_K)
+        store_activation(grouped, row, tile, tile < into.tiles, into)
     else:
         tl.store(normed + row * size + column, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "rows_kept"])
+@triton.jit(do_not_specialize=["count", "rows"])
 def silu_kernel(
     parts,  # [count, rows, 2 * size]: gate, up
-    values,
-    sums,
+    into,
     count,
     rows,
     size,
-    tiles,
-    rows_kept,
     DTYPE: tl.constexpr,
-    TILE_K: tl.constexpr,
     TILES: tl.constexpr,
-    PERMUTED: tl.constexpr,
 ):
     """Grid (rows, blocks of TILES tiles). SiLU(gate) * up."""
     row = tl.program_id(0)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    column = tile[:, None] * TILE_K + natural_column(tl.arange(0, TILE_K), PERMUTED)[None, :]
+    _, tile = some_tiles(tl.program_id(1) * TILES, 1, TILES)
+    column = columns_of(tile, into)
     inside = column < size
     place = row * (2 * size) + column
     gate = _add_parts(parts, place, count, rows * size * 2, inside).to(DTYPE).to(tl.float32)
     up = _add_parts(parts, place + size, count, rows * size * 2, inside).to(DTYPE).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-    store_activation((active * up).to(DTYPE).to(tl.float32), row, tile, tiles, values, sums, rows_kept, TILE_K)
+    store_activation((active * up).to(DTYPE).to(tl.float32), row, tile, tile < into.tiles, into)
 
 
 @triton.jit

@@ -213,54 +213,6 @@ def multiply_kernel(
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
 
 
-@triton.jit
-def natural_column(place, PERMUTED: tl.constexpr):
-    """Which column of a row lies at a place of `values`, and back: the MMA's order swaps bits of the place."""
-    if PERMUTED:  # (k half, lane % 4, pair of pairs, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
-        return place // 32 * 32 + place // 4 % 4 * 8 + place // 2 % 2 * 4 + place // 16 % 2 * 2 + place % 2
-    else:
-        return place
-
-
-@triton.jit
-def store_activation(value, row, tile, tiles, values, sums, rows_kept, TILE_K: tl.constexpr):
-    """Write value fp32 [tiles at hand, TILE_K], columns as `values` wants them, for `multiply_kernel`.
-
-    Each tile is scaled by a power of two to below 2^15: fp16 then holds every bf16 or fp16 number larger than 2^-38 of
-    the largest of its tile exactly.
-    """
-    exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
-    down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
-    up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    scaled = (value * down[:, None]).to(tl.float16)
-    place = (row * tiles + tile[:, None]) * TILE_K + tl.arange(0, TILE_K)[None, :]
-    tl.store(values + place, scaled, mask=tile[:, None] < tiles)
-    pair = sums + (tile * rows_kept + row) * 2
-    tl.store(pair, up, mask=tile < tiles)
-    tl.store(pair + 1, tl.sum(scaled.to(tl.float32), axis=1) * up, mask=tile < tiles)
-
-
-@triton.jit(do_not_specialize=["rows_kept"])
-def prepare_kernel(
-    x,  # [rows, k], rows x_stride apart
-    values,  # fp16 [rows, tiles * TILE_K]
-    sums,  # fp32 [tiles, rows_kept, 2]
-    k,
-    tiles,
-    x_stride,
-    rows_kept,
-    TILE_K: tl.constexpr,
-    TILES: tl.constexpr,
-    PERMUTED: tl.constexpr,
-):
-    """Grid (rows, blocks of TILES tiles)."""
-    row = tl.program_id(0)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    column = tile[:, None] * TILE_K + natural_column(tl.arange(0, TILE_K), PERMUTED)[None, :]
-    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
-    store_activation(value, row, tile, tiles, values, sums, rows_kept, TILE_K)
-
-
 @triton.jit(do_not_specialize=["count"])
 def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
     """y[size] = sum of parts[count, size], fp32, in order."""

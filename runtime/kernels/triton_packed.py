@@ -7,7 +7,7 @@ some platforms, and slow to load where nothing will use it.
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from mycli.runtime.kernels.triton_shuffle import layout_of, padded_k, shuffle, s
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
 from mycli.runtime.packed import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+
+if TYPE_CHECKING:
+    from mycli.runtime.kernels.triton_activation import Operand
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
@@ -79,10 +82,14 @@ class Activation:
         """Columns of a group."""
         return self.values.shape[1] // self.tiles
 
-    @property
-    def rows_kept(self) -> int:
-        """Rows that `sums` has room for."""
-        return self.sums.shape[1]
+    def operand(self) -> "Operand":
+        """What kernels take to write it."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton_activation import Operand
+
+        constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
+        return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
 
 
 def _check(x: Tensor, columns: int) -> None:
@@ -132,15 +139,12 @@ class TritonMatmul:
 
     def prepare(self, x: Tensor) -> Activation:
         """x [rows, K] for `multiply`."""
-        from mycli.runtime.kernels.triton_matmul import prepare_kernel
+        from mycli.runtime.kernels.triton_activation import prepare_kernel
 
         _check(x, self.k)
         into = self.activation(x.shape[0])
         at_once = 1024 // into.tile_k
-        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](
-            x, into.values, into.sums, self.k, into.tiles, x.stride(0), into.rows_kept,
-            TILE_K=into.tile_k, TILES=at_once, PERMUTED=into.tile.permuted,
-        )  # fmt: skip
+        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
         return into
 
     def partial(self, x: Activation, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -153,7 +157,7 @@ class TritonMatmul:
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
-            rows, self.n, self._n_kept, self._k_kept, x.rows_kept, each,
+            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             num_warps=shape.warps, num_stages=shape.stages,
