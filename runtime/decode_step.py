@@ -1,8 +1,8 @@
 """A pass over a few tokens by fused Triton kernels: decoding, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and what lies between them,
-nine launches, and nothing passes through the host. Made for a loaded model where all of its layers can be done this way;
-on other devices, for other weights and for longer passes the plain model runs. Numbers are rounded where the plain
+nine launches, and nothing passes through the host. Made for a loaded model where all of its layers can be done this
+way; on other devices, for other weights and for longer passes the plain model runs. Numbers are rounded where the plain
 model rounds them. Knows kernels and layers; not sampling, nor how launches are replayed (`mycli.runtime.replay`).
 """
 

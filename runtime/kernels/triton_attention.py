@@ -18,7 +18,7 @@ from mycli.runtime.kernels.triton_activation import columns_of, some_tiles, stor
 from mycli.runtime.kernels.triton_arrive import last_to_arrive
 
 
-@triton.jit
+@triton.jit(noinline=True)  # or its addresses take registers from the loop
 def _combine(
     outputs,  # of one sequence: fp32 [kv_heads, splits, BLOCK_Q, HEAD_DIM], and stats [.., 2]
     stats,
