@@ -68,7 +68,7 @@ def attend_kernel(
     query,  # [sequences, TOKENS, heads, HEAD_DIM]
     keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8 or as query
     values,
-    key_scales,  # fp32 [sequences, kv_heads, capacity], for int8
+    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, else None
     value_scales,
     lengths,  # int32 [sequences]: keys present, those of the new tokens included
     outputs,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, HEAD_DIM]
@@ -87,7 +87,6 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOW: tl.constexpr,
-    INT8: tl.constexpr,
     DOT: tl.constexpr,  # the type of what is multiplied
     UNIT: tl.constexpr,  # key-value heads whose columns are whole tiles of the operand
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
@@ -121,7 +120,7 @@ def attend_kernel(
         k = tl.load(keys + place + cell, mask=present, other=0)
         v = tl.load(values + place + cell, mask=present, other=0)
         score = tl.dot(k.to(DOT), q.trans()) * scale
-        if INT8:
+        if key_scales is not None:
             score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         seen = key[:, None] <= position[None, :]
         if WINDOW:
@@ -132,7 +131,7 @@ def attend_kernel(
         weight = tl.exp2(score - base_top[None, :])
         shrink = tl.exp2(top - base_top)
         total = total * shrink + tl.sum(weight, axis=0)
-        if INT8:
+        if key_scales is not None:
             weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
         top = new_top

@@ -7,17 +7,31 @@ the unpacking leaves in (bias, power of two) is taken off once per group:
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
 
 with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
-fits exactly; their sums come from `prepare_kernel`. Sums over K are fp32 and in a fixed order: parts of K are written
-apart and added by `reduce_kernel`, never by atomics. Knows no tensors; `triton_packed` launches.
+fits exactly; their sums come with them (`triton_activation`). Sums over K are fp32 and in a fixed order: parts of K are
+written apart, and added in turn by `reduce_kernel` or by the program that a `Tail` falls to. Knows no tensors;
+`triton_packed` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton_arrive import finish
 from mycli.runtime.kernels.triton_unpack import unpack2, unpack3, unpack4, unpack8
+
+
+class Root(NamedTuple):
+    """What the rows of x are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+
+    squares: Any  # fp32 [pieces, rows]: sums of squares
+    pieces: Any
+    size: Any
+    eps: Any
+    PIECES: Any  # a power of two, at least `pieces`
 
 
 @triton.jit
@@ -145,6 +159,8 @@ def multiply_kernel(
     k_kept,
     rows_kept,
     tiles_per_part,
+    root,  # `Root` or None
+    tail,  # `Tail` or None
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -176,6 +192,10 @@ def multiply_kernel(
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if root is not None:
+        piece = tl.arange(0, root.PIECES)[:, None]
+        known = (piece < root.pieces) & (columns[None, :] < rows)
+        squares = tl.load(root.squares + piece * rows + columns[None, :], mask=known, other=0.0)
     words = _scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -208,9 +228,13 @@ def multiply_kernel(
             pairs = next_pairs
     if CHANNEL:
         total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+    if root is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / root.size + root.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
+    if tail is not None:
+        finish(tail, y, rows, n, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["count"])

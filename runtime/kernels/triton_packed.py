@@ -21,6 +21,8 @@ from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 
 if TYPE_CHECKING:
     from mycli.runtime.kernels.triton_activation import Operand
+    from mycli.runtime.kernels.triton_arrive import Tail
+    from mycli.runtime.kernels.triton_matmul import Root
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
@@ -62,15 +64,35 @@ def dequantize_warps(packing: Packing) -> int:
 
 
 @dataclass(frozen=True)
+class Squares:
+    """Sums of squares of rows of `size`, in pieces, fp32 [pieces, rows]: RMSNorm divides by the root of their mean."""
+
+    sums: Tensor
+    size: int
+    eps: float
+
+    def root(self) -> "Root":
+        """What the product takes."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton_matmul import Root
+
+        pieces = self.sums.shape[0]
+        return Root(self.sums, pieces, self.size, self.eps, constexpr(1 << (pieces - 1).bit_length()))
+
+
+@dataclass(frozen=True)
 class Activation:
     """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
 
     sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
+    squares: of rows that the product is to divide by their root.
     """
 
     values: Tensor
     sums: Tensor
     tile: Tile
+    squares: Squares | None = None
 
     @property
     def tiles(self) -> int:
@@ -147,17 +169,23 @@ class TritonMatmul:
         prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
         return into
 
-    def partial(self, x: Activation, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part."""
+    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, tail: "Tail | None" = None) -> Tensor:
+        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
+
+        `tail`: what else the launch does with each piece of it, for rows of one tile.
+        """
         from mycli.runtime.kernels.triton_matmul import multiply_kernel
 
         shape, rows = x.tile, x.values.shape[0]
         parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
+        if tail is not None and (grid[2] > 1 or tail.counters.numel() * tail.SPAN.value * tail.RANGES.value < self.n):
+            raise ValueError(f"{rows} rows, or pieces of {self.n} for {tail.counters.numel()} counters")
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            None if x.squares is None else x.squares.root(), tail,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             num_warps=shape.warps, num_stages=shape.stages,
