@@ -2,8 +2,8 @@
 
 Two copies of one block are on the device at a time, the original and the one being quantized; the residual streams of
 both models lie on the host. Within a block the order is that of execution, qkv, o, gate_up, down: each is observed
-after those before it were quantized, and aims at what the original puts out. Knows no scheme by name and no files
-beyond the checkpoint read from.
+after those before it were quantized, and aims at what the original puts out; then, if asked, the block is trained as a
+whole. Knows no scheme by name and no files beyond the checkpoint read from.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from mycli.quant.record import Layer
 from mycli.quant.refit import Moments, refit
 from mycli.quant.resume import Solved, WorkFolder
 from mycli.quant.streaming import StreamedModel, Surroundings
+from mycli.quant.tune_block import close_calls, tune_block
 from mycli.runtime.device import TORCH_DTYPES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.linear import DenseMatmul, Linear
@@ -33,22 +34,26 @@ Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and
 class Solver:
     """Solves linears that share an input and a packing, and describes what came of it."""
 
-    def __init__(self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False) -> None:
+    def __init__(
+        self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False, tunes: bool = False
+    ) -> None:
         self._scheme = schemes.load(method)
-        self._scale_dtype = scale_dtype
+        self.scale_dtype = scale_dtype
         self._search = search
         self.folds = folds
+        self.tunes = tunes
 
     def grid(self, packing: Packing) -> Grid:
         """What it chooses from."""
-        return Grid(packing, self._scale_dtype, self._search)
+        return Grid(packing, self.scale_dtype, self._search)
 
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
-    ) -> tuple[dict[str, Quantized], list[Layer]]:
+    ) -> tuple[dict[str, Quantized], list[Layer], dict[str, Tensor]]:
         """weights [N, K] by name, stacked and solved as one, for the moments of most windows and of those held apart.
 
-        Where a linear came out worse than plain rounding with the same scales, it is rounded instead.
+        Where a linear came out worse than plain rounding with the same scales, it is rounded instead. Last come the
+        `close_calls` by name, if a block is tuned.
         """
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
@@ -59,6 +64,7 @@ class Solver:
             raise ModelError(f"{', '.join(weights)}: {error.message}", error.hint) from error
         solved: dict[str, Quantized] = {}
         layers: list[Layer] = []
+        calls: dict[str, Tensor] = {}
         start = 0
         for name, weight in weights.items():
             rows = slice(start, start + len(weight))
@@ -82,8 +88,10 @@ class Solver:
                     fallback=fallback,
                 )
             )
+            if self.tunes:
+                calls[name] = close_calls(wanted, solved[name], grid, hessian)
             start = rows.stop
-        return solved, layers
+        return solved, layers, calls
 
 
 def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
@@ -113,7 +121,6 @@ def quantize_blocks(
     Blocks that `work` holds are taken from it, the others kept in it.
     """
     config = model.config
-    surroundings = model.surroundings(windows.shape[1])
     stream, full = model.embed(windows), model.embed(windows)
     layers: list[Layer] = []
     for index in range(config.layers + 1):
@@ -121,20 +128,7 @@ def quantize_blocks(
             break
         found = solved = None if work is None else work.load(index)
         if index < config.layers:
-            quantized = View(model.block(index), stream)
-            original = View(model.block(index), full, settled=not solver.folds and solved is None)
-            if solved is None:
-                solved = _solve_block(model, quantized, original, packings, solver, surroundings)
-                with rough_products(model.placement.device):
-                    leave(model, quantized)
-            else:
-                _install_all(quantized.block, solved, packings, TORCH_DTYPES[config.dtype])
-                with rough_products(model.placement.device):
-                    model.advance(quantized.block, stream, surroundings)
-            if not original.settled:
-                with rough_products(model.placement.device):
-                    # Read again where it was rescaled: a run that goes on after this block then has the same bits.
-                    model.advance(model.block(index), full, surroundings)
+            solved = _pass_block(model, index, stream, full, packings, solver, found)
         elif solved is None:
             solved = _solve_head(model, stream, full, packings, solver)
         if work is not None and found is None:
@@ -145,6 +139,40 @@ def quantize_blocks(
     return layers
 
 
+def _pass_block(
+    model: StreamedModel,
+    index: int,
+    stream: Tensor,
+    full: Tensor,
+    packings: Mapping[str, Packing],
+    solver: Solver,
+    found: Solved | None,
+) -> Solved:
+    """A block as `found`, or solved here; `stream` of the quantized model and `full` of the original have left it."""
+    surroundings = model.surroundings(stream.shape[1])
+    solved, settled = found, False
+    if solved is None:
+        quantized = View(model.block(index), stream)
+        original = View(model.block(index), full, settled=not solver.folds)
+        solved, calls = _solve_block(model, quantized, original, packings, solver, surroundings)
+        settled = original.settled
+    with rough_products(model.placement.device):
+        if not settled:
+            # Read again where it was rescaled: a run that goes on after this block then has the same bits.
+            model.advance(model.block(index), full, surroundings)
+        if found is None and not solver.tunes:
+            leave(model, quantized)
+            return solved
+    if found is None:
+        del quantized, original
+        solved = tune_block(model, index, solved, calls, packings, solver.scale_dtype, stream, full)
+    block = model.block(index)
+    _install_all(block, solved, packings, TORCH_DTYPES[model.config.dtype])
+    with rough_products(model.placement.device):
+        model.advance(block, stream, surroundings)
+    return solved
+
+
 def _solve_block(
     model: StreamedModel,
     quantized: View,
@@ -152,9 +180,11 @@ def _solve_block(
     packings: Mapping[str, Packing],
     solver: Solver,
     surroundings: Surroundings,
-) -> Solved:
+) -> tuple[Solved, dict[str, Tensor]]:
+    """The block, and its `close_calls` if it is to be tuned."""
     linears: dict[str, Quantized] = {}
     layers: list[Layer] = []
+    calls: dict[str, Tensor] = {}
     changed = _fold_block(model, quantized, original, packings, solver, surroundings) if solver.folds else {}
     for product in Block.INPUTS:
         linear = quantized.block.product(product)
@@ -162,13 +192,14 @@ def _solve_block(
         moments = observe(model, quantized, original, product, surroundings)
         parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
         weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
-        solved, described = solver.solve(weights, packing, *moments)
+        solved, described, close = solver.solve(weights, packing, *moments)
         del moments, parts, weights
         trim()
         _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
         linears |= solved
         layers += described
-    return Solved(linears, changed, tuple(layers))
+        calls |= close
+    return Solved(linears, changed, tuple(layers)), calls
 
 
 def _fold_block(
@@ -198,7 +229,7 @@ def _solve_head(
 ) -> Solved:
     head = model.config.head()
     moments = _moments_of_head(model, stream, full)
-    linears, layers = solver.solve(model.weights([head]), packings[head.name], *moments)
+    linears, layers, _ = solver.solve(model.weights([head]), packings[head.name], *moments)
     return Solved(linears, {}, tuple(layers))
 
 

@@ -76,8 +76,8 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
 
 
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
-    """Put the tensors that `fold` returned into an unchanged block."""
-    for norm in (block.input_norm, block.post_norm):
+    """Put gains and biases by name, of `fold` or of tuning, into a block as it was read."""
+    for norm in block.norms():
         if (gain := changed.get(f"{norm.name}.weight")) is not None:
             norm.weight = gain.to(norm.weight)
     for product in Block.INPUTS:

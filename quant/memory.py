@@ -16,6 +16,7 @@ from mycli.runtime.packing import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
 BATCH = 4  # windows a step of tuning
+_BACKWARD = 48 << 20  # more of the libraries once gradients are computed: measured
 _FLOAT = 4
 # Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
 # factor, the identity and the inverse.
@@ -53,7 +54,7 @@ def need(work: Work, gpu: bool, at_once: int) -> Need:
     """For `at_once` tokens through a layer at a time, at least one window."""
     stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
     if work.tunes:
-        stages.append(_tuning(work))
+        stages += [_tuning_block(work), _tuning(work)]
     if work.measured:
         stages.append(_measuring(work, at_once))
     if gpu:
@@ -126,13 +127,30 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
     return stages
 
 
+def _training(config: ModelConfig, tokens: int) -> int:
+    """Bytes of a block's forward and backward pass over `tokens`, without what is a multiple of its weights: all that
+    is saved from norm to norm, and the gradients of the widest part."""
+    attention = 5 * config.heads * config.head_dim + 8 * config.kv_heads * config.head_dim
+    return _FLOAT * tokens * (12 * config.hidden_size + attention + 10 * config.intermediate_size)
+
+
+def _tuning_block(work: Work) -> tuple[int, int]:
+    """Of `mycli.quant.tune_block`: each weight as a code, a level that moves, its gradient, two moments and the best
+    level so far; twice more while it is differentiated, and thrice the largest product."""
+    weights = _block_weights(work.config)
+    largest = max(rows * inputs for _, rows, inputs in _products(work))
+    streams = _FLOAT * work.tokens * work.config.hidden_size * 2
+    trained = _BACKWARD + (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
+    return streams, trained + _training(work.config, BATCH * work.seq)
+
+
 def _tuning(work: Work) -> tuple[int, int]:
-    """Of `mycli.quant.tune_scales`: all codes as bytes, scales with their gradients and moments, one block's weights as
-    they are differentiated, and the stream of a batch at every block."""
+    """Of `mycli.quant.tune_scales`: all codes as bytes, scales with their gradients, moments and best so far, one
+    block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
     codes = config.layers * _block_weights(config)
     scales = (
-        6
+        7
         * _FLOAT
         * sum(
             packing.groups(linear.in_features) * linear.out_features
@@ -144,11 +162,12 @@ def _tuning(work: Work) -> tuple[int, int]:
     )
     tokens = min(BATCH, max(1, LOGITS_AT_ONCE // (work.seq * config.vocab_size))) * work.seq
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
-    inside = 2 * _activations(config, "down", tokens)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (2 + ("lm_head" in work.packings))
     block = 5 * _FLOAT * _block_weights(config)
-    return _FLOAT * work.tokens * config.hidden_size, codes + scales + saved + head + max(inside + block, logits)
+    return _FLOAT * work.tokens * config.hidden_size, _BACKWARD + codes + scales + saved + head + max(
+        _training(config, tokens) + block, logits
+    )
 
 
 def _tensors(work: Work) -> int:

@@ -31,6 +31,7 @@ from mycli.quant.tune_scales import tune_scales
 from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
 from mycli.runtime.device import TORCH_DTYPES, Placement
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.machine import trim
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packed import pack
 from mycli.runtime.packing import Packing, describe, write_quantization
@@ -222,14 +223,14 @@ def _write_blocks(
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
-    solver = Solver(work.recipe.solver, TORCH_DTYPES[work.config.dtype], work.recipe.scales, work.recipe.folds)
+    recipe, dtype = work.recipe, TORCH_DTYPES[work.config.dtype]
+    solver = Solver(recipe.solver, dtype, recipe.scales, recipe.folds, recipe.tune)
     model = StreamedModel(work.source.folder, placement, work.need.at_once)
-    if not work.recipe.tune:
+    if not recipe.tune:
         return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None
     blocks: list[Solved] = []
     layers = quantize_blocks(model, work.packings, solver, shown.windows, blocks.append, kept, progress)
-    dtype = TORCH_DTYPES[work.config.dtype]
-    tuned = tune_scales(model, blocks, work.packings, dtype, shown.windows, work.recipe.seed, progress)
+    tuned = tune_scales(model, blocks, work.packings, dtype, shown.windows, recipe.seed, progress)
     for block in tuned.blocks:
         sink(block)
     return tuple(layers), tuned.kl
@@ -277,6 +278,7 @@ def _measure(work: Plan, folder: Path, placement: Placement, progress: Progress)
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
+    trim()
     model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (folder, work.source.folder))
     if "lm_head" not in work.packings:
         model.share_head(reference)

@@ -30,8 +30,8 @@ class Layer:
     """One quantized linear. `error`: squared error of the weights over their squared norm.
 
     With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
-    scales, all three before any tuning; `refit` how much was corrected (see `mycli.quant.refit`); the others are those
-    of `schemes.Solution`.
+    scales, all three before any tuning; `refit` how much was corrected (see `mycli.quant.refit`); `tuned` the error of
+    the whole block's output after tuning, over that before; the others are those of `schemes.Solution`.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Layer:
     output_error: float | None = None
     rounding_output_error: float | None = None
     refit: float | None = None
+    tuned: float | None = None
     damping: float | None = None
     dead_columns: int = 0
     fallback: str | None = None  # why it is plain rounding

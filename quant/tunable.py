@@ -1,8 +1,9 @@
-"""A quantized block whose scales and gains follow gradients, while its codes stay.
+"""A quantized block whose scales and gains, and if asked its codes, follow gradients.
 
-What is trained is the change from where it began: scales relative to themselves, gains relative to their mean. The
-forward pass always uses the values as they will be stored, rounded to their dtypes; gradients pass straight through the
-rounding (arXiv 1308.3432). Weights exist in fp32 for one block at a time. Knows one block, nothing of losses.
+What is trained is the change from where it began: scales relative to themselves, gains relative to their mean, codes
+in steps of the grid. The forward pass always uses the values as they will be stored, rounded to their dtypes and to
+whole codes; gradients pass straight through the rounding (arXiv 1308.3432). Weights exist in fp32 for one block at a
+time. Knows one block, nothing of losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,13 +25,14 @@ def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
 
 
 class TunableWeight:
-    """One quantized linear."""
+    """One quantized linear. `shift` fp32 [N, K]: where its levels begin, in steps off its codes, if those may move."""
 
-    def __init__(self, quantized: Quantized, grid: Grid, device: torch.device) -> None:
+    def __init__(self, quantized: Quantized, grid: Grid, device: torch.device, shift: Tensor | None = None) -> None:
         self._grid = grid
         self._codes = quantized.codes.to(device)
         self._scales = quantized.scales.float().to(device)
         self.stretch = torch.zeros_like(self._scales, requires_grad=True)
+        self.shift = None if shift is None else shift.to(device).requires_grad_()
 
     def _stored_scales(self) -> Tensor:
         wanted = self._scales * (1 + self.stretch)
@@ -39,13 +41,20 @@ class TunableWeight:
     def weight(self) -> Tensor:
         """fp32 [N, K], differentiable."""
         scales = self._stored_scales()
+        return (grouped(self._levels(), scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
+
+    def _levels(self) -> Tensor:
         levels = self._codes.float() - self._grid.half
-        return (grouped(levels, scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
+        if self.shift is None:
+            return levels
+        wanted = levels + self.shift
+        return straight_through(wanted, wanted.detach().round().clamp(-self._grid.half, self._grid.half - 1))
 
     @torch.no_grad()
     def quantized(self) -> Quantized:
         """As it stands now."""
-        return Quantized(self._codes, self._stored_scales().to(self._grid.scale_dtype))
+        codes = (self._levels() + self._grid.half).to(torch.uint8)
+        return Quantized(codes, self._stored_scales().to(self._grid.scale_dtype))
 
 
 class TunableGain:
@@ -73,8 +82,8 @@ class TunableGain:
 class TunableBlock:
     """`block` with the codes and scales of `solved`; its own weights are let go of.
 
-    `stored` tells the dtype of a tensor in the file. Calling it is the block's forward, safe to be run again in
-    backward (activation checkpointing).
+    `stored` tells the dtype of a tensor in the file; `shifts` by linear lets codes move. Calling it is the block's
+    forward, safe to be run again in backward (activation checkpointing).
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class TunableBlock:
         packings: Mapping[str, Packing],
         scale_dtype: torch.dtype,
         stored: Callable[[str], torch.dtype],
+        shifts: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._block = block
         self._solved = solved
@@ -92,15 +102,13 @@ class TunableBlock:
         for linear in self._linears():
             for spec in linear.specs:
                 grid = Grid(packings[spec.name], scale_dtype)
-                self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device)
+                shift = None if shifts is None else shifts[spec.name]
+                self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device, shift)
             linear.matmuls = ()
-        norms = [block.input_norm, block.post_norm, block.q_norm, block.k_norm]
-        names = [norm for norm in norms if norm is not None]
-        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in names]
+        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in block.norms()]
 
     def _linears(self) -> list[Linear]:
-        found = [getattr(self._block, product) for product in Block.INPUTS]
-        return [linear for linear in found if isinstance(linear, Linear)]
+        return [self._block.product(name) for name in Block.INPUTS]
 
     def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Mapping[int | None, Tensor | None]) -> Tensor:
         """x [windows, tokens, hidden] to the same, differentiable in x and in all that is tuned."""
@@ -117,6 +125,10 @@ class TunableBlock:
     def stretches(self) -> list[Tensor]:
         """Changes of scales and gains, leaves."""
         return [weight.stretch for weight in self.weights.values()] + [gain.change for gain in self.gains]
+
+    def shifts(self) -> list[Tensor]:
+        """What moves the codes, leaves; none where they stay."""
+        return [weight.shift for weight in self.weights.values() if weight.shift is not None]
 
     def solved(self) -> Solved:
         """As it stands now, described as before."""

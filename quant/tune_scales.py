@@ -18,16 +18,17 @@ from mycli.quant.evaluate import LOGITS_AT_ONCE
 from mycli.quant.fold import restore
 from mycli.quant.grid import Grid, dequantize
 from mycli.quant.memory import BATCH
-from mycli.quant.observe import HELD, rough_products
 from mycli.quant.progress import Progress, silent
 from mycli.quant.record import Tuning
 from mycli.quant.resume import Solved
 from mycli.quant.streaming import StreamedModel
+from mycli.quant.training import train
 from mycli.quant.tunable import TunableBlock, TunableGain
 from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.machine import trim
 from mycli.runtime.packing import Packing
 
-EPOCHS = 2
+EPOCHS = 4
 RATE = 1e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
 
 
@@ -92,45 +93,22 @@ def tune_scales(
 
     One more block may come back, for the last norm. The same seed gives the same bytes.
     """
+    trim()
     student = _Student(model, blocks, packings, scale_dtype)
-    apart = torch.arange(len(windows)) % HELD == HELD - 1
-    fitted, held = (~apart).nonzero().flatten(), apart.nonzero().flatten()
     target = model.hidden(windows)
-    steps = EPOCHS * -(-len(fitted) // BATCH)
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(student.leaves(), RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    before = best = _held(model, student, target, windows, held)
-    kept: list[Tensor] | None = None
-    done = 0
-    for _ in range(EPOCHS):
-        for chosen in torch.split(fitted[torch.randperm(len(fitted), generator=generator)], BATCH):
-            optimizer.zero_grad()
-            with rough_products(model.placement.device):
-                for part in torch.split(chosen, _at_once(model, windows)):
-                    share = len(part) / len(chosen)
-                    (share * _kl(model, student, target[part], windows[part])).backward()  # type: ignore[no-untyped-call]  # torch's stub
-            optimizer.step()
-            schedule.step()
-            done += 1
-            progress("tuning scales", done, steps)
-        found = _held(model, student, target, windows, held)
-        if found < best:
-            best, kept = found, [leaf.detach().clone() for leaf in student.leaves()]
-    if kept is None:
-        return Tuned(list(blocks), Tuning(before, before))
-    with torch.no_grad():
-        for leaf, value in zip(student.leaves(), kept, strict=True):
-            leaf.copy_(value)
+
+    def loss(rows: Tensor) -> Tensor:
+        return _kl(model, student, target[rows], windows[rows])
+
+    at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))
+    device = model.placement.device
+    gained = train([(student.leaves(), RATE)], loss, len(windows), at_once, EPOCHS, seed, device, progress)
+    if gained.after == gained.before:
+        return Tuned(list(blocks), gained)
     tuned = [block.solved() for block in student.blocks]
     last = blocks[-1] if len(blocks) > len(tuned) else Solved({}, {}, ())
     tuned.append(replace(last, changed={**last.changed, student.gain.name: student.gain.stored()}))
-    return Tuned(tuned, Tuning(before, best))
-
-
-def _at_once(model: StreamedModel, windows: Tensor) -> int:
-    """Windows whose logits fit."""
-    return max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size))
+    return Tuned(tuned, gained)
 
 
 def _kl(model: StreamedModel, student: _Student, target: Tensor, tokens: Tensor) -> Tensor:
@@ -139,12 +117,3 @@ def _kl(model: StreamedModel, student: _Student, target: Tensor, tokens: Tensor)
         theirs = model.logits(target).log_softmax(-1)
     ours = student.logs(student.hidden(tokens))
     return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
-
-
-@torch.no_grad()
-def _held(model: StreamedModel, student: _Student, target: Tensor, windows: Tensor, held: Tensor) -> float:
-    total = 0.0
-    with rough_products(model.placement.device):
-        for part in torch.split(held, _at_once(model, windows)):
-            total += len(part) * float(_kl(model, student, target[part], windows[part]))
-    return total / len(held)

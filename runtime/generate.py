@@ -4,8 +4,9 @@
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.errors import UsageError
 from mycli.runtime.pacing import Record
 from mycli.runtime.rope import Rope
-from mycli.runtime.sampling import Sampler
+from mycli.runtime.sampling import Sampler, not_numbers
 from mycli.runtime.transformer import Transformer
 
 PREFILL_CHUNK = 512  # tokens a pass: bounds the activations, and Ctrl-C is heard between two
@@ -137,15 +138,46 @@ class Session:
         self.stopped = False
         logits = self.prefill(prompt, chunk)
         sampler.observe(torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1))
-        for index in range(limit):
-            token = sampler.sample(logits)
-            drawn: list[int] = token[:, 0].tolist()
-            self.timing.token_seconds.append(time.perf_counter() - began)
+        if limit < 1:
+            return
+        token = sampler.sample(logits)
+        first = [(token[:, 0].tolist(), time.perf_counter() - began)]
+        count = min(limit - 1, self.capacity - self.cache.length)
+        for drawn, seconds in chain(first, self._following(token, sampler, count)):
+            self.timing.token_seconds.append(seconds)
             if drawn[0] in stop:
                 self.stopped = True
                 return
             yield drawn
-            if index + 1 == limit or self.cache.length == self.capacity:
-                return
-            began = time.perf_counter()  # what the consumer did with the token is not ours
-            logits = self._forward(token, logits=True)
+
+    def _following(self, token: Tensor, sampler: Sampler, count: int) -> Iterator[tuple[list[int], float]]:
+        """The `count` tokens after `token` [sequences, 1], each with its seconds: without what the consumer did.
+
+        The cache then holds all but the last that was asked for.
+        """
+        choice, launches = sampler.choice(), None
+        if self.model.loop is not None and choice is not None:
+            launches = self.model.loop.launches(token, choice, self._rope, self.cache, count)
+        if launches is not None:
+            yield from self._launched(launches, int(token[0, 0]))
+            return
+        for _ in range(count):
+            began = time.perf_counter()
+            token = sampler.sample(self._forward(token, logits=True))
+            yield token[:, 0].tolist(), time.perf_counter() - began
+
+    def _launched(
+        self, launches: Iterator[tuple[list[list[int]], float]], fed: int
+    ) -> Iterator[tuple[list[int], float]]:
+        """As `_following`, with the tokens of a launch sharing its time equally.
+
+        The cache advances by what is asked for, not by what was made: the rest of a launch is as if it had not been.
+        """
+        for made, seconds in launches:
+            for drawn in made:
+                self._tokens.append(fed)
+                self.cache.advance(1)
+                if min(drawn) < 0:
+                    raise not_numbers()
+                fed = drawn[0]
+                yield drawn, seconds / len(made)

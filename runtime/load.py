@@ -39,9 +39,9 @@ def load_model(
     model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
     if packings and placement.device.type == "cuda":
-        from mycli.runtime.replay import make_replay
+        from mycli.runtime.device_loop import accelerate
 
-        model.short_pass = make_replay(model, warn)
+        accelerate(model, warn)
     return model
 
 

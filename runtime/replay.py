@@ -66,7 +66,7 @@ class Replay:
     """A fused pass for those passes of a model that it can do. `capture` None: launch by launch."""
 
     def __init__(self, step: Step, capture: Capture | None) -> None:
-        self._step = step
+        self.step = step
         self._capture = capture
         # (sequences, new tokens, last logits only): None after the first pass of this shape.
         self._graphs: WeakKeyDictionary[StaticCache, dict[tuple[int, int, bool], _Captured | None]]
@@ -80,7 +80,7 @@ class Replay:
         sequences, new = batch.tokens.shape
         tables = rope.fixed(cache.capacity)
         fits = batch.start == cache.length and batch.end <= cache.capacity
-        if batch.logits == "none" or tables is None or not fits or not self._step.takes(sequences, new):
+        if batch.logits == "none" or tables is None or not fits or not self.step.takes(sequences, new):
             return None
         last = batch.logits == "last"
         known = self._graphs.setdefault(cache, {})
@@ -90,11 +90,11 @@ class Replay:
             lengths = torch.full((sequences,), batch.end, dtype=torch.int32, device=batch.tokens.device)
             if self._capture is None or shape not in known:
                 known[shape] = None
-                return self._step(batch.tokens, lengths, tables, cache, last)
+                return self.step(batch.tokens, lengths, tables, cache, last)
             if len(known) >= MOST_GRAPHS:
                 known.clear()
             tokens = batch.tokens.clone()
-            replay = self._capture(lambda: self._step(tokens, lengths, tables, cache, last))
+            replay = self._capture(lambda: self.step(tokens, lengths, tables, cache, last))
             captured = known[shape] = _Captured(tokens, lengths, replay)
         captured.tokens.copy_(batch.tokens)
         captured.lengths.fill_(batch.end)

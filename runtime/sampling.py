@@ -145,6 +145,23 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Choice:
+    """All that a device must know to choose tokens by itself; see `Sampler.choice`. Temperature 0: the likeliest."""
+
+    vocab_size: int
+    temperature: float
+    seed: int  # of 64 bits, signed
+
+
+def not_numbers() -> ModelError:
+    """What is raised where logits cannot be drawn from."""
+    return ModelError(
+        "the model's output is not a number (NaN or infinite logits)",
+        "the weights may be damaged: mycli verify MODEL; or try --dtype fp32",
+    )
+
+
 class Sampler:
     """Draws tokens for one request: its settings, its random numbers and, for the penalty, the tokens it has seen.
 
@@ -211,6 +228,20 @@ class Sampler:
         if self._recorder is not None:
             self._recorder.record(raw, token)
         return token
+
+    def choice(self) -> Choice | None:
+        """The next draws as a device can do them by itself (`mycli.runtime.kernels.triton_choose`), None if it cannot.
+
+        It can where a token depends on its own logits alone: greedy, or at a plain temperature. Drawn tokens follow the
+        same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
+        """
+        given = self.sampling
+        cut = given.top_k or given.top_p < 1 or given.min_p
+        plain = not cut and given.repetition_penalty == 1 and not given.logit_bias
+        if not (plain or self.plain_greedy) or self.constrained or self._recorder is not None:
+            return None
+        seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
+        return Choice(self._vocab_size, 0.0 if given.greedy else given.temperature, seed)
 
     # For speculation (`mycli.runtime.speculate`): one sequence, and rows that are positions of it.
 
@@ -311,7 +342,4 @@ class Sampler:
 
     def _check(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):
-            raise ModelError(
-                "the model's output is not a number (NaN or infinite logits)",
-                "the weights may be damaged: mycli verify MODEL; or try --dtype fp32",
-            )
+            raise not_numbers()

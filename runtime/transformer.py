@@ -19,6 +19,7 @@ from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope, rotate
+from mycli.runtime.sampling import Choice
 
 Masks = Mapping[int | None, Tensor | None]
 
@@ -74,6 +75,10 @@ class Block(nn.Module):
         assert isinstance(found, Linear)
         return found
 
+    def norms(self) -> list[RMSNorm]:
+        """Those it has."""
+        return [norm for norm in (self.input_norm, self.post_norm, self.q_norm, self.k_norm) if norm is not None]
+
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -119,10 +124,21 @@ class ShortPass(Protocol):
         ...
 
 
+class Loop(Protocol):
+    """Makes several tokens without the host; see `mycli.runtime.device_loop`."""
+
+    def launches(
+        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
+    ) -> Iterator[tuple[list[list[int]], float]] | None:
+        """The `count` tokens of each sequence after `token` [sequences, 1], by launches with their seconds."""
+        ...
+
+
 class Transformer(nn.Module):
     """A whole model. `load` in `mycli.runtime.load` makes one that can run."""
 
     short_pass: ShortPass | None = None
+    loop: Loop | None = None
 
     def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
         """`kv`: the kind of the caches it is run with."""

@@ -141,7 +141,7 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
 
     monkeypatch.setattr("mycli.quant.schemes.load", lambda _: Unlucky)
     packing = Packing(4, 32)
-    solved, layers = Solver("any", torch.bfloat16, "mse").solve(
+    solved, layers, _ = Solver("any", torch.bfloat16, "mse").solve(
         {"a": good, "b": bad}, packing, half(hessian), half(hessian)
     )
     assert [layer.fallback for layer in layers] == [None, "plain rounding is better"]
@@ -154,5 +154,6 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
 def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
     weight, hessian = problem(8, 64)
     hessian[3, 5] = hessian[5, 3] = 1e12
-    _, layers = Solver("gptq", torch.bfloat16, "mse").solve({"a": weight}, Packing(4, 32), half(hessian), half(hessian))
+    solver, given = Solver("gptq", torch.bfloat16, "mse"), (half(hessian), half(hessian))
+    _, layers, _ = solver.solve({"a": weight}, Packing(4, 32), *given)
     assert layers[0].fallback is not None and layers[0].damping is None

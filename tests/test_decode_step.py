@@ -90,7 +90,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             if ours is fused.head and not case.packed_head:
                 ours.matmuls = theirs.matmuls
             if case.bias and ours.specs[0].name.endswith("q_proj"):
-                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=generator).half()
+                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=generator).half().to(device)
     return fused, plain
 
 

@@ -72,8 +72,10 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     [
         (WIDE, {"group": 64, "samples": 128, "seq": 256}),
         ({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}),
+        ({**WIDE, "vocab_size": 4096}, {"group": 64, "samples": 8, "seq": 512, "tune": True}),
+        ({**WIDE, "vocab_size": 32768}, {"group": 64, "samples": 8, "seq": 256, "tune": True}),
     ],
-    ids=["solving", "measuring"],
+    ids=["solving", "measuring", "tuning-a-block", "tuning-scales"],
 )
 def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object]

@@ -93,7 +93,11 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, method="awq+gptq")], ids=lambda recipe: recipe.method)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, replace(RECIPE, method="awq+gptq"), replace(RECIPE, tune=True)],
+    ids=lambda recipe: recipe.method + "-tune" * recipe.tune,
+)
 def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
     whole, target = tmp_path / "whole", tmp_path / "out"
     quantize(plan(SOURCE, recipe, report="none"), whole, CPU)

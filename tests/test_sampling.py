@@ -1,6 +1,7 @@
 """Sampling: the distribution against transformers' own processors, the draws against the distribution (chi squared)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling import Sampler, Sampling, distribution
+from mycli.runtime.sampling import Choice, Sampler, Sampling, distribution
 
 VOCAB = 50
 DRAWS = 200_000
@@ -92,6 +93,34 @@ def test_seed_reproduces_and_no_seed_varies() -> None:
     assert tokens(5) != tokens(6)
     assert tokens(None) != tokens(None)
     assert tokens(-1) == tokens(-1)
+
+
+class Told:
+    """A constraint and a recorder that do nothing."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def follow(self, tokens: Sequence[int]) -> None: ...
+
+    def record(self, logits: Tensor, tokens: Tensor) -> None: ...
+
+
+def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
+    def choice(sampling: Sampling, **options: Any) -> Choice | None:
+        return Sampler(sampling, VOCAB, torch.device("cpu"), **options).choice()
+
+    assert choice(Sampling(temperature=0.7, seed=-3)) == Choice(VOCAB, 0.7, -3)
+    assert choice(Sampling(top_k=3, top_p=0.5, min_p=0.1, seed=(1 << 63) - 1)) == Choice(VOCAB, 0.0, (1 << 63) - 1)
+    assert choice(Sampling(temperature=1e-9, seed=-(1 << 63))) == Choice(VOCAB, 0.0, -(1 << 63))
+    seeds = {found.seed for _ in range(20) if (found := choice(Sampling(temperature=1.0))) is not None}
+    assert len(seeds) == 20 and all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
+    for name in ("top-k", "top-p", "min-p", "penalty", "bias", "all"):
+        assert choice(SETTINGS[name]) is None, name
+    for sampling in (Sampling(repetition_penalty=1.1), Sampling(logit_bias=((1, 2.0),))):
+        assert choice(sampling) is None, "greedy, but not by the logits alone"
+    for option in ("constraint", "recorder"):
+        assert choice(Sampling(), **{option: Told()}) is None, option
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9], ids=["zero", "F6-1e-9"])

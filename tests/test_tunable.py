@@ -1,4 +1,4 @@
-"""A block that is trained computes what the stored one will, and every scale and gain gets a gradient."""
+"""A block that is trained computes what the stored one will; every scale, gain and, if asked, code gets a gradient."""
 
 import torch
 
@@ -8,7 +8,7 @@ from mycli.quant.schemes import rtn
 from mycli.quant.streaming import StreamedModel
 from mycli.quant.tunable import TunableBlock
 from mycli.runtime.device import Placement
-from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.linear import DenseMatmul
 from mycli.runtime.packing import Packing
 from mycli.runtime.transformer import Block
 from tests.conftest import ROOT
@@ -30,8 +30,7 @@ def stored(model: StreamedModel, solved: Solved) -> Block:
     """The block of layer 1 as a reader would have it."""
     block = model.block(1)
     for product in Block.INPUTS:
-        linear = getattr(block, product)
-        assert isinstance(linear, Linear)
+        linear = block.product(product)
         linear.matmuls = (DenseMatmul(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs])),)
     for norm in (block.input_norm, block.post_norm):
         norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
@@ -55,4 +54,28 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
         assert torch.equal(quantized.codes, solved.linears[name].codes)
         assert quantized.scales.dtype == torch.bfloat16
         assert not torch.equal(quantized.scales, solved.linears[name].scales)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))
+
+
+def test_codes_move_where_they_may() -> None:
+    model = StreamedModel(DRAFT, CPU)
+    packings, solved = rounded(model, 1)
+    generator = torch.Generator().manual_seed(2)
+    shifts = {name: torch.rand(each.codes.shape, generator=generator) - 0.5 for name, each in solved.linears.items()}
+    taken = {name: shift.clone() for name, shift in shifts.items()}
+    block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype, taken)
+    x = torch.randn(2, 8, model.config.hidden_size, generator=generator)
+    surroundings = model.surroundings(8)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
+    block(x, *surroundings).square().sum().backward()
+    assert len(block.shifts()) == len(solved.linears)
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.shifts())
+    with torch.no_grad():
+        for leaf in block.shifts():
+            leaf += 0.6  # most by one step; beyond the end of the grid none
+    after = block.solved()
+    for name, quantized in after.linears.items():
+        moved = quantized.codes.int() - solved.linears[name].codes.int()
+        wanted = (solved.linears[name].codes.int() + (shifts[name] > -0.1)).clamp(max=7)
+        assert torch.equal(quantized.codes.int(), wanted) and bool(moved.any())
     torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels import triton_activation, triton_attention, triton_fused, triton_matmul, triton_tiles
 from mycli.runtime.kernels.triton_arrive import Tail
+from mycli.runtime.kernels.triton_choose import BLOCK, choose_kernel, partial_kernel
 from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps, combination
 from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
 from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
@@ -227,6 +228,17 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
+def choose_builds() -> Iterator[Build]:
+    """The choice of a token, of the 128,256 of Llama-3.1."""
+    pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
+    partial = {**pointers, "seed": "*i64", "temperature": "*fp32", "stride": "i32", "vocab": "i32"}
+    for name, draw in (("likeliest", False), ("draw", True)):
+        yield Build(f"{name} of a block", partial_kernel, partial, {"DRAW": draw, "BLOCK": BLOCK})
+    last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
+    del last["logits"]
+    yield Build("choice", choose_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+
+
 def _tails(block: int, rows: int) -> Iterator[tuple[str, bool, Tail]]:
     """What follows the products of a layer: name, whether x came from a norm, and the tail."""
     tiles = max(1, block // 128)
@@ -273,6 +285,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
     yield from matmul_builds(capability)
+    yield from choose_builds()
     yield from decode_builds(capability)
 
 

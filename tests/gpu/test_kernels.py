@@ -4,6 +4,7 @@ What kernels write into is filled with NaN beforehand. What `make test-gpu` runs
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from mycli.quant.schemes._columns import solve_block
 from mycli.runtime.batch import Batch
 from mycli.runtime.cache import StaticCache
+from mycli.runtime.generate import Session
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
 from mycli.runtime.replay import Replay, Step, cuda_graph, difference
 from mycli.runtime.rope import Rope
+from mycli.runtime.sampling import Sampler, Sampling
 from tests.test_columns import SHAPES, agree, problem
 from tests.test_decode_step import CAPACITY, CASES, Case, models
 
@@ -86,3 +89,24 @@ def test_columns_of_a_block(half: int, move: bool) -> None:
         given = (residual.cuda(), matrix.cuda(), scales.cuda(), None if codes is None else codes.cuda())
         levels, shifts = solve_block(*given, half)
         agree((levels.cpu(), shifts.cpu()), solve_block(residual, matrix, scales, codes, half))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.new == 1], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float) -> None:
+    """Captured and launched, with a reader that leaves early; greedy, also those of the host's loop: the same bits."""
+    from mycli.runtime.device_loop import DeviceLoop
+
+    step, found = fused(case), []
+    for capture in (cuda_graph, None, "host"):
+        model = models(case, "cuda")[1]
+        model.short_pass = Replay(step, None)
+        model.loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
+        session, replies = Session(model, CAPACITY, case.sequences), []
+        for limit, taken in ((20, 20), (40, 7), (30, 30), (99, 99)):
+            sampler = Sampler(Sampling(temperature, seed=3), model.config.vocab_size - 2, model.device, case.sequences)
+            replies.append(list(islice(session.generate([1, 5, 9], sampler, limit), taken)))
+            assert session.cache.length == min(2 + taken, CAPACITY) and session.timing.generated == len(replies[-1])
+        found.append(replies)
+    assert found[0] == found[1]
+    assert temperature or found[0] == found[2]

@@ -75,7 +75,7 @@ class Peer(Solver):
 
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
-    ) -> tuple[dict[str, Quantized], list[Layer]]:
+    ) -> tuple[dict[str, Quantized], list[Layer], dict[str, Tensor]]:
         still = [Moments(each.hessian, torch.zeros_like(each.drift)) for each in (fitted, held)]
         return super().solve(weights, packing, *still)
 
@@ -112,7 +112,7 @@ def main() -> None:
             "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
             "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
             "`--method gptq`": ours,
-            "`--method gptq --tune`": ours,
+            "`--method gptq --tune`": Solver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
         for name, solver in solvers.items():

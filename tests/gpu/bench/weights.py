@@ -3,11 +3,11 @@
 import torch
 
 from mycli.runtime.config import ModelConfig
+from mycli.runtime.device_loop import accelerate
 from mycli.runtime.kernels import choose
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.packed import Kernel, Matmul, PackedWeight
 from mycli.runtime.packing import Packing
-from mycli.runtime.replay import make_replay
 from mycli.runtime.transformer import RMSNorm, Transformer
 
 DEVIATION = 0.02  # of weights
@@ -51,6 +51,6 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
             tied = module is made.head and config.tie_embeddings
             module.matmuls = (DenseMatmul(made.embedding) if tied else product(module),)
     if packing is not None and device.type == "cuda":
-        made.short_pass = make_replay(made, names.add)
+        accelerate(made, names.add)
         names.add("launched one by one" if made.short_pass is None else "fused, replayed")
     return made, ", ".join(sorted(names)) or "dense"
