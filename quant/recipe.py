@@ -23,7 +23,8 @@ class Recipe:
     need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
     context where that is shorter. `target_bpw`: bits per weight of the quantized linears together, scales included;
     `widths` then says the bits of each product of each block, in order of execution (see `mycli.quant.allocate`), and
-    `bits` nothing. `tune`: scales and gains are trained on the windows afterwards.
+    `bits` nothing. `tune`: codes and scales of each block are trained once it is solved (`mycli.quant.tune_block`), and
+    in the end scales and gains of all (`mycli.quant.tune_scales`).
     """
 
     method: str = "gptq"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.config import load_config
 from mycli.runtime.device import Placement
-from mycli.runtime.generate import PREFILL_CHUNK, Session
+from mycli.runtime.generate import Session
 from mycli.runtime.load import load_model
 from mycli.runtime.sampling import Sampler
 from mycli.runtime.tokenizer import Tokenizer
@@ -97,8 +97,8 @@ class DraftModel(Session):
         if count < 1:
             return Proposal(tokens)
         new = torch.tensor([text[self.cache.length :]], device=self.model.device)
-        for start in range(0, new.shape[1], PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, new.shape[1])
+        for start in range(0, new.shape[1], self.chunk):
+            end = min(start + self.chunk, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
         rows = sampler.room(count, logits.dtype)
         places = [None] * count if rows is None else torch.split(rows, 1)

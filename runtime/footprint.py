@@ -17,7 +17,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.device import Placement
 from mycli.runtime.errors import GateError
-from mycli.runtime.estimate import PREFILL_CHUNK, Plan, cache_positions, estimate
+from mycli.runtime.estimate import Plan, cache_positions, estimate
 from mycli.runtime.load import load_model
 from mycli.runtime.machine import peak_resident, reset_peak, resident
 from mycli.runtime.rope import Rope
@@ -141,7 +141,7 @@ def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
     _touch(cache, model)
     meter.begin()
     rope = Rope(plan.config, capacity, device, placement.dtype)
-    _run(model, cache, rope, min(PREFILL_CHUNK, capacity - DECODED), plan.batch)
+    _run(model, cache, rope, min(plan.chunk, capacity - DECODED), plan.batch)
     parts.append(Part("workspace", predicted.workspace.total, meter.peak(), exact=False))
     total = sum(part.actual for part in parts)
     return [*parts, Part("total", predicted.total, total, exact=False)]

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from mycli.runtime.batch import Batch
 from mycli.runtime.errors import UsageError
+from mycli.runtime.estimate import prefill_chunk
 from mycli.runtime.pacing import Record
 from mycli.runtime.rope import Rope
 from mycli.runtime.sampling import Sampler, not_numbers
 from mycli.runtime.transformer import Transformer
-
-PREFILL_CHUNK = 512  # tokens a pass: bounds the activations, and Ctrl-C is heard between two
 
 
 @dataclass
@@ -60,9 +59,10 @@ class Session:
     it differs.
     """
 
-    def __init__(self, model: Transformer, capacity: int, sequences: int = 1) -> None:
+    def __init__(self, model: Transformer, capacity: int, sequences: int = 1, chunk: int | None = None) -> None:
         self.model = model
         self.capacity = capacity
+        self.chunk = chunk or prefill_chunk(model.device.type == "cuda")  # tokens of a prompt at once
         self.cache = model.make_cache(capacity, sequences)
         self._rope = Rope(model.config, capacity, model.device, model.dtype)
         self._tokens: list[int] = []  # what the cache holds, of the first sequence
@@ -96,7 +96,7 @@ class Session:
         self._tokens += tokens.tolist()[0]
         return out[:, -1] if logits else tokens
 
-    def prefill(self, prompt: Sequence[int], chunk: int = PREFILL_CHUNK) -> Tensor:
+    def prefill(self, prompt: Sequence[int]) -> Tensor:
         """Bring `prompt` into the cache and return the logits fp32 [sequences, vocab] after it.
 
         Raises UsageError where the prompt is empty or longer than the cache; nothing is ever cut off silently.
@@ -116,8 +116,8 @@ class Session:
         self._keep(shared)
         self.timing = Timing(prompt=len(prompt), cached=shared)
         tokens = torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1)
-        for start in range(shared, len(prompt), chunk):
-            end = min(start + chunk, len(prompt))
+        for start in range(shared, len(prompt), self.chunk):
+            end = min(start + self.chunk, len(prompt))
             out = self._forward(tokens[:, start:end], logits=end == len(prompt))
         return out
 
@@ -127,7 +127,6 @@ class Session:
         sampler: Sampler,
         limit: int,
         stop: frozenset[int] = frozenset(),
-        chunk: int = PREFILL_CHUNK,
     ) -> Generator[list[int], None, None]:
         """Yield the next token of every sequence, up to `limit` times.
 
@@ -136,7 +135,7 @@ class Session:
         """
         began = time.perf_counter()
         self.stopped = False
-        logits = self.prefill(prompt, chunk)
+        logits = self.prefill(prompt)
         sampler.observe(torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1))
         if limit < 1:
             return

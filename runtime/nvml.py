@@ -22,8 +22,10 @@ class Gpu:
     free: int
     capability: tuple[int, int]
     driver: str
+    clock: int | None  # of its multiprocessors now, MHz; None where it does not say, such as a MIG instance
 
 
+_CLOCK_SM = 1
 _DRIVER_NOT_LOADED = 9  # the library is there, as in many container images, and no device
 
 
@@ -75,7 +77,15 @@ class Nvml:
         self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
         name, driver = self._string("nvmlDeviceGetName", handle), self._string("nvmlSystemGetDriverVersion")
-        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
+        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver, self._clock(handle))
+
+    def _clock(self, handle: ctypes.c_void_p) -> int | None:
+        clock = ctypes.c_uint()
+        try:
+            self._call("nvmlDeviceGetClockInfo", handle, _CLOCK_SM, ctypes.byref(clock))
+        except OSError:
+            return None
+        return clock.value
 
     def close(self) -> None:
         """Undo nvmlInit."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.batch import Batch
 from mycli.runtime.drafting import Drafter, Proposal
-from mycli.runtime.generate import PREFILL_CHUNK, Session
+from mycli.runtime.generate import Session
 from mycli.runtime.pacing import Pace, Record
 from mycli.runtime.sampling import Sampler, Sampling, leading
 from mycli.runtime.transformer import Transformer
@@ -102,12 +102,11 @@ class SpeculativeSession(Session):
         sampler: Sampler,
         limit: int,
         stop: frozenset[int] = frozenset(),
-        chunk: int = PREFILL_CHUNK,
     ) -> Generator[list[int], None, None]:
         """As `Session.generate`. The tokens of a pass share its time equally in `timing`."""
         began = time.perf_counter()
         self.stopped = False
-        logits = self.prefill(prompt, chunk)
+        logits = self.prefill(prompt)
         record = self.timing.record = Record()
         sampler.observe(torch.tensor([prompt], device=self.model.device))
         self.drafter.begin(prompt)

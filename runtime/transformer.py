@@ -4,7 +4,9 @@ Building one takes no memory: tensors appear when a checkpoint is read. Whether 
 by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or how long a conversation will be.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,11 +19,13 @@ from mycli.runtime.cache import KeyValues, StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import Kv, ModelConfig
 from mycli.runtime.linear import DenseMatmul, Linear
+from mycli.runtime.machine import cpu
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope, rotate
 from mycli.runtime.sampling import Choice
 
 Masks = Mapping[int | None, Tensor | None]
+LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
 
 
 class RMSNorm(nn.Module):
@@ -153,15 +157,31 @@ class Transformer(nn.Module):
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Read all tensors, layer by layer, straight into place."""
-        self.embedding = checkpoint.read("model.embed_tokens.weight").to(device, dtype)
-        for block in self.layers():
-            block.load(checkpoint, packings, device, dtype)
-        self.norm.load(checkpoint, device, dtype)
+        """Read all tensors straight into place, a few layers at once: reading is copying, and one core copies slowly.
+
+        Of several errors the first in the order of the model is raised.
+        """
+
+        def embed() -> None:
+            self.embedding = checkpoint.read("model.embed_tokens.weight").to(device, dtype)
+
+        first, *others = self.layers()
+        loads: list[Callable[[], None]] = [embed]
+        loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
+        loads.append(partial(self.norm.load, checkpoint, device, dtype))
+        if not self.config.tie_embeddings:
+            loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
+        first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and tried
+        with ThreadPoolExecutor(min(LOADED_AT_ONCE, cpu().cores)) as pool:
+            jobs = [pool.submit(load) for load in loads]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         if self.config.tie_embeddings:
             self.head.matmuls = (DenseMatmul(self.embedding),)
-        else:
-            self.head.load(checkpoint, packings, device, dtype)
 
     def layers(self) -> Iterator[Block]:
         """The blocks, typed."""

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime import generate
 from mycli.runtime.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.estimate import (
     CACHE_BLOCK,
     CPU_PART,
     GIB,
-    PREFILL_CHUNK,
     Plan,
     bytes_per_step,
     cache_bytes,
@@ -158,8 +156,10 @@ def test_a_sliding_window_bounds_what_is_read_not_what_is_held() -> None:
 
 
 def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
-    assert mask_bytes(plan("Llama-3.1-8B", context=PREFILL_CHUNK)) == 0
-    assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == PREFILL_CHUNK * 8192 * 3
+    assert mask_bytes(plan("Llama-3.1-8B", context=512)) == 0
+    assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
+    assert mask_bytes(replace(plan("Llama-3.1-8B", context=2048), gpu=True)) == 0
+    assert mask_bytes(replace(plan("Llama-3.1-8B", context=8192), gpu=True)) == 2048 * 8192 * 3
 
 
 def test_workspace_counts_the_largest_product_once() -> None:
@@ -168,7 +168,7 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 32 << 20  # the CPU takes them in parts
     assert estimate(plan("Qwen2.5-0.5B", INT4)).workspace.dequantization == 2 * 4864 * 896 * 2
     assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
-    assert result.workspace.activations == 512 * (2 * 4096 + 4 * 14336 + 4096) * 2
+    assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
 
 def test_parts_add_up_and_the_runtime_differs_by_target() -> None:
@@ -210,7 +210,6 @@ def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
 
 
 def test_constants_agree_with_what_runs() -> None:
-    assert generate.PREFILL_CHUNK == PREFILL_CHUNK
     assert cpu._PART == CPU_PART
 
 

@@ -77,7 +77,7 @@ def test_what_a_person_reads(llama: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_too_large_says_by_how_much_and_what_to_do(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(llama, "--gpu", "12GiB") == ExitCode.OK  # the question is answered
     text = capsys.readouterr().out
-    assert "does not fit: 4.54 GiB too much; quantize it: mycli quantize MODEL --bits 8" in text
+    assert "does not fit: 4.77 GiB too much; quantize it: mycli quantize MODEL --bits 8" in text
 
 
 def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,9 @@ def pico(request: pytest.FixtureRequest) -> Transformer:
     return load_model(folder, Placement(torch.device("cpu"), torch.float32, kv=request.param))
 
 
-def greedy(session: Session, prompt: list[int], limit: int = 12, chunk: int = 512) -> list[int]:
+def greedy(session: Session, prompt: list[int], limit: int = 12) -> list[int]:
     sampler = Sampler(Sampling(), session.model.config.vocab_size, session.model.device)
-    return [tokens[0] for tokens in session.generate(prompt, sampler, limit, chunk=chunk)]
+    return [tokens[0] for tokens in session.generate(prompt, sampler, limit)]
 
 
 def slow(model: Transformer, prompt: list[int], limit: int = 12) -> list[int]:
@@ -43,7 +43,7 @@ def slow(model: Transformer, prompt: list[int], limit: int = 12) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 512])
 def test_chunks_and_cache_change_no_token(pico: Transformer, chunk: int) -> None:
-    assert greedy(Session(pico, 64), PROMPT, chunk=chunk) == slow(pico, PROMPT)
+    assert greedy(Session(pico, 64, chunk=chunk), PROMPT) == slow(pico, PROMPT)
 
 
 def test_a_prompt_that_begins_alike_is_prefilled_from_where_it_differs(pico: Transformer) -> None:

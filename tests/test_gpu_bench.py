@@ -109,7 +109,11 @@ def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
     assert found["schema"] == 1 and {"device", "date", "torch", "command"} <= set(found)
     assert {note["kind"] for note in found["notes"]} == {"not installed"}
     assert all(row["relative error"] < 5e-3 for row in found["parts"]["error against fp64"])
-    products = found["parts"]["products, int4"]
+    products = found["parts"]["products, int4-g128"]
     assert {row["kernel"] for row in products} >= {"torch bf16"} and all(row["us"] > 0 for row in products)
-    assert len(found["parts"]) == 10
+    assert len(found["parts"]) == 13
+    (made,) = found["parts"]["quantization, Llama-3.1-8B"]
+    assert made["s for 32 layers"] > made["s a layer"] > 0
+    assert [row["process"] for row in found["parts"]["cold start"]] == ["import torch, device ready", "run pico -n 1"]
+    assert all(row["tokens/s"] > 0 for row in found["parts"]["transformers, Llama-3.1-8B"])
     assert "% of roofline" in next(tmp_path.glob("*.md")).read_text()

@@ -1,15 +1,17 @@
 """Memory is planned before it is taken."""
 
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
 from mycli.runtime import load
 from mycli.runtime.device import Placement
-from mycli.runtime.errors import ExitCode, ResourceError
+from mycli.runtime.errors import ExitCode, ModelError, ResourceError
 from mycli.runtime.estimate import Plan, estimate
 from mycli.runtime.packing import describe
 from mycli.runtime.transformer import Transformer
@@ -69,3 +71,15 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
     assert hint == "hint: use --ctx 512"
     monkeypatch.setattr(load, "free_memory", lambda device: 1 << 40)
     assert "and it ran out" in load.out_of_memory(PICO, CPU, 1024).message
+
+
+def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
+    """Layers are read at once, and what is said does not depend on which is done first."""
+    tensors = load_file(PICO / "model.safetensors")
+    for layer in (5, 2, 3):
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(PICO / "config.json", tmp_path)
+    for _ in range(5):
+        with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight: 1 of"):
+            load.load_model(tmp_path, CPU)

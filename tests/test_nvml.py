@@ -64,6 +64,11 @@ class FakeNvml:
         major._obj.value, minor._obj.value = 8, 9
         return 0
 
+    def _nvmlDeviceGetClockInfo(self, handle: Any, kind: int, clock: Any) -> int:
+        assert kind == 1  # NVML_CLOCK_SM
+        clock._obj.value = 1980
+        return 0 if handle.value > 1 else 3  # not supported
+
 
 THREE = ["NVIDIA GeForce RTX 4090", "NVIDIA H200", "NVIDIA Unknown"]
 
@@ -94,7 +99,11 @@ def test_cuda_visible_devices(setting: str | None, free: list[int]) -> None:
 
 def test_a_gpu_is_described() -> None:
     (gpu,) = nvml.gpus({}, lambda: FakeNvml(THREE[:1]))
-    assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1")
+    assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1", None)
+
+
+def test_the_clock_of_one_that_says_it() -> None:
+    assert [gpu.clock for gpu in nvml.gpus({}, lambda: FakeNvml(THREE))] == [None, 1980, 1980]
 
 
 def test_no_driver_is_no_gpu() -> None:

@@ -9,7 +9,7 @@ from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.nvml import Gpu
 from mycli.runtime.target import cpu_name, find_target
 
-TWO = [Gpu(0, "NVIDIA H200", 140, 130, (9, 0), "1"), Gpu(1, "NVIDIA Unknown", 24, 20, (8, 9), "1")]
+TWO = [Gpu(0, "NVIDIA H200", 140, 130, (9, 0), "1", None), Gpu(1, "NVIDIA Unknown", 24, 20, (8, 9), "1", None)]
 
 
 def broken() -> list[Gpu]:

@@ -64,7 +64,7 @@ Seq = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")]
 Tune = Annotated[
     bool,
-    typer.Option("--tune", help="Then train scales and norms towards the original's predictions; some times as long."),
+    typer.Option("--tune", help="Then train towards the original: each block, then the whole. Ten times as long."),
 ]
 MaxFallback = Annotated[
     float,
@@ -255,7 +255,8 @@ def quantize(
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
-    placement = place(load_config(source.folder), device, "float32")
+    config = load_config(source.folder)
+    placement = place(config, device, "float32")
     gpu = placement.device.type == "cuda"
     plan = partial(
         planning.plan,
@@ -267,6 +268,9 @@ def quantize(
         max_vram=max_vram,
     )
     work = plan(recipe)
+    if recipe.head == "keep" and not config.tie_embeddings:
+        kept = 2 * config.vocab_size * config.hidden_size
+        call.out.note(f"the head is kept: {gib(kept)} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if target_bpw is not None:
         with stages(call.out) as progress:

@@ -12,6 +12,8 @@ import json
 import resource
 import tempfile
 import time
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ from mycli.runtime.config import ModelConfig, load_config, parse_config
 from mycli.runtime.device import Placement
 from mycli.runtime.fields import Fields
 
-SHAPE = {
+CPU = Placement(torch.device("cpu"), torch.float32)
+SHAPE: dict[str, object] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 896,
@@ -38,7 +41,7 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
-LLAMA_8B = {
+LLAMA_8B: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
@@ -74,6 +77,33 @@ def estimated_seconds(
     return {part: config.layers * count / rates[part] for part, count in flops.items()}
 
 
+def layer_seconds(
+    shape: Mapping[str, object], layers: int, samples: int, seq: int, placement: Placement
+) -> list[float]:
+    """Of each of `layers` blocks of a random bf16 model, GPTQ at 4 bits in groups of 128 on samples x seq tokens.
+
+    `shape`: the fields of a config.json but num_hidden_layers. The model is written first, and read block by block.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
+        config, device = load_config(folder), placement.device
+        tensors = {
+            name: (torch.randn(shape, device=device) * 0.02 + (name.endswith("norm.weight"))).bfloat16().cpu()
+            for name, shape in config.tensors()
+        }
+        save_file(tensors, folder / "model.safetensors")
+        del tensors
+        windows = torch.randint(0, config.vocab_size, (samples, seq))
+        model, times = StreamedModel(folder, placement), [time.monotonic()]
+
+        def sink(_: Solved) -> None:  # called when the block is on the host
+            times.append(time.monotonic())
+
+        quantize_blocks(model, Recipe().packings(config), Solver("gptq", torch.bfloat16, "mse"), windows, sink)
+        return [after - before for before, after in pairwise(times)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
@@ -90,36 +120,17 @@ def main() -> None:
             print(f"{part}: {seconds:.1f} s")
         print(f"8 B, {options.samples} x {options.seq} tokens: {sum(parts.values()):.0f} s of arithmetic")
         return
-    generator = torch.Generator().manual_seed(0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": options.layers}))
-        config = load_config(folder)
-        tensors = {
-            name: (torch.randn(shape, generator=generator) * 0.02 + (name.endswith("norm.weight"))).bfloat16()
-            for name, shape in config.tensors()
-        }
-        save_file(tensors, folder / "model.safetensors")
-        del tensors
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        windows = torch.randint(0, config.vocab_size, (options.samples, options.seq), generator=generator)
-        started, seconds = [time.monotonic()], []
-
-        def sink(_: Solved) -> None:
-            seconds.append(time.monotonic() - started[-1])
-            started.append(time.monotonic())
-            print(f"layer {len(seconds) - 1}: {seconds[-1]:.1f} s", flush=True)
-
-        model = StreamedModel(folder, Placement(torch.device("cpu"), torch.float32))
-        processor = time.process_time()
-        quantize_blocks(model, Recipe().packings(config), Solver("gptq", torch.bfloat16, "mse"), windows, sink)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(
-            f"{options.samples} x {options.seq} tokens, {torch.get_num_threads()} threads:"
-            f" {sum(seconds) / len(seconds):.1f} s per layer"
-            f" ({(time.process_time() - processor) / len(seconds):.1f} s of processor time),"
-            f" peak {peak / 2**20:.2f} GiB, {(peak - before) / 2**20:.2f} GiB of it for this"
-        )
+    before, processor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    seconds = layer_seconds(SHAPE, options.layers, options.samples, options.seq, CPU)
+    for index, took in enumerate(seconds):
+        print(f"layer {index}: {took:.1f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"{options.samples} x {options.seq} tokens, {torch.get_num_threads()} threads:"
+        f" {sum(seconds) / len(seconds):.1f} s per layer"
+        f" ({(time.process_time() - processor) / len(seconds):.1f} s of processor time),"
+        f" peak {peak / 2**20:.2f} GiB, {(peak - before) / 2**20:.2f} GiB of it since the start"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The protocol on one device, as one command: limits, products, whole models; one JSON and one table.
+"""The protocol on one device, as one command: limits, products, whole models, the program; one JSON and one table.
 
     PYTHONPATH=.links python -m tests.gpu.bench [--device cuda] [--minutes 9] [--tiny] [--out FOLDER]
 
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from mycli.runtime.config import ModelConfig
 from mycli.runtime.machine import cpu
 from mycli.runtime.nvml import gpus
 from mycli.runtime.packing import Packing
-from tests.gpu.bench import end_to_end, kernels, limits
+from tests.gpu.bench import end_to_end, kernels, limits, whole_program
 from tests.gpu.bench.report import Budget, Part, Report, run
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, QWEN3_4B
 from tests.gpu.bench.timing import Context
@@ -30,36 +31,33 @@ def facts(device: torch.device) -> dict[str, object]:
     if device.type == "cuda":
         found = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         found["driver"] = ", ".join(sorted({gpu.driver for gpu in gpus()}))
-        found["clock at start MHz"] = _clock(device)
     found |= {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": sys.version.split()[0]}
     return {**found, "command": shlex.join(["python", "-m", "tests.gpu.bench", *sys.argv[1:]])}
 
 
-def _clock(device: torch.device) -> object:
-    try:
-        return torch.cuda.clock_rate(device)
-    except Exception as error:  # needs NVML's Python package, which may be missing
-        return f"not known ({type(error).__name__})"
-
-
 def parts(context: Context) -> list[Part]:
     """In order of importance: what comes last is dropped first."""
-    made = [
+
+    def products(packing: Packing) -> Part:
+        return Part(f"products, {packing.name}", 5, lambda: kernels.table(context, packing))
+
+    def tokens(name: str, config: ModelConfig, packing: Packing | None) -> Part:
+        title = f"{name}, {packing.name if packing else 'bf16'}"
+        return Part(title, 20, lambda: end_to_end.cases(context, name, config, packing))
+
+    return [
         Part("limits", 5, lambda: limits.cases(context)),
         Part("error against fp64", 5, lambda: kernels.proof(context)),
-        Part("products, int4", 5, lambda: kernels.table(context, INT4)),
+        products(INT4),
+        tokens("Llama-3.1-8B", LLAMA_8B, INT4),
+        tokens("Qwen3-4B", QWEN3_4B, INT4),
+        Part("quantization, Llama-3.1-8B", 60, lambda: whole_program.quantization(context)),
+        Part("cold start", 20, lambda: whole_program.cold_start(context)),
+        tokens("Llama-3.1-8B", LLAMA_8B, None),
+        Part("transformers, Llama-3.1-8B", 40, lambda: whole_program.transformers(context, LLAMA_8B)),
+        tokens("Qwen3-4B", QWEN3_4B, None),
+        *(products(Packing(bits, 128)) for bits in (8, 3, 2)),
     ]
-    for name, config, packing in (
-        ("Llama-3.1-8B", LLAMA_8B, INT4),
-        ("Qwen3-4B", QWEN3_4B, INT4),
-        ("Llama-3.1-8B", LLAMA_8B, None),
-        ("Qwen3-4B", QWEN3_4B, None),
-    ):
-        title = f"{name}, {packing.name if packing else 'bf16'}"
-        made.append(Part(title, 20, lambda n=name, c=config, p=packing: end_to_end.cases(context, n, c, p)))  # type: ignore[misc]
-    for bits in (8, 3, 2):
-        made.append(Part(f"products, int{bits}", 5, lambda b=bits: kernels.table(context, Packing(b, 128))))  # type: ignore[misc]
-    return made
 
 
 def main() -> None:

@@ -32,4 +32,4 @@ def _row(context: Context, label: str, made: Transformer, packing: Packing | Non
     if read and trial.generate:
         nbytes = token_bytes(made.config, packing, trial.depth + trial.generate // 2, trial.batch)
         row["% of read"] = 100 * rate / trial.batch * nbytes / 1e9 / read
-    return [{**row, "samples": result.rates}]
+    return [{**row, **context.clock(), "samples": result.rates}]

@@ -66,7 +66,8 @@ def _row(context: Context, packing: Packing, m: int, n: int, k: int) -> list[Row
     if context.cuda and packing == INT4 and m <= TINYGEMM_ROWS:
         timed["tinygemm"] = _tinygemm(context, x, n, k, count)
     rows: list[Row] = []
-    for name, samples in in_turns(timed, context.rounds).items():
+    found, clock = in_turns(timed, context.rounds), context.clock()
+    for name, samples in found.items():
         moved, seconds = 2 * n * k if name == "torch bf16" else nbytes, statistics.median(samples)
         rate = moved / seconds / 1e9
         row = {"kernel": name, "weights": packing.name, "N": n, "K": k, "M": m, "us": seconds * 1e6, "GB/s": rate}
@@ -74,7 +75,7 @@ def _row(context: Context, packing: Packing, m: int, n: int, k: int) -> list[Row
         if read and flops:
             least = roofline_seconds(2.0 * m * n * k, moved + 2 * m * (n + k), read, flops)
             row |= {"% of read": 100 * rate / read, "% of roofline": 100 * least / seconds}
-        rows.append({**row, "samples": samples})
+        rows.append({**row, **clock, "samples": samples})
     return rows
 
 

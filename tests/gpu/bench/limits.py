@@ -26,7 +26,7 @@ def _median(calls: Sequence[Call], context: Context) -> tuple[float, list[float]
 
 def _keep(context: Context, name: str, value: float, samples: list[float]) -> list[Row]:
     context.limits[name] = value
-    return [{"limit": name, "value": value, "samples": samples}]
+    return [{"limit": name, "value": value, **context.clock(), "samples": samples}]
 
 
 def _reads(x: torch.Tensor) -> Call:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mycli.runtime.nvml import gpus
+
 Call = Callable[[], object]
 ROTATED = 200_000_000  # bytes of weights in rotation: several times the second-level cache of any GPU
 
@@ -26,6 +28,11 @@ class Context:
     def cuda(self) -> bool:
         """Graphs, events and streams exist."""
         return self.device.type == "cuda"
+
+    def clock(self) -> dict[str, int]:
+        """MHz of the multiprocessors now, for a row; empty without a GPU that says it."""
+        found = gpus()[self.device.index or 0].clock if self.cuda else None
+        return {} if found is None else {"MHz": found}
 
     def synchronize(self) -> None:
         """Wait for the device."""
