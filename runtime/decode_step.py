@@ -1,27 +1,29 @@
 """A pass over a few tokens by fused Triton kernels: decoding, and judging what was drafted.
 
-The plain model launches some forty operations for a layer; here a layer is four products and what lies between them,
-ten launches, and nothing passes through the host. Made for a loaded model where all of its layers can be done this way;
-on other devices, for other weights and for longer passes the plain model runs. Numbers are rounded where the plain
-model rounds them. Knows kernels and layers; not sampling, nor how launches are replayed (`mycli.runtime.replay`).
+The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
+that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
+can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
+rounded where the plain model rounds them, but for what comes out of a norm (`triton_fused`). Knows kernels and layers;
+not sampling, nor how launches are replayed (`mycli.runtime.replay`).
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.kernels.triton_decode import (
     LayerCache,
+    Norm,
     Projection,
-    add_norm,
+    activate,
+    add,
     attend,
-    rotate_and_store,
-    silu_multiply,
+    embed,
+    project,
 )
-from mycli.runtime.kernels.triton_packed import TritonMatmul
+from mycli.runtime.kernels.triton_packed import Activation, TritonMatmul
 from mycli.runtime.linear import Linear
 from mycli.runtime.transformer import Block, Transformer
 
@@ -33,14 +35,16 @@ MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
 class _Layer:
     """What a layer multiplies by, and how its queries and keys are made."""
 
-    input_gain: Tensor
-    post_gain: Tensor
-    qkv: TritonMatmul
+    input_norm: Norm
     o: TritonMatmul
-    gate_up: TritonMatmul
+    post_norm: Norm
     down: TritonMatmul
     projection: Projection
     window: int | None
+
+    def largest(self) -> int:
+        """The most rows that one of its weights has."""
+        return max(self.input_norm.product.n, self.o.n, self.post_norm.product.n, self.down.n)
 
 
 def _only(linear: Linear) -> TritonMatmul | None:
@@ -51,13 +55,15 @@ def _only(linear: Linear) -> TritonMatmul | None:
 
 def _layer(block: Block) -> _Layer | str:
     """The layer, or why there is none."""
-    products = {name: _only(block.product(name)) for name in Block.INPUTS}
-    for name, product in products.items():
+    products: dict[str, TritonMatmul] = {}
+    for name in Block.INPUTS:
         linear = block.product(name)
+        product = _only(linear)
         if product is None:
             return f"{linear.specs[0].name} is not one packed product"
         if name != "qkv" and linear.bias is not None:
             return f"{linear.specs[0].name} has a bias"
+        products[name] = product
     config = block.config
     projection = Projection(
         config.heads,
@@ -66,8 +72,14 @@ def _layer(block: Block) -> _Layer | str:
         None if block.k_norm is None else block.k_norm.weight,
         config.rms_norm_eps,
     )
-    window = config.window(block.layer)
-    return _Layer(block.input_norm.weight, block.post_norm.weight, **products, projection=projection, window=window)  # type: ignore[arg-type]  # none is None
+    return _Layer(
+        Norm(block.input_norm.weight, block.input_norm.eps, products["qkv"]),
+        products["o"],
+        Norm(block.post_norm.weight, block.post_norm.eps, products["gate_up"]),
+        products["down"],
+        projection,
+        config.window(block.layer),
+    )
 
 
 class DecodeStep:
@@ -75,8 +87,12 @@ class DecodeStep:
 
     def __init__(self, model: Transformer, layers: tuple[_Layer, ...]) -> None:
         self._model, self._layers = model, layers
-        self._eps = model.config.rms_norm_eps
         self._head = _only(model.head)
+        final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
+        self._following = (*(layer.input_norm for layer in layers[1:]), final)
+        # More than any launch has pieces; each leaves them zero. One array: launches follow each other.
+        pieces = max(layer.largest() for layer in layers) // 16 + MOST_ROWS * model.config.kv_heads
+        self._counters = torch.zeros(pieces, dtype=torch.int32, device=model.device)
 
     @classmethod
     def make(cls, model: Transformer) -> "DecodeStep | str":
@@ -105,24 +121,27 @@ class DecodeStep:
         tables: cosines and sines [capacity, head_dim / 2]. Does not advance the cache.
         """
         sequences, new = tokens.shape
-        stream = functional.embedding(tokens.reshape(-1), self._model.embedding)
-        parts: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            stream, x = add_norm(parts, stream, layer.input_gain, self._eps, layer.qkv)
+        counters = self._counters
+        stream, first = embed(tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)
+        x: Activation | None = first
+        for index, (layer, following) in enumerate(zip(self._layers, self._following, strict=True)):
+            assert x is not None  # only a head that is not packed has no operand
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
-            query = rotate_and_store(layer.qkv.partial(x), layer.projection, *tables, lengths, stored, stream.dtype)
-            attended = attend(query, stored, lengths, layer.window, layer.o.chip, layer.o)
-            stream, x = add_norm(layer.o.partial(attended), stream, layer.post_gain, self._eps, layer.gate_up)
-            parts = layer.down.partial(silu_multiply(layer.gate_up.partial(x), stream.dtype, layer.down))
-        if last and new > 1 and parts is not None:  # the head is a good part of a small model
-            parts = parts.view(-1, sequences, new, parts.shape[-1])[:, :, -1].contiguous()
-            stream = stream.view(sequences, new, -1)[:, -1].contiguous()
-        return self._logits(parts, stream).view(sequences, -1, self._model.config.vocab_size)
+            qkv, gate_up = layer.input_norm.product, layer.post_norm.product
+            query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
+            attended = attend(query, stored, lengths, layer.window, layer.o, counters)
+            normed = add(attended, layer.o, stream, layer.post_norm, counters)
+            assert normed is not None
+            x = add(
+                activate(normed, gate_up, stream.dtype, layer.down, counters), layer.down, stream, following, counters
+            )
+        return self._logits(x, stream.view(sequences, new, -1), last)
 
-    def _logits(self, parts: Tensor | None, stream: Tensor) -> Tensor:
-        gain = self._model.norm.weight
-        if self._head is None:
-            logits: Tensor = self._model.head(add_norm(parts, stream, gain, self._eps, None)[1])
+    def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:
+        """From the operand of the head, or for a dense one from the stream [sequences, new, hidden]."""
+        if self._head is None or x is None:
+            logits: Tensor = self._model.head(self._model.norm(stream[:, -1:] if last else stream))
             return logits
-        return self._head.multiply(add_norm(parts, stream, gain, self._eps, self._head)[1], stream.dtype)
+        logits = self._head.multiply(x, stream.dtype).view(*stream.shape[:2], -1)
+        return logits[:, -1:] if last else logits

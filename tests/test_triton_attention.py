@@ -9,12 +9,11 @@ from mycli.runtime.attention import visible
 from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packing import Packing
 from tests.test_triton_fused import difference, normal, numbers, product
-from tests.triton_interpreter import Interpret, interpret
+from tests.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton_decode import BLOCK_K, LayerCache, attend, splits  # noqa: E402  (only where Triton is)
-from mycli.runtime.kernels.triton_packed import Activation  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -30,11 +29,11 @@ class Case:
     int8: bool = False
     dtype: torch.dtype = torch.float16
     processors: int = 8
-    packing: Packing | None = None
+    packing: Packing = Packing(4, 128)
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
-        into = f"-to-{self.packing.name}" if self.packing else ""
+        into = f"-to-{self.packing.name}"
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{dtype}-on{self.processors}{into}"
@@ -61,10 +60,17 @@ def attention(case: Case) -> float:
     sequences, group = len(case.lengths), case.heads // case.kv_heads
     query = normal(sequences, case.tokens, case.heads, case.head_dim, seed=1).to(case.dtype)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    into = None if case.packing is None else product(case.heads * case.head_dim, case.packing)
-    result = attend(query, cache, lengths, case.window, Chip((9, 0), case.processors), into)
-    found = numbers(result) if isinstance(result, Activation) else result
-    found = found[:, : case.heads * case.head_dim].view(sequences, case.tokens, -1)
+    into = product(case.heads * case.head_dim, case.packing, case.processors)
+    counters = torch.zeros(sequences * case.kv_heads, dtype=torch.int32)
+    first = numbers(attend(query, cache, lengths, case.window, into, counters))
+    with backwards():
+        again = numbers(attend(query, cache, lengths, case.window, into, counters))
+    if counters.any() or not torch.equal(first, again):
+        return float("inf")
+    found, beyond = first.tensor_split([case.heads * case.head_dim], dim=1)
+    if beyond.any():
+        return float("inf")
+    found = found.view(sequences, case.tokens, -1)
     worst = 0.0
     for sequence, length in enumerate(case.lengths):
         start = length - case.tokens
@@ -85,7 +91,7 @@ def attention(case: Case) -> float:
         Case((1,)),
         Case((64, 65, 300)),
         Case((570,), heads=8, kv_heads=1, processors=64),
-        Case((200,), heads=7, kv_heads=7, head_dim=80),
+        Case((200,), heads=7, kv_heads=7, head_dim=80, packing=Packing(8, None)),
         Case((300, 7), tokens=4, heads=4, kv_heads=1),
         Case((300, 5), window=100),
         Case((300,), window=64, tokens=3, processors=64),
@@ -94,6 +100,7 @@ def attention(case: Case) -> float:
         Case((100,), dtype=torch.bfloat16, head_dim=128, packing=Packing(4, 128)),
         Case((100,), head_dim=64, heads=6, kv_heads=3, packing=Packing(4, 128)),
         Case((100,), head_dim=80, heads=2, kv_heads=1, packing=Packing(4, 32)),
+        Case((300, 9), heads=3, kv_heads=3, packing=Packing(4, None), processors=64),
         Case((70,), heads=2, kv_heads=2, tokens=12, packing=Packing(8, 64)),
     ],
     ids=str,
@@ -123,4 +130,6 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
             wrong()
     lengths = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="64 queries"):
-        attend(torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, Chip((9, 0), 1), None)
+        attend(
+            torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, product(256, Packing(4, 32)), lengths
+        )

@@ -1,5 +1,6 @@
-"""The small fused steps against plain torch, in the interpreter."""
+"""What products do besides multiplying, against plain torch, in the interpreter."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import rotate
 from tests.test_triton_shuffle import weight
-from tests.triton_interpreter import Interpret, interpret
+from tests.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
@@ -23,8 +24,8 @@ __all__ = ["interpret"]
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
-def product(k: int, packing: Packing) -> TritonMatmul:
-    return TritonMatmul(weight(packing, 16, k, 0), Chip((9, 0), 1))
+def product(k: int, packing: Packing, processors: int = 1, n: int = 16) -> TritonMatmul:
+    return TritonMatmul(weight(packing, n, k, 0), Chip((9, 0), processors))
 
 
 def numbers(activation: Activation) -> Tensor:
@@ -47,71 +48,132 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Sum:
+    """A product of `k` columns added to a stream of `size`, and the norm for one of `into`."""
+
+    k: int
     size: int
     rows: int
-    parts: int
     dtype: torch.dtype
-    packing: Packing | None
+    packing: Packing
+    into: Packing | None
 
     def __str__(self) -> str:
-        into = self.packing.name if self.packing else "plain"
-        return f"{self.size}-rows{self.rows}-parts{self.parts}-{self.dtype}-{into}".replace("torch.", "")
+        into = self.into.name if self.into else "nothing"
+        return f"{self.k}x{self.size}-rows{self.rows}-{self.packing.name}-{self.dtype}-{into}".replace("torch.", "")
 
 
-def norm(case: Norm) -> tuple[float, float, float]:
-    from mycli.runtime.kernels.triton_decode import add_norm
+def summed(case: Sum) -> tuple[float, float, bool]:
+    """Errors of the stream and of a product of its norm; whether counters are zero, any order of programs the same."""
+    from mycli.runtime.kernels.triton_decode import Norm, add
 
-    residual, gain = normal(case.rows, case.size).to(case.dtype), normal(case.size, seed=1).to(case.dtype)
-    parts = normal(case.parts, case.rows, case.size, seed=2) if case.parts else None
-    into = None if case.packing is None else product(case.size, case.packing)
-    stream, result = add_norm(parts, residual, gain, 1e-5, into)
-    expected = residual if parts is None else residual + parts.sum(0).to(case.dtype)
-    found = numbers(result) if isinstance(result, Activation) else result
-    normed = functional.rms_norm(expected.float(), (case.size,), gain.float(), 1e-5)
-    beyond = float(found[:, case.size :].abs().sum())
-    return difference(stream, expected), difference(found[:, : case.size], normed), beyond
+    first = product(case.k, case.packing, 8, n=case.size)
+    x = first.prepare(normal(case.rows, case.k).to(case.dtype))
+    residual, gain = normal(case.rows, case.size, seed=3).to(case.dtype), normal(case.size, seed=1).to(case.dtype)
+    following = None if case.into is None else product(case.size, case.into)
+    norm = None if following is None else Norm(gain, 1e-3, following)
+    parts = first.partial(x)
+    assert len(parts) > 1
+    expected = residual + parts.sum(0).to(case.dtype)
+    counters, results = torch.zeros(16, dtype=torch.int32), []
+    for order in (nullcontext, backwards):
+        stream = residual.clone()
+        with order():
+            into = add(x, first, stream, norm, counters)
+        result = stream
+        if following is not None and into is not None:
+            assert not numbers(into)[:, case.size :].any()
+            result = following.multiply(into, torch.float32)
+        results.append((stream, result))
+    (stream, result), (again, result_again) = results
+    normed = expected
+    if following is not None:
+        normed = functional.rms_norm(expected.double(), (case.size,), gain.double(), 1e-3)
+        normed = normed @ following.dequantize().double().t()
+    same = torch.equal(stream, again) and torch.equal(result, result_again) and not counters.any()
+    return difference(stream, expected), difference(result, normed), same
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Norm(256, 1, 0, torch.bfloat16, None),
-        Norm(200, 3, 2, torch.float16, None),
-        Norm(384, 2, 3, torch.bfloat16, Packing(4, 128)),
-        Norm(200, 2, 1, torch.float16, Packing(8, None)),
-        Norm(128, 12, 1, torch.float16, Packing(4, 32)),
+        Sum(512, 256, 1, torch.bfloat16, Packing(4, 128), Packing(4, 128)),
+        Sum(1024, 384, 3, torch.float16, Packing(4, 32), Packing(3, 64)),
+        Sum(512, 200, 8, torch.float16, Packing(8, None), Packing(8, None)),
+        Sum(512, 96, 2, torch.bfloat16, Packing(2, 64), Packing(4, 32)),
+        Sum(512, 200, 2, torch.float16, Packing(4, 128), None),
     ],
     ids=str,
 )
-def test_add_norm(case: Norm, interpret: Interpret) -> None:
-    stream, normed, beyond = interpret(norm, case)  # type: ignore[misc]  # the pool carries any result
-    assert stream < TOLERANCE[case.dtype] and normed < TOLERANCE[case.dtype] and beyond == 0
+def test_add(case: Sum, interpret: Interpret) -> None:
+    stream, normed, same = interpret(summed, case)  # type: ignore[misc]  # the pool carries any result
+    assert stream < TOLERANCE[case.dtype] and normed < TOLERANCE[case.dtype] and same
 
 
-def silu(size: int, rows: int, count: int, dtype: torch.dtype, packing: Packing) -> float:
-    from mycli.runtime.kernels.triton_decode import silu_multiply
+def embedded() -> tuple[bool, float]:
+    from mycli.runtime.kernels.triton_decode import Norm, embed
 
-    parts = normal(count, rows, 2 * size) * 3
-    gate, up = parts.sum(0).chunk(2, dim=-1)
-    found = numbers(silu_multiply(parts, dtype, product(size, packing)))
-    return difference(found[:, :size], functional.silu(gate) * up) + float(found[:, size:].abs().sum())
+    embedding, tokens = normal(9, 200).half(), torch.tensor([8, 0, 3])
+    gain, following = normal(200, seed=1).half(), product(200, Packing(4, None))
+    stream, into = embed(tokens, embedding, Norm(gain, 1e-5, following))
+    expected = functional.rms_norm(embedding[tokens].double(), (200,), gain.double(), 1e-5)
+    expected = expected @ following.dequantize().double().t()
+    return torch.equal(stream, embedding[tokens]), difference(following.multiply(into, torch.float32), expected)
+
+
+def test_embed(interpret: Interpret) -> None:
+    same, error = interpret(embedded)  # type: ignore[misc]  # the pool carries any result
+    assert same and error < TOLERANCE[torch.float16]
+
+
+def silu(size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packing) -> tuple[float, bool]:
+    from mycli.runtime.kernels.triton_decode import activate
+
+    first, following = product(512, packing, 8, n=2 * size), product(size, into)
+    wide = normal(rows, 512)
+    wide *= 3 / (wide @ first.dequantize().float().t()).std()  # both sides of the bend of SiLU
+    x = first.prepare(wide.to(dtype))
+    counters = torch.zeros(16, dtype=torch.int32)
+    found = numbers(activate(x, first, dtype, following, counters))
+    with backwards():
+        again = numbers(activate(x, first, dtype, following, counters))
+    gate, up = first.partial(x).sum(0).chunk(2, dim=-1)
+    beyond = float(found[:, size:].abs().sum())
+    same = torch.equal(found, again) and not counters.any()
+    return difference(found[:, :size], functional.silu(gate) * up) + beyond, same
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "count", "dtype", "packing"),
+    ("size", "rows", "dtype", "packing", "into"),
     [
-        (256, 1, 4, torch.bfloat16, Packing(4, 128)),
-        (704, 3, 1, torch.float16, Packing(4, 64)),
-        (200, 2, 2, torch.float16, Packing(3, None)),
-        (128, 10, 2, torch.float16, Packing(2, 64)),
+        (256, 1, torch.bfloat16, Packing(4, 128), Packing(4, 128)),
+        (704, 3, torch.float16, Packing(4, 64), Packing(4, 64)),  # a block has rows of gate and of up
+        (40, 2, torch.float16, Packing(4, 64), Packing(3, None)),  # and of one piece of them, both
+        (160, 8, torch.float16, Packing(8, 32), Packing(2, 32)),
     ],
     ids=lambda value: value.name if isinstance(value, Packing) else str(value),
 )
-def test_silu_multiply(
-    size: int, rows: int, count: int, dtype: torch.dtype, packing: Packing, interpret: Interpret
+def test_activate(
+    size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packing, interpret: Interpret
 ) -> None:
-    assert interpret(silu, size, rows, count, dtype, packing) < TOLERANCE[dtype]  # type: ignore[operator]  # any result
+    error, same = interpret(silu, size, rows, dtype, packing, into)  # type: ignore[misc]  # any result
+    assert error < TOLERANCE[dtype] and same
+
+
+def refused(rows: int, counters: int) -> str:
+    from mycli.runtime.kernels.triton_decode import activate
+
+    first, following = product(128, Packing(4, 128), n=1024), product(512, Packing(4, 128))
+    try:
+        activate(first.activation(rows), first, torch.float16, following, torch.zeros(counters, dtype=torch.int32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("rows", "counters"), [(1, 3), (65, 64)])
+def test_refuses_too_few_counters_and_too_many_rows(rows: int, counters: int, interpret: Interpret) -> None:
+    assert f"{rows} rows" in str(interpret(refused, rows, counters))
 
 
 @dataclass(frozen=True)
@@ -121,7 +183,6 @@ class Rotation:
     head_dim: int
     lengths: tuple[int, ...]  # after the new tokens
     tokens: int = 1
-    count: int = 1
     bias: bool = False
     norm: bool = False
     int8: bool = False
@@ -130,16 +191,19 @@ class Rotation:
     def __str__(self) -> str:
         options = "".join(f"-{name}" for name in ("bias", "norm", "int8") if getattr(self, name))
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
-        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}-parts{self.count}{options}-{self.dtype}"
+        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{self.dtype}"
 
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     """Errors of queries, keys and values; whether nothing else of the cache was touched."""
-    from mycli.runtime.kernels.triton_decode import LayerCache, Projection, rotate_and_store
+    from mycli.runtime.kernels.triton_decode import LayerCache, Projection, project
 
     (sequences, capacity), dim, new = (len(case.lengths), 24), case.head_dim, case.tokens
     width = (case.heads + 2 * case.kv_heads) * dim
-    parts = normal(case.count, sequences * new, width)
+    qkv = product(1024, Packing(4, 64), 8, n=width)
+    wide = normal(sequences * new, 1024)
+    x = qkv.prepare((wide / (wide @ qkv.dequantize().float().t()).std()).to(case.dtype))
+    parts = qkv.partial(x)
     bias = normal(width, seed=1).to(case.dtype) if case.bias else None
     gains = [normal(dim, seed=seed).to(case.dtype) if case.norm else None for seed in (2, 3)]
     angles = normal(capacity, dim // 2, seed=4)
@@ -150,7 +214,11 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     cache = LayerCache(layers[0], layers[1], *scales)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     projection = Projection(case.heads, bias, *gains, 1e-6)
-    query = rotate_and_store(parts, projection, cos, sin, lengths, cache, case.dtype)
+    counters = torch.zeros(16, dtype=torch.int32)
+    with backwards():
+        again = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
+    query = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
+    assert not counters.any() and len(parts) > 1 and torch.equal(query, again)
 
     wide = parts.sum(0) + (0 if bias is None else bias.float())
     split = wide.view(sequences, new, -1, dim).split([case.heads, case.kv_heads, case.kv_heads], dim=2)
@@ -182,13 +250,13 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     "case",
     [
         Rotation(4, 2, 64, (5,)),
-        Rotation(4, 4, 32, (9, 3), tokens=3, count=3, bias=True),
+        Rotation(4, 4, 32, (9, 3), tokens=3, bias=True),
         Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16),
-        Rotation(3, 1, 80, (4,), tokens=2, count=2, int8=True),
+        Rotation(3, 1, 80, (4,), tokens=2, int8=True),
     ],
     ids=str,
 )
-def test_rotate_and_store(case: Rotation, interpret: Interpret) -> None:
+def test_project(case: Rotation, interpret: Interpret) -> None:
     *errors, untouched = interpret(rotation, case)  # type: ignore[misc]  # the pool carries any result
     query, keys, values = errors
     stored = 1e-2 if case.int8 else TOLERANCE[case.dtype]

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,20 @@ def interpret() -> Iterator[Interpret]:
         finally:
             del os.environ["TRITON_INTERPRET"]
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """In that process: programs of a launch run from the last to the first."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    place = InterpreterBuilder.set_grid_idx
+
+    def turned(self: Any, *index: int) -> None:
+        place(self, *(size - 1 - i for size, i in zip(self.grid_dim, index, strict=True)))
+
+    InterpreterBuilder.set_grid_idx = turned
+    try:
+        yield
+    finally:
+        InterpreterBuilder.set_grid_idx = place

@@ -1,11 +1,11 @@
 """Attention of few new tokens to a cache of keys and values, as Triton device code.
 
-The keys of a sequence are split among programs, each of which keeps a running maximum and sum (flash decoding); a
-second kernel combines them in a fixed order. Keys take the place of the MMA's rows, the queries that share a key-
-value head (grouped heads, and the tokens of a speculation) are its columns. Positions and lengths are read from the
-device, so a captured graph stays valid as the cache grows. Keys are reached block by block through one address, which
-is where a table of blocks would step in. int8 keys and values carry one scale per token and head, applied to scores
-and probabilities. Knows no tensors; `triton_decode` launches.
+The keys of a sequence are split among programs, each of which keeps a running maximum and sum (flash decoding); the
+last to finish combines them in a fixed order into the operand of the product that follows. Keys take the place of the
+MMA's rows, the queries that share a key-value head (grouped heads, and the tokens of a speculation) are its columns.
+Positions and lengths are read from the device, so a captured graph stays valid as the cache grows. Keys are reached
+block by block through one address, which is where a table of blocks would step in. int8 keys and values carry one scale
+per token and head, applied to scores and probabilities. Knows no tensors; `triton_decode` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -14,7 +14,53 @@ and probabilities. Knows no tensors; `triton_decode` launches.
 import triton
 import triton.language as tl
 
-from mycli.runtime.kernels.triton_matmul import natural_column, store_activation
+from mycli.runtime.kernels.triton_activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton_arrive import last_to_arrive
+
+
+@triton.jit(noinline=True)  # or its addresses take registers from the loop
+def _combine(
+    outputs,  # of one sequence: fp32 [kv_heads, splits, BLOCK_Q, HEAD_DIM], and stats [.., 2]
+    stats,
+    row,  # of the first token
+    tile,  # the first of TILES
+    end,  # of the tiles whose heads are done
+    heads,
+    splits,
+    into,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least TOKENS
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,  # read at a time
+    DTYPE: tl.constexpr,
+):
+    """Adds the splits of some heads in order; a split that saw no key has a maximum of -inf."""
+    token, tile = some_tiles(tile, ROWS, TILES)
+    present = (token < TOKENS) & (tile < end)
+    column = columns_of(tile, into)
+    head, lane = column // HEAD_DIM, column % HEAD_DIM
+    inside = (present[:, None] & (head < heads))[None]
+    place = head // GROUP * splits * BLOCK_Q + token[:, None] * GROUP + head % GROUP
+    top = tl.full(place.shape, float("-inf"), tl.float32)
+    total = tl.zeros(place.shape, tl.float32)
+    out = tl.zeros(place.shape, tl.float32)
+    for first in tl.range(0, splits, SPLITS):
+        split = (first + tl.arange(0, SPLITS))[:, None, None]
+        one, some = place[None] + split * BLOCK_Q, inside & (split < splits)
+        tops = tl.load(stats + one * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + one * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
+        outs = tl.load(outputs + one * HEAD_DIM + lane[None], mask=some, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink, weight = tl.exp2(top - base), tl.exp2(tops - base[None])
+        total = total * shrink + tl.sum(weight * totals, axis=0)
+        out = out * shrink + tl.sum(weight * outs, axis=0)
+        top = new_top
+    result = tl.where(present[:, None] & (head < heads), out / total, 0.0).to(DTYPE).to(tl.float32)
+    store_activation(result, row + token, tile, present, into)
 
 
 @triton.jit
@@ -22,7 +68,7 @@ def attend_kernel(
     query,  # [sequences, TOKENS, heads, HEAD_DIM]
     keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8 or as query
     values,
-    key_scales,  # fp32 [sequences, kv_heads, capacity], for int8
+    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, else None
     value_scales,
     lengths,  # int32 [sequences]: keys present, those of the new tokens included
     outputs,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, HEAD_DIM]
@@ -32,6 +78,8 @@ def attend_kernel(
     capacity,
     window,
     scale,  # of the scores, times log2(e)
+    counters,  # one for each sequence and UNIT key-value heads
+    into,  # `Operand` of the product that follows
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,  # heads that share a key-value head
     HEAD_DIM: tl.constexpr,
@@ -39,8 +87,11 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOW: tl.constexpr,
-    INT8: tl.constexpr,
     DOT: tl.constexpr,  # the type of what is multiplied
+    UNIT: tl.constexpr,  # key-value heads whose columns are whole tiles of the operand
+    ROWS: tl.constexpr,  # a power of two, at least TOKENS
+    TILES: tl.constexpr,  # combined at a time
+    SPLITS: tl.constexpr,  # likewise
 ):
     """Grid (splits, kv_heads, sequences)."""
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,7 +120,7 @@ def attend_kernel(
         k = tl.load(keys + place + cell, mask=present, other=0)
         v = tl.load(values + place + cell, mask=present, other=0)
         score = tl.dot(k.to(DOT), q.trans()) * scale
-        if INT8:
+        if key_scales is not None:
             score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         seen = key[:, None] <= position[None, :]
         if WINDOW:
@@ -80,7 +131,7 @@ def attend_kernel(
         weight = tl.exp2(score - base_top[None, :])
         shrink = tl.exp2(top - base_top)
         total = total * shrink + tl.sum(weight, axis=0)
-        if INT8:
+        if key_scales is not None:
             weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
         top = new_top
@@ -89,51 +140,14 @@ def attend_kernel(
     tl.store(stats + part * 2, top)
     tl.store(stats + part * 2 + 1, total)
 
-
-@triton.jit(do_not_specialize=["rows_kept"])
-def combine_kernel(
-    outputs,  # as `attend_kernel` wrote them
-    stats,
-    attended,  # [sequences * TOKENS, heads * HEAD_DIM]
-    values,  # or, PREPARED, the operand of the product that follows
-    sums,
-    kv_heads,
-    splits,
-    tiles,
-    rows_kept,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    HEADS: tl.constexpr,  # of one program
-    TILE_K: tl.constexpr,
-    PREPARED: tl.constexpr,
-    PERMUTED: tl.constexpr,
-):
-    """Grid (sequences * TOKENS, heads / HEADS). PREPARED: HEAD_DIM is a power of two and HEADS of them whole tiles."""
-    row, place = tl.program_id(0), tl.arange(0, HEADS * BLOCK_D)
-    if PREPARED:
-        place = natural_column(place, PERMUTED)
-    head, lane = tl.program_id(1) * HEADS + place // BLOCK_D, place % BLOCK_D
-    kv_head, column = head // GROUP, row % TOKENS * GROUP + head % GROUP
-    inside = (lane < HEAD_DIM) & (kv_head < kv_heads)
-    part = ((row // TOKENS * kv_heads + kv_head) * splits) * BLOCK_Q + column
-    top = tl.full((HEADS * BLOCK_D,), float("-inf"), tl.float32)
-    for split in tl.range(splits):
-        top = tl.maximum(top, tl.load(stats + (part + split * BLOCK_Q) * 2, mask=inside, other=0.0))
-    total = tl.zeros((HEADS * BLOCK_D,), tl.float32)
-    out = tl.zeros((HEADS * BLOCK_D,), tl.float32)
-    for split in tl.range(splits):
-        one = part + split * BLOCK_Q
-        weight = tl.exp2(tl.load(stats + one * 2, mask=inside, other=0.0) - top)
-        total += weight * tl.load(stats + one * 2 + 1, mask=inside, other=1.0)
-        out += weight * tl.load(outputs + one * HEAD_DIM + lane, mask=inside, other=0.0)
-    result = (out / total).to(attended.dtype.element_ty)
-    if PREPARED:
-        TILES: tl.constexpr = HEADS * BLOCK_D // TILE_K
-        tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-        grouped = tl.where(inside, result.to(tl.float32), 0.0).reshape(TILES, TILE_K)
-        store_activation(grouped, row, tile, tiles, values, sums, rows_kept, TILE_K)
-    else:
-        tl.store(attended + (row * (kv_heads * GROUP) + head) * HEAD_DIM + lane, result, mask=inside)
+    unit, units = kv_head // UNIT, tl.cdiv(kv_heads, UNIT)
+    sharing = tl.minimum(UNIT, kv_heads - unit * UNIT)
+    if last_to_arrive(counters + sequence * units + unit, sharing * splits):
+        SPAN: tl.constexpr = UNIT * GROUP * HEAD_DIM // into.TILE_K
+        begun = sequence.to(tl.int64) * kv_heads * splits * BLOCK_Q
+        end = tl.minimum((unit + 1) * SPAN, into.tiles)
+        for tile in tl.range(unit * SPAN, end, TILES):
+            _combine(
+                outputs + begun * HEAD_DIM, stats + begun * 2, sequence * TOKENS, tile, end, kv_heads * GROUP, splits,
+                into, TOKENS, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+            )  # fmt: skip

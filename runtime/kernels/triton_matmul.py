@@ -7,17 +7,31 @@ the unpacking leaves in (bias, power of two) is taken off once per group:
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
 
 with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
-fits exactly; their sums come from `prepare_kernel`. Sums over K are fp32 and in a fixed order: parts of K are written
-apart and added by `reduce_kernel`, never by atomics. Knows no tensors; `triton_packed` launches.
+fits exactly; their sums come with them (`triton_activation`). Sums over K are fp32 and in a fixed order: parts of K are
+written apart, and added in turn by `reduce_kernel` or by the program that a `Tail` falls to. Knows no tensors;
+`triton_packed` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton_arrive import finish
 from mycli.runtime.kernels.triton_unpack import unpack2, unpack3, unpack4, unpack8
+
+
+class Root(NamedTuple):
+    """What the rows of x are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+
+    squares: Any  # fp32 [pieces, rows]: sums of squares
+    pieces: Any
+    size: Any
+    eps: Any
+    PIECES: Any  # a power of two, at least `pieces`
 
 
 @triton.jit
@@ -145,6 +159,8 @@ def multiply_kernel(
     k_kept,
     rows_kept,
     tiles_per_part,
+    root,  # `Root` or None
+    tail,  # `Tail` or None
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -176,6 +192,10 @@ def multiply_kernel(
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if root is not None:
+        piece = tl.arange(0, root.PIECES)[:, None]
+        known = (piece < root.pieces) & (columns[None, :] < rows)
+        squares = tl.load(root.squares + piece * rows + columns[None, :], mask=known, other=0.0)
     words = _scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -208,57 +228,13 @@ def multiply_kernel(
             pairs = next_pairs
     if CHANNEL:
         total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+    if root is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / root.size + root.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
-
-
-@triton.jit
-def natural_column(place, PERMUTED: tl.constexpr):
-    """Which column of a row lies at a place of `values`, and back: the MMA's order swaps bits of the place."""
-    if PERMUTED:  # (k half, lane % 4, pair of pairs, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
-        return place // 32 * 32 + place // 4 % 4 * 8 + place // 2 % 2 * 4 + place // 16 % 2 * 2 + place % 2
-    else:
-        return place
-
-
-@triton.jit
-def store_activation(value, row, tile, tiles, values, sums, rows_kept, TILE_K: tl.constexpr):
-    """Write value fp32 [tiles at hand, TILE_K], columns as `values` wants them, for `multiply_kernel`.
-
-    Each tile is scaled by a power of two to below 2^15: fp16 then holds every bf16 or fp16 number larger than 2^-38 of
-    the largest of its tile exactly.
-    """
-    exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
-    down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
-    up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    scaled = (value * down[:, None]).to(tl.float16)
-    place = (row * tiles + tile[:, None]) * TILE_K + tl.arange(0, TILE_K)[None, :]
-    tl.store(values + place, scaled, mask=tile[:, None] < tiles)
-    pair = sums + (tile * rows_kept + row) * 2
-    tl.store(pair, up, mask=tile < tiles)
-    tl.store(pair + 1, tl.sum(scaled.to(tl.float32), axis=1) * up, mask=tile < tiles)
-
-
-@triton.jit(do_not_specialize=["rows_kept"])
-def prepare_kernel(
-    x,  # [rows, k], rows x_stride apart
-    values,  # fp16 [rows, tiles * TILE_K]
-    sums,  # fp32 [tiles, rows_kept, 2]
-    k,
-    tiles,
-    x_stride,
-    rows_kept,
-    TILE_K: tl.constexpr,
-    TILES: tl.constexpr,
-    PERMUTED: tl.constexpr,
-):
-    """Grid (rows, blocks of TILES tiles)."""
-    row = tl.program_id(0)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    column = tile[:, None] * TILE_K + natural_column(tl.arange(0, TILE_K), PERMUTED)[None, :]
-    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
-    store_activation(value, row, tile, tiles, values, sums, rows_kept, TILE_K)
+    if tail is not None:
+        finish(tail, y, rows, n, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["count"])

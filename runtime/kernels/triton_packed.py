@@ -7,7 +7,7 @@ some platforms, and slow to load where nothing will use it.
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from mycli.runtime.kernels.triton_shuffle import layout_of, padded_k, shuffle, s
 from mycli.runtime.kernels.triton_tiles import Chip, Tile
 from mycli.runtime.packed import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+
+if TYPE_CHECKING:
+    from mycli.runtime.kernels.triton_activation import Operand
+    from mycli.runtime.kernels.triton_arrive import Tail
+    from mycli.runtime.kernels.triton_matmul import Root
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
@@ -59,15 +64,35 @@ def dequantize_warps(packing: Packing) -> int:
 
 
 @dataclass(frozen=True)
+class Squares:
+    """Sums of squares of rows of `size`, in pieces, fp32 [pieces, rows]: RMSNorm divides by the root of their mean."""
+
+    sums: Tensor
+    size: int
+    eps: float
+
+    def root(self) -> "Root":
+        """What the product takes."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton_matmul import Root
+
+        pieces = self.sums.shape[0]
+        return Root(self.sums, pieces, self.size, self.eps, constexpr(1 << (pieces - 1).bit_length()))
+
+
+@dataclass(frozen=True)
 class Activation:
     """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
 
     sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
+    squares: of rows that the product is to divide by their root.
     """
 
     values: Tensor
     sums: Tensor
     tile: Tile
+    squares: Squares | None = None
 
     @property
     def tiles(self) -> int:
@@ -79,10 +104,14 @@ class Activation:
         """Columns of a group."""
         return self.values.shape[1] // self.tiles
 
-    @property
-    def rows_kept(self) -> int:
-        """Rows that `sums` has room for."""
-        return self.sums.shape[1]
+    def operand(self) -> "Operand":
+        """What kernels take to write it."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton_activation import Operand
+
+        constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
+        return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
 
 
 def _check(x: Tensor, columns: int) -> None:
@@ -132,28 +161,31 @@ class TritonMatmul:
 
     def prepare(self, x: Tensor) -> Activation:
         """x [rows, K] for `multiply`."""
-        from mycli.runtime.kernels.triton_matmul import prepare_kernel
+        from mycli.runtime.kernels.triton_activation import prepare_kernel
 
         _check(x, self.k)
         into = self.activation(x.shape[0])
         at_once = 1024 // into.tile_k
-        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](
-            x, into.values, into.sums, self.k, into.tiles, x.stride(0), into.rows_kept,
-            TILE_K=into.tile_k, TILES=at_once, PERMUTED=into.tile.permuted,
-        )  # fmt: skip
+        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
         return into
 
-    def partial(self, x: Activation, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part."""
+    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, tail: "Tail | None" = None) -> Tensor:
+        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
+
+        `tail`: what else the launch does with each piece of it, for rows of one tile.
+        """
         from mycli.runtime.kernels.triton_matmul import multiply_kernel
 
         shape, rows = x.tile, x.values.shape[0]
         parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
+        if tail is not None and (grid[2] > 1 or tail.counters.numel() * tail.SPAN.value * tail.RANGES.value < self.n):
+            raise ValueError(f"{rows} rows, or pieces of {self.n} for {tail.counters.numel()} counters")
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
-            rows, self.n, self._n_kept, self._k_kept, x.rows_kept, each,
+            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            None if x.squares is None else x.squares.root(), tail,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             num_warps=shape.warps, num_stages=shape.stages,
