@@ -148,8 +148,9 @@ def main() -> None:
             kl = result.divergence.kl.value
             plain = kl if name == "plain GPTQ" else plain
             change = f"{kl / plain - 1:+.0%}" if name != "plain GPTQ" and plain else ""
+            digits = 4 if kl >= 0.001 else 6
             print(
-                f"| {bits} | {name} | {kl:.4f} ± {result.divergence.kl.error:.4f} | {change} |"
+                f"| {bits} | {name} | {kl:.{digits}f} ± {result.divergence.kl.error:.{digits}f} | {change} |"
                 f" {result.perplexity.value:.2f} | {result.divergence.same_top1.value:.1%} | {seconds:.0f} |",
                 flush=True,
             )
