@@ -37,6 +37,7 @@ class Need:
 class Work:
     """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `folds`: see the recipe.
 
+    `judged`: tokens that sensitivities are taken at, 0 where widths are given.
     `measured`: tokens of the report, 0 where there is none; `context` of them in a window.
     """
 
@@ -48,6 +49,7 @@ class Work:
     tunes: bool
     measured: int
     context: int
+    judged: int = 0
 
 
 def need(work: Work, gpu: bool, at_once: int) -> Need:
@@ -55,6 +57,8 @@ def need(work: Work, gpu: bool, at_once: int) -> Need:
     stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
     if work.tunes:
         stages += [_tuning_block(work), _tuning(work)]
+    if work.judged:
+        stages.append(_judging(work, at_once))
     if work.measured:
         stages.append(_measuring(work, at_once))
     if gpu:
@@ -125,6 +129,16 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
         stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * AT_ONCE) + 3 * weight))
     return stages
+
+
+def _judging(work: Work, at_once: int) -> tuple[int, int]:
+    """Of `mycli.quant.allocate`: the stream at every block and what the original ends with; then either the head with
+    the logits of a window, or a block of both models, the gradients of its weights, and the pass over a batch."""
+    config = work.config
+    streams = _FLOAT * work.judged * config.hidden_size * (config.layers + 3)
+    head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
+    tokens = max(work.seq, at_once // work.seq * work.seq)
+    return streams, _BACKWARD + max(head, 3 * _FLOAT * _block_weights(config) + _training(config, tokens))
 
 
 def _training(config: ModelConfig, tokens: int) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from mycli.quant import calibration, record, schemes
+from mycli.quant.allocate import WINDOWS
 from mycli.quant.memory import Need, Work, choose
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.record import Size
@@ -152,6 +153,7 @@ def _stages(work: Plan) -> Work:
         work.recipe.tune,
         measured,
         min(REPORT_CONTEXT, work.config.max_context),
+        0 if work.recipe.target_bpw is None else min(WINDOWS, work.recipe.samples) * work.seq,
     )
 
 

@@ -24,18 +24,23 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from mycli.quant.pipeline import quantize
+from mycli.quant.pipeline import allocated, quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device import Placement
 from mycli.runtime.hub import Source
 from mycli.runtime.machine import peak_resident, reset_peak, resident
 recipe = json.loads(sys.argv[2])
-work = plan(Source("x", Path(sys.argv[1]), None, None), Recipe(**recipe))
+source, target = Source("x", Path(sys.argv[1]), None, None), Path(sys.argv[3])
+cpu = Placement(torch.device("cpu"), torch.float32)
+work = plan(source, Recipe(**recipe))
+need = work.need.host
 reset_peak()
 before = resident()
-quantize(work, Path(sys.argv[3]), Placement(torch.device("cpu"), torch.float32))
-print(json.dumps([work.need.host, peak_resident() - before]))
+if work.recipe.target_bpw is not None:
+    work = plan(source, allocated(work, cpu, target))
+quantize(work, target, cpu)
+print(json.dumps([need, peak_resident() - before]))
 """
 
 
@@ -74,8 +79,12 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
         ({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}),
         ({**WIDE, "vocab_size": 4096}, {"group": 64, "samples": 8, "seq": 512, "tune": True}),
         ({**WIDE, "vocab_size": 32768}, {"group": 64, "samples": 8, "seq": 256, "tune": True}),
+        (
+            {**WIDE, "num_hidden_layers": 24, "vocab_size": 4096},
+            {"group": 64, "samples": 8, "seq": 512, "target_bpw": 3.5},
+        ),
     ],
-    ids=["solving", "measuring", "tuning-a-block", "tuning-scales"],
+    ids=["solving", "measuring", "tuning-a-block", "tuning-scales", "sensitivity"],
 )
 def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object]
