@@ -53,6 +53,7 @@ def load(
     device: str,
     dtype: str,
     kv: str = "auto",
+    shadow: bool = False,
     context: int | None,
     sequences: int = 1,
     draft: str = "none",
@@ -76,7 +77,7 @@ def load(
 
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
-    placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
+    placement = place(config, device, parse_dtype(dtype), parse_kv(kv), shadow=shadow)
     for note in placement.notes:
         call.out.note(note)
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)

@@ -101,6 +101,10 @@ Kv = Annotated[
     str,
     typer.Option("--kv", metavar="auto|bf16|int8", help="How the cache holds keys and values; auto: as activations."),
 ]
+Shadow = Annotated[
+    bool,
+    typer.Option("--shadow", help="On a GPU: keep packed weights in 16 bits too, which makes prompts faster."),
+]
 Draft = Annotated[
     str,
     typer.Option(

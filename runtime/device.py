@@ -18,12 +18,16 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind."""
+    """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind.
+
+    `shadow`: packed weights of the blocks are also kept in `dtype`, for prompts.
+    """
 
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
     kv: Kv = "auto"
+    shadow: bool = False
 
     @property
     def dtype_name(self) -> Dtype:
@@ -65,21 +69,24 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
     return torch.device("cuda", int(index or torch.cuda.current_device())), ()
 
 
-def place(config: ModelConfig, device: str = "auto", dtype: Dtype | None = None, kv: Kv = "auto") -> Placement:
+def place(
+    config: ModelConfig, device: str = "auto", dtype: Dtype | None = None, kv: Kv = "auto", *, shadow: bool = False
+) -> Placement:
     """Choose for `config`; `dtype` None follows the model where the device is good at it.
 
     Raises UsageError for a device that is none, ResourceError for one that is not there: an explicit "cuda" never falls
     back.
     """
     chosen, notes = _choose_device(device)
-    if dtype is not None:
-        return Placement(chosen, TORCH_DTYPES[dtype], notes, kv)
-    wanted = config.dtype
-    if chosen.type == "cpu" and wanted == "float16":
-        return Placement(chosen, torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16"), kv)
-    if chosen.type == "cuda" and wanted == "bfloat16" and torch.cuda.get_device_capability(chosen) < (8, 0):
-        return Placement(chosen, torch.float16, (*notes, "this GPU has no bfloat16: activations are float16"), kv)
-    return Placement(chosen, TORCH_DTYPES[wanted], notes, kv)
+    if shadow and chosen.type == "cpu":
+        raise UsageError("--shadow is for GPUs: a CPU multiplies prompts packed no slower", "leave it out")
+    wanted = TORCH_DTYPES[dtype or config.dtype]
+    if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
+        wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
+    old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)
+    if dtype is None and old and wanted == torch.bfloat16:
+        wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
+    return Placement(chosen, wanted, notes, kv, shadow)
 
 
 def free_memory(device: torch.device) -> int:

@@ -27,7 +27,10 @@ CUDA_RUNTIME = 512 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache."""
+    """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
+
+    `shadow`: packed weights of the blocks are also kept in `dtype`.
+    """
 
     config: ModelConfig
     packings: Mapping[str, Packing] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class Plan:
     gpu: bool = False
     draft: "Plan | None" = None
     kv: Kv = "auto"
+    shadow: bool = False
 
     @property
     def value_bytes(self) -> int:
@@ -119,6 +123,15 @@ def weight_bytes(plan: Plan) -> int:
     return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm(plan)
 
 
+def shadow_bytes(plan: Plan) -> int:
+    """The packed linears of the blocks once more, dense; of those that share an input all or none."""
+    if not plan.shadow:
+        return 0
+    groups = (group for layer in range(plan.config.layers) for group in plan.config.block_linears(layer).values())
+    packed = (group for group in groups if all(spec.name in plan.packings for spec in group))
+    return sum(spec.out_features * spec.in_features for group in packed for spec in group) * plan.value_bytes
+
+
 def _norm(plan: Plan) -> int:
     return plan.config.hidden_size * plan.value_bytes
 
@@ -177,8 +190,10 @@ def activation_bytes(plan: Plan) -> int:
 def dequantization_bytes(plan: Plan) -> int:
     """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
 
-    The CPU unpacks at most `CPU_PART` weights at a time.
+    The CPU unpacks at most `CPU_PART` weights at a time; a shadow leaves nothing to unpack.
     """
+    if plan.shadow:
+        return 0
     largest = 0
     for layer in range(plan.config.layers):
         for group in plan.config.block_linears(layer).values():
@@ -227,7 +242,8 @@ def estimate(plan: Plan) -> Estimate:
         rope=rope_bytes(plan),
     )
     runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
-    return Estimate(weight_bytes(plan), embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
+    weights = weight_bytes(plan) + shadow_bytes(plan)
+    return Estimate(weights, embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
 
 
 def longest_context(plan: Plan, free: int, started: bool = False) -> int:

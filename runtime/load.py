@@ -38,6 +38,8 @@ def load_model(
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
+    if placement.shadow:
+        model.keep_shadow()
     if packings and placement.device.type == "cuda":
         from mycli.runtime.device_loop import accelerate
 
@@ -50,7 +52,7 @@ def _plan(folder: Path, placement: Placement, context: int, sequences: int, draf
     dtype = placement.dtype_name
     second = None if draft is None else Plan(*describe(draft), dtype=dtype, kv=placement.kv)
     gpu = placement.device.type == "cuda"
-    return Plan(config, packings, context, sequences, dtype, gpu, second, placement.kv)
+    return Plan(config, packings, context, sequences, dtype, gpu, second, placement.kv, placement.shadow)
 
 
 def _place_name(placement: Placement) -> str:

@@ -183,6 +183,12 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.matmuls = (DenseMatmul(self.embedding),)
 
+    def keep_shadow(self) -> None:
+        """Keep packed weights of the blocks densely too, for prompts; the head sees one token of those."""
+        for block in self.layers():
+            for name in block.INPUTS:
+                block.product(name).keep_shadow(self.dtype)
+
     def layers(self) -> Iterator[Block]:
         """The blocks, typed."""
         for block in self.blocks:

@@ -7,20 +7,21 @@ import torch
 from torch import Tensor
 
 from mycli.quant.schemes._columns import BLOCK, solve_block
+from tests.random_tensors import generator
 from tests.triton_interpreter import Interpret, interpret  # noqa: F401  (reason: a fixture)
 
 SHAPES = [(128, 24), (128, 1), (37, 40), (1, 5)]
 
 
 def problem(count: int, rows: int, half: int, move: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-    generator = torch.Generator().manual_seed(count + rows + half)
-    inputs = torch.randn(4 * count, count, generator=generator)
+    drawing = generator(count + rows + half)
+    inputs = torch.randn(4 * count, count, generator=drawing)
     hessian = inputs.T @ inputs / (4 * count)
     matrix = hessian if move else torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    scales = torch.rand(count, rows, generator=generator) * 0.1 + 0.05
-    scales *= torch.where(torch.rand(count, rows, generator=generator) < 0.5, -1, 1)
-    residual = torch.randn(count, rows, generator=generator) * half * 0.08
-    codes = torch.randint(0, 2 * half, (count, rows), generator=generator).to(torch.uint8) if move else None
+    scales = torch.rand(count, rows, generator=drawing) * 0.1 + 0.05
+    scales *= torch.where(torch.rand(count, rows, generator=drawing) < 0.5, -1, 1)
+    residual = torch.randn(count, rows, generator=drawing) * half * 0.08
+    codes = torch.randint(0, 2 * half, (count, rows), generator=drawing).to(torch.uint8) if move else None
     return residual, matrix, scales, codes, half
 
 

@@ -19,6 +19,7 @@ from mycli.runtime.packed import PackedWeight, dequantize, pack
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import Rope
 from mycli.runtime.transformer import RMSNorm, Transformer
+from tests.random_tensors import generator
 from tests.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
@@ -72,25 +73,25 @@ def packed(rows: int, columns: int, bits: int, generator: torch.Generator) -> Pa
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
     """Of the same weights, multiplied by Triton and dense."""
     config = replace(CONFIG, **case.changes)
-    generator = torch.Generator().manual_seed(0)
+    drawing = generator()
     fused, plain = Transformer(config), Transformer(config)
-    embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator).half().to(device)
+    embedding = torch.randn(config.vocab_size, config.hidden_size, generator=drawing).half().to(device)
     for model in (fused, plain):
         model.embedding = embedding
     for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
         if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
             ours.weight = theirs.weight = (
-                (1 + 0.2 * torch.randn(ours.weight.shape, generator=generator)).half().to(device)
+                (1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)).half().to(device)
             )
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
-            weight = packed(ours.out_features, ours.in_features, case.bits, generator)
+            weight = packed(ours.out_features, ours.in_features, case.bits, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.matmuls = (DenseMatmul(dequantize(weight)),)
             ours.matmuls = (TritonMatmul(weight, chip or Chip((9, 0), 4)),)
             if ours is fused.head and not case.packed_head:
                 ours.matmuls = theirs.matmuls
             if case.bias and ours.specs[0].name.endswith("q_proj"):
-                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=generator).half().to(device)
+                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
     return fused, plain
 
 

@@ -66,6 +66,13 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         place(CONFIG, "cuda:1")
 
 
+def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--shadow is for GPUs"):
+        place(CONFIG, "cpu", shadow=True)
+    machine(monkeypatch)
+    assert place(CONFIG, shadow=True).shadow and not place(CONFIG).shadow
+
+
 @pytest.mark.parametrize("fault", ["F14-no-bf16"])
 def test_fp16_where_the_gpu_has_no_bf16(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     machine(monkeypatch, capability=(7, 5))

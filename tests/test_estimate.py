@@ -171,6 +171,16 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
 
+def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
+    packed = plan("Llama-3.1-8B", INT4, gpu=True)
+    shadow = replace(packed, shadow=True)
+    more, less = estimate(shadow), estimate(packed)
+    assert more.weights - less.weights == 2 * 6_979_321_856  # the linears of the blocks, in bf16
+    assert more.embeddings == less.embeddings and more.workspace.dequantization == 0
+    assert bytes_per_step(shadow, 100) == bytes_per_step(packed, 100)
+    assert estimate(replace(plan("Llama-3.1-8B"), shadow=True)).weights == estimate(plan("Llama-3.1-8B")).weights
+
+
 def test_parts_add_up_and_the_runtime_differs_by_target() -> None:
     result = estimate(plan("Llama-3.1-8B", INT4))
     parts = (result.weights, result.embeddings, result.cache, result.draft, result.workspace.total, result.runtime)

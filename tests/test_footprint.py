@@ -1,6 +1,7 @@
 """The estimate against what a real process allocates, on pico."""
 
 import json
+import math
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.estimate import Plan
 from mycli.runtime.fit import Scheme
 from mycli.runtime.footprint import Part, check, measure
+from mycli.runtime.load import load_model
 from mycli.runtime.packed import pack
 from mycli.runtime.packing import Packing, describe, write_quantization
 
@@ -66,11 +68,29 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_packed_weights_take_what_the_format_says(packed: Path) -> None:
+@pytest.mark.parametrize("shadow", [False, True], ids=["packed", "shadow"])
+def test_packed_weights_take_what_the_format_says(packed: Path, shadow: bool) -> None:
     config, packings = describe(packed)
     assert len(packings) == 2 * 7 + 1
-    parts = measure(packed, Plan(config, packings, context=512), Placement(torch.device("cpu"), torch.bfloat16))
+    placement = Placement(torch.device("cpu"), torch.bfloat16, shadow=shadow)
+    parts = measure(packed, Plan(config, packings, context=512, shadow=shadow), placement)
     check([part for part in parts if part.exact], 0.03)
+    linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
+    assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
+
+
+def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
+    model = load_model(packed, Placement(torch.device("cpu"), torch.bfloat16, shadow=True))
+    linear = next(model.layers()).gate_up
+    assert linear.shadow is not None and model.head.shadow is None
+    x = torch.randn(65, 512).bfloat16()
+    (matmul,) = linear.matmuls
+    few, many = linear(x[:64]), linear(x)
+    assert torch.equal(few, matmul(x[:64]))
+    expected = x.double() @ matmul.dequantize().double().T
+    assert torch.equal(linear.shadow, matmul.dequantize()) and (many - expected).norm() / expected.norm() < 5e-3
+    linear.shadow.zero_()
+    assert not linear(x).any() and torch.equal(linear(x[:64]), few)
 
 
 def test_a_wrong_prediction_is_caught() -> None:

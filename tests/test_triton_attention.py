@@ -8,7 +8,8 @@ import torch
 from mycli.runtime.attention import visible
 from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packing import Packing
-from tests.test_triton_fused import difference, normal, numbers, product
+from tests.random_tensors import normal
+from tests.test_triton_fused import difference, numbers, product
 from tests.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
@@ -74,7 +75,7 @@ def attention(case: Case) -> float:
     worst = 0.0
     for sequence, length in enumerate(case.lengths):
         start = length - case.tokens
-        seen = visible(start, case.tokens, case.window, torch.device("cpu"))
+        seen = visible(start, case.tokens, case.window, query.device)
         if seen is None:
             seen = torch.arange(length) <= torch.arange(start, length)[:, None]
             seen &= torch.arange(length) > torch.arange(start, length)[:, None] - (case.window or length + 1)

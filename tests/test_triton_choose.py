@@ -8,6 +8,7 @@ import torch
 from scipy.stats import chisquare, kstest
 from torch import Tensor
 
+from tests.random_tensors import normal
 from tests.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
@@ -19,7 +20,6 @@ from mycli.runtime.kernels.triton_choose import NO_NUMBER, Feedback, _gumbel, ch
 
 __all__ = ["interpret"]
 
-CPU = torch.device("cpu")
 STEPS = 3
 
 
@@ -36,14 +36,13 @@ class Case:
 
 def logits_of(case: Case, seed: int = 0) -> Tensor:
     """Coarse, so that many are equal; the padding is the largest."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(case.sequences, case.vocab, generator=generator) * 2).round()
+    logits = (normal(case.sequences, case.vocab, seed=seed) * 2).round()
     return torch.cat((logits, torch.full((case.sequences, case.padding), 99.0)), dim=1).to(case.dtype)
 
 
 def likeliest(case: Case) -> bool:
     """Whether tokens are torch's, step by step, and fed back with lengths one larger."""
-    to = Feedback.make(STEPS, case.sequences, CPU)
+    to = Feedback.make(STEPS, case.sequences, torch.get_default_device())
     to.lengths.copy_(torch.arange(case.sequences) + 5)
     for step in range(STEPS):
         logits = logits_of(case, seed=step)
@@ -73,7 +72,7 @@ def spoiled(value: float, place: int, draw: bool) -> list[list[int]]:
     logits = torch.zeros(3, 3000)
     logits[:, 2000] = 9.0
     logits[1, slice(None) if place < 0 else place] = value
-    to = Feedback.make(1, 3, CPU)
+    to = Feedback.make(1, 3, logits.device)
     to.temperature.fill_(0.1)
     choose_tokens(logits, 3000, draw, to, 0)
     return [to.chosen[0].tolist(), to.tokens[:, 0].tolist()]
@@ -94,7 +93,7 @@ def test_a_logit_of_minus_infinity_is_never_chosen(interpret: Interpret) -> None
 
 def draws(logits: Tensor, vocab: int, temperature: float, seed: int, length: int) -> Tensor:
     """One for every row of logits."""
-    to = Feedback.make(1, len(logits), CPU)
+    to = Feedback.make(1, len(logits), logits.device)
     to.lengths.fill_(length)
     to.seed.fill_(seed)
     to.temperature.fill_(temperature)
@@ -111,7 +110,7 @@ def noise_kernel(out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # d
 def noise(count: int) -> Tensor:
     out = torch.empty(count)
     noise_kernel[(1,)](out, COUNT=count)
-    return out
+    return out.cpu()
 
 
 def test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits(interpret: Interpret) -> None:
@@ -128,7 +127,7 @@ ROWS, LAUNCHES = 40, 10
 
 
 def counts(temperature: float) -> list[int]:
-    logits = torch.cat((SMALL, torch.full((5,), 50.0))).expand(ROWS, -1)
+    logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).expand(ROWS, -1)
     found = [draws(logits, len(SMALL), temperature, -7, length) for length in range(LAUNCHES)]
     return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
 
@@ -142,7 +141,7 @@ def test_draws_are_distributed_as_softmax(temperature: float, interpret: Interpr
 
 
 def repeats() -> list[list[int]]:
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits = normal(4, 300)
     settings = [(1, 5), (1, 5), (1, 6), (2, 5), (1 + (1 << 40), 5), (-1, 5)]
     return [draws(logits[:1].expand(4, -1), 300, 2.0, seed, length).tolist() for seed, length in settings]
 
@@ -154,7 +153,7 @@ def test_a_draw_depends_on_seed_position_and_sequence_alone(interpret: Interpret
 
 
 def test_logits_that_do_not_fit_are_refused() -> None:
-    to = Feedback.make(1, 2, CPU)
+    to = Feedback.make(1, 2, torch.device("cpu"))
     for logits in (torch.zeros(2, 5), torch.zeros(9, 2).t()):
         with pytest.raises(ValueError, match="strides"):
             choose_tokens(logits, 6, False, to, 0)

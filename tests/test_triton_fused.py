@@ -11,6 +11,7 @@ from torch.nn import functional
 from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packing import Packing
 from mycli.runtime.rope import rotate
+from tests.random_tensors import normal
 from tests.test_triton_shuffle import weight
 from tests.triton_interpreter import Interpret, backwards, interpret
 
@@ -41,10 +42,6 @@ def numbers(activation: Activation) -> Tensor:
 
 def difference(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)

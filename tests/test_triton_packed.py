@@ -12,6 +12,7 @@ from mycli.runtime.kernels.triton_packed import TritonPacked, small_product
 from mycli.runtime.kernels.triton_tiles import Chip
 from mycli.runtime.packed import PackedWeight, dequantize
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+from tests.random_tensors import normal
 from tests.test_triton_shuffle import weight
 from tests.triton_interpreter import Interpret, interpret
 
@@ -77,8 +78,7 @@ CALLED = [
 def build(case: Case) -> tuple[PackedWeight, torch.Tensor]:
     stored = weight(case.packing, case.n, case.k, seed=case.n + case.k, dtype=case.scale or case.dtype)
     stored = replace(stored, scales=stored.scales * 0.01)
-    x = torch.randn((case.rows, case.k), generator=torch.Generator().manual_seed(1))
-    return stored, x.to(case.dtype)
+    return stored, normal(case.rows, case.k, seed=1).to(case.dtype)
 
 
 def exact(stored: PackedWeight, x: torch.Tensor) -> torch.Tensor:

@@ -16,15 +16,15 @@ from mycli.runtime.kernels.triton_shuffle import (
 )
 from mycli.runtime.packed import PackedWeight, pack, unpack
 from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+from tests.random_tensors import codes, normal
 
 PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
 
 
 def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << packing.bits, (rows, columns), generator=generator, dtype=torch.uint8)
-    scales = torch.randn((rows, packing.groups(columns)), generator=generator).to(dtype)
-    return PackedWeight(pack(codes, packing.bits), scales, packing, columns)
+    drawn = codes(packing.bits, rows, columns, seed=seed)
+    scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
+    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns)
 
 
 @given(
@@ -40,8 +40,8 @@ def test_bijection(packing: Packing, rows: int, groups: int, dtype: torch.dtype,
     original = weight(packing, rows, columns, seed, dtype)
     shuffled = shuffle(original)
     assert shuffled.dtype == torch.int16 and shuffled.is_contiguous()
-    codes = unshuffle(shuffled, packing, rows, columns)
-    assert torch.equal(codes, unpack(original.packed, packing.bits, columns))
+    found = unshuffle(shuffled, packing, rows, columns)
+    assert torch.equal(found, unpack(original.packed, packing.bits, columns))
     scales = unshuffle_scales(shuffle_scales(original), dtype, rows, packing.groups(columns))
     assert torch.equal(scales, original.scales)
 
@@ -54,9 +54,9 @@ def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
     shuffled = shuffle(original)
     kept = padded_k(packing, columns)
     assert shuffled.numel() * 16 == rows * kept * packing.bits
-    codes = unshuffle(shuffled, packing, rows, kept)
+    found = unshuffle(shuffled, packing, rows, kept)
     zero = 1 << (packing.bits - 1)
-    assert (codes[-1] == zero).all() and (codes[:, columns:] == zero).all()
+    assert (found[-1] == zero).all() and (found[:, columns:] == zero).all()
     assert unshuffle_scales(shuffle_scales(original), torch.float16, rows, 1)[-1] == 0
 
 

@@ -81,7 +81,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _measure(
-    call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str, kv: str
+    call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str, kv: str, shadow: bool
 ) -> list[Row]:
     """All trials of one model, the largest memory need checked before anything is loaded."""
     import time
@@ -96,7 +96,7 @@ def _measure(
 
     source = resolve(model, offline=call.offline)
     config, packings = describe(source.folder)
-    placement = place(config, device, parse_dtype(dtype), parse_kv(kv))
+    placement = place(config, device, parse_dtype(dtype), parse_kv(kv), shadow=shadow)
     for note in placement.notes:
         call.out.note(note)
     for trial in trials:
@@ -232,6 +232,7 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kv: options.Kv = "auto",
+    shadow: options.Shadow = False,
 ) -> None:
     """Measure how fast a model is.
 
@@ -260,7 +261,7 @@ def bench(
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     if compare is not None:
         _read(compare)  # a bad file is told before minutes of work
-    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype, kv)]
+    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype, kv, shadow)]
     changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
     _print(call, rows, style)
     if compare is not None and style == "md":

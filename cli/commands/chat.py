@@ -125,6 +125,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kv: options.Kv = "auto",
+    shadow: options.Shadow = False,
     allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Talk with a model in the terminal.
@@ -143,7 +144,15 @@ def chat(
     if system is not None:
         conversation.system = system
     loaded = load(
-        call, model, device=device, dtype=dtype, kv=kv, context=context, draft=draft, allow_nonfinite=allow_nonfinite
+        call,
+        model,
+        device=device,
+        dtype=dtype,
+        kv=kv,
+        shadow=shadow,
+        context=context,
+        draft=draft,
+        allow_nonfinite=allow_nonfinite,
     )
     template = loaded.assistant.tokenizer.template
     if template is None:

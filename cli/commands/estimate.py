@@ -13,7 +13,7 @@ from mycli.cli.loading import parse_dtype, parse_kv
 from mycli.cli.output import gib
 from mycli.runtime.config import ModelConfig
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
-from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, tokens_per_second
+from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, shadow_bytes, tokens_per_second
 from mycli.runtime.estimate import estimate as predict
 from mycli.runtime.fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
@@ -122,8 +122,9 @@ def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
     plan, target = subject.plan, subject.target
     space, longest = result.workspace, longest_context(plan, target.free)
     per_token = result.cache // (plan.context * plan.batch) / 1024
+    copied = f"; {gib(shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
-        ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme})"),
+        ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
         ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
         ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token)"),
         (
@@ -208,7 +209,7 @@ def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> Non
     from mycli.runtime.device import place
     from mycli.runtime.footprint import check, measure
 
-    placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv)
+    placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv, shadow=subject.plan.shadow)
     for note in placement.notes:
         call.out.note(note)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
@@ -281,6 +282,7 @@ def estimate(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
     dtype: options.Dtype = "auto",
     kv: options.Kv = "auto",
+    shadow: options.Shadow = False,
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
     ] = None,
@@ -319,7 +321,7 @@ def estimate(
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    plan = _plan(call, model, context, batch, dtype, kv, draft, target.gpu)
+    plan = replace(_plan(call, model, context, batch, dtype, kv, draft, target.gpu), shadow=shadow)
     wish = _wish(plan, quant, head)
     packed = bool(plan.packings)
     subject = _Subject(model, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish)

@@ -102,6 +102,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kv: options.Kv = "auto",
+    shadow: options.Shadow = False,
     allow_nonfinite: options.AllowNonfinite = False,
 ) -> None:
     """Answer one prompt and exit; made for pipes.
@@ -130,6 +131,7 @@ def run(
         device=device,
         dtype=dtype,
         kv=kv,
+        shadow=shadow,
         context=context,
         sequences=samples,
         draft=draft,

@@ -14,6 +14,7 @@ from mycli.runtime.packed import PackedWeight, dequantize, pack
 from mycli.runtime.packing import BITS, Packing
 from mycli.runtime.rope import Rope
 from mycli.runtime.sampling import Sampler, Sampling
+from tests.random_tensors import codes, normal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,11 +50,9 @@ def test_greedy_tokens_equal_the_cpu() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_packed_products(bits: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 1 << bits, (96, 256), generator=generator).to(torch.uint8)
-    scales = torch.randn(96, 4, generator=generator).bfloat16()
-    weight = PackedWeight(pack(codes, bits).cuda(), scales.cuda(), Packing(bits, 64), 256)
-    x = torch.randn(5, 256, generator=generator).bfloat16()
+    scales = normal(96, 4).bfloat16()
+    weight = PackedWeight(pack(codes(bits, 96, 256), bits).cuda(), scales.cuda(), Packing(bits, 64), 256)
+    x = normal(5, 256, seed=1).bfloat16()
     expected = x.double() @ dequantize(weight).cpu().double().t()
     actual = DequantizeKernel().prepare(weight, torch.bfloat16)(x.cuda()).cpu().double()
     assert ((actual - expected).norm() / expected.norm()) < 5e-3

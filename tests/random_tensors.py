@@ -1,0 +1,25 @@
+"""Random tensors for tests of kernels: those of a seed, others where MYCLI_TEST_SEED is set; on torch's default device.
+
+So that a test in the interpreter, always of the same numbers, is also one for a GPU, of fresh ones.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """On the CPU."""
+    return torch.Generator().manual_seed(int(os.environ.get("MYCLI_TEST_SEED", 0)) + seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """fp32, standard normal."""
+    return torch.randn(shape, generator=generator(seed), device="cpu").to(torch.get_default_device())
+
+
+def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
+    """uint8 below 2^bits."""
+    drawn = torch.randint(0, 1 << bits, shape, generator=generator(seed), device="cpu", dtype=torch.uint8)
+    return drawn.to(torch.get_default_device())
