@@ -83,7 +83,8 @@ def test_the_device_code_is_the_loop(half: int, move: bool, interpret: Interpret
 def test_the_device_code_keeps_its_block_in_registers(move: bool, capability: int) -> None:
     pytest.importorskip("triton")
     from mycli.quant.schemes._columns_triton import ROWS, block_kernel
-    from mycli.runtime.kernels.report import Build, measure
+    from mycli.runtime.kernels.builds import Build
+    from mycli.runtime.kernels.report import measure
 
     pointers = {name: "*fp32" for name in ("residual", "matrix", "scales", "shifts")}
     types = {**pointers, "old": "*u8", "codes": "*u8", "rows": "i32", "count": "i32"}

@@ -161,6 +161,40 @@ def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     assert launches == {"embed_kernel": 1} | expected, "launches a token"
 
 
+def early() -> set[tuple[str, bool, bool]]:
+    """Of a pass on a chip where launches overlap: kernel, whether launched so, whether each of its programs waited."""
+    import triton
+
+    from mycli.runtime.kernels import triton_attention, triton_fused, triton_matmul
+
+    fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, overlap=True))
+    cache = StaticCache(plain.config, CAPACITY, plain.device, torch.float16, 1)
+    tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
+    step = DecodeStep.make(fused)
+    assert isinstance(step, DecodeStep) and tables is not None
+    waits, seen = Counter[str](), set()
+    launch = triton.runtime.interpreter.GridExecutor.__call__
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> None:
+        waits.clear()
+        launch(self, *arguments, **options)
+        programs = torch.Size(self.grid).numel()
+        seen.add((self.fn.__name__, options.get("launch_pdl", False), waits["take_over"] == programs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
+        patch.setattr(triton_matmul, "fetch_early", lambda *_: None)  # the interpreter knows no PTX
+        for module in (triton_attention, triton_fused, triton_matmul):
+            patch.setattr(module, "take_over", lambda: waits.update(["take_over"]))
+        step(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int32), tables, cache, last=True)
+    return seen
+
+
+def test_launches_that_begin_early_wait(interpret: Interpret) -> None:
+    waiting = {(name, True, True) for name in ("embed_kernel", *LAYER)}
+    assert interpret(early) in (waiting, waiting | {("reduce_kernel", False, False)})
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402  (reason: only where Triton is installed)
 
-from mycli.runtime.kernels import report  # noqa: E402  (reason: as above)
+from mycli.runtime.kernels import builds  # noqa: E402  (reason: as above)
 
 ARRIVE = "atom.global.gpu.acq_rel.add.u32"
 
@@ -54,7 +54,7 @@ def through_l1(ttir: str) -> list[str]:
 
 
 def compiled(name: str, capability: int) -> dict[str, str]:
-    one = next(build for build in report.decode_builds(capability) if build.name.endswith(name))
+    one = next(build for build in builds.decode_builds(capability) if build.name.endswith(name))
     assembly: dict[str, str] = one.compile(GPUTarget("cuda", capability, 32)).asm
     return assembly
 

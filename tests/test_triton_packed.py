@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,3 +240,15 @@ def product_in_interpreter(packing: Packing) -> float:
 def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
     error = interpret(product_in_interpreter, Packing(4, 128))
     assert isinstance(error, float) and 0 < error < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "overlap"), [((9, 0), 12030, True), ((8, 9), 13000, False), ((9, 0), 12020, False)]
+)
+def test_launches_overlap_where_chip_and_driver_can(
+    capability: tuple[int, int], driver: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(triton_packed, "_driver", lambda: driver)
+    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, overlap)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from mycli.runtime.kernels.triton_activation import columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton_arrive import last_to_arrive
+from mycli.runtime.kernels.triton_overlap import take_over
 
 
 @triton.jit(noinline=True)  # or its addresses take registers from the loop
@@ -92,8 +93,11 @@ def attend_kernel(
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # combined at a time
     SPLITS: tl.constexpr,  # likewise
+    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
 ):
     """Grid (splits, kv_heads, sequences)."""
+    if OVERLAP:
+        take_over()
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)

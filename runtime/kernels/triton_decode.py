@@ -93,7 +93,9 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Norm) -> tuple[Tensor, Activa
     stream = embedding.new_empty((len(tokens), embedding.shape[1]))
     given, span, into = _normed(stream, norm, 128)
     assert into is not None
-    embed_kernel[(-(-stream.shape[1] // span),)](tokens, embedding, len(tokens), given)
+    early = norm.product.chip.overlap
+    grid = (-(-stream.shape[1] // span),)
+    embed_kernel[grid](tokens, embedding, len(tokens), given, OVERLAP=early, launch_pdl=early)
     return stream, into
 
 
@@ -243,6 +245,7 @@ def attend(
         TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
         BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
         **combination(tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
+        OVERLAP=product.chip.overlap, launch_pdl=product.chip.overlap,
         num_warps=attend_warps(block_q), num_stages=3,
     )  # fmt: skip
     return into

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mycli.runtime.kernels.triton_activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton_overlap import take_over
 
 
 @triton.jit
@@ -67,8 +68,10 @@ def add_tail(parts, count, piece, rows, given):
 
 
 @triton.jit
-def embed_kernel(tokens, embedding, rows, given):
+def embed_kernel(tokens, embedding, rows, given, OVERLAP: tl.constexpr):
     """Grid (pieces). The residual stream begins: rows of `embedding` [vocab, size] for int64 tokens [rows]."""
+    if OVERLAP:
+        take_over()
     piece = tl.program_id(0)
     row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
     column = columns_of(tile, given.into)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from mycli.runtime.kernels.triton_arrive import finish
+from mycli.runtime.kernels.triton_overlap import fetch_early, take_over
 from mycli.runtime.kernels.triton_unpack import unpack2, unpack3, unpack4, unpack8
 
 
@@ -173,6 +174,7 @@ def multiply_kernel(
     CHANNEL: tl.constexpr,  # one scale a row
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
 ):
     """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
@@ -189,6 +191,13 @@ def multiply_kernel(
     factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
+    if OVERLAP:
+        RUNS: tl.constexpr = BLOCK_N // CHUNK_N
+        TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
+        run_bytes = (k_kept // TILE_K).to(tl.int64) * TILE_BYTES
+        begun = codes + start * (TILE_BYTES // 2)
+        fetch_early(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
+        take_over()
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

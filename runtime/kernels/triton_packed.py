@@ -4,6 +4,7 @@ Launches what `triton_matmul` defines on tensors it has checked. Importing this 
 some platforms, and slow to load where nothing will use it.
 """
 
+import ctypes
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -25,14 +26,27 @@ if TYPE_CHECKING:
     from mycli.runtime.kernels.triton_matmul import Root
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
+_OVERLAP_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
 _SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
+def _driver() -> int:
+    """Version of CUDA that the driver is for, 12030 for 12.3; 0 if there is none."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 def chip_of(device: torch.device) -> Chip:
-    """What the tile table needs to know of a CUDA device."""
+    """What the choice of kernels needs to know of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
-    return Chip((properties.major, properties.minor), properties.multi_processor_count)
+    capability = properties.major, properties.minor
+    overlap = capability >= (9, 0) and _driver() >= _OVERLAP_DRIVER and torch.version.hip is None
+    return Chip(capability, properties.multi_processor_count, overlap)
 
 
 def uses_ptx() -> bool:
@@ -188,6 +202,7 @@ class TritonMatmul:
             None if x.squares is None else x.squares.root(), tail,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
+            OVERLAP=self.chip.overlap, launch_pdl=self.chip.overlap,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         return y

@@ -17,10 +17,14 @@ ROWS = (8, 16, 32, 64)  # widths of a tile: the MMA's columns
 
 @dataclass(frozen=True)
 class Chip:
-    """What the choice depends on: compute capability and number of multiprocessors."""
+    """What the choice depends on: compute capability and number of multiprocessors.
+
+    overlap: launches may begin before the one before them ends (`triton_overlap`).
+    """
 
     capability: tuple[int, int]
     processors: int
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
