@@ -179,6 +179,29 @@ def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert replay.make_replay(plain, warnings.append) is None and len(warnings) == 1
 
 
+def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or that cannot be captured at all, as with a driver too old for what its launches ask for."""
+    plain, warnings = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[str]()
+
+    class Right(Sums):
+        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
+            return torch.ones(*tokens.shape, 3).half()
+
+    def refused(work: replay.Work) -> replay.Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
+    captures: dict[str, replay.Capture] = {
+        "replayed, they give other logits": lambda work: lambda: work() * 1.001,
+        "not permitted": refused,
+    }
+    for words, capture in captures.items():
+        monkeypatch.setattr(replay, "cuda_graph", capture)
+        assert replay.make_replay(plain, warnings.append) is None and words in warnings[-1]
+    monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
+    assert replay.make_replay(plain, warnings.append) is not None and len(warnings) == 2
+
+
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Sums):
         def __call__(self, *_: object, **__: object) -> Tensor:
