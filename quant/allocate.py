@@ -82,19 +82,20 @@ def measure(model: StreamedModel, low: StreamedModel, windows: Tensor, progress:
     surroundings = model.surroundings(windows.shape[1])
     with torch.inference_mode(), rough_products(model.placement.device):
         wanted = model.embed(windows)
-        streams = [wanted.clone()]
+        streams = wanted.new_empty(config.layers + 1, *wanted.shape)
+        streams[0] = wanted
         for index in range(config.layers):
             model.advance(model.block(index), wanted, surroundings)
-            streams.append(streams[-1].clone())
-            low.advance(_dense(low, index), streams[-1], surroundings)
+            streams[index + 1] = streams[index]
+            low.advance(_dense(low, index), streams[index + 1], surroundings)
             progress("measuring sensitivity", index + 1, 2 * config.layers)
-    gradient = _gradient_of_head(model, streams.pop().clone(), wanted.clone())
+    gradient = _gradient_of_head(model, streams[-1], wanted)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
-        block, original, stream = _dense(low, index), model.block(index), streams.pop().clone()
+        block, original, stream = _dense(low, index), model.block(index), streams[index]
         rounded = {product: _weight(block, product).requires_grad_() for product in Block.INPUTS}
         for rows in model.batches(stream):
-            x = stream[rows].to(model.placement.device).requires_grad_()
+            x = stream[rows].clone().to(model.placement.device).requires_grad_()  # inference tensors take no gradient
             with rough_products(model.placement.device):
                 block(x, *surroundings, None).backward(gradient[rows].to(x))
             assert x.grad is not None
@@ -137,12 +138,12 @@ def _dense(low: StreamedModel, index: int) -> Block:
 
 def _gradient_of_head(model: StreamedModel, rounded: Tensor, wanted: Tensor) -> Tensor:
     """Of the mean KL of all tokens, for the residual stream after the last block; both [windows, context, hidden]."""
-    gradient = torch.empty_like(rounded)
+    gradient = torch.empty(rounded.shape)
     count = rounded.shape[0] * rounded.shape[1]
     for index, (ours, theirs) in enumerate(zip(rounded, wanted, strict=True)):
-        x = ours.to(model.placement.device).requires_grad_()
+        x = ours.clone().to(model.placement.device).requires_grad_()
         with torch.no_grad():
-            target = model.logits(theirs).log_softmax(1)
+            target = model.logits(theirs.clone()).log_softmax(1)
         loss = functional.kl_div(model.logits(x).log_softmax(1), target, reduction="sum", log_target=True)
         (loss / count).backward()  # type: ignore[no-untyped-call]  # torch's stub
         assert x.grad is not None

@@ -133,12 +133,14 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
 
 def _judging(work: Work, at_once: int) -> tuple[int, int]:
     """Of `mycli.quant.allocate`: the stream at every block and what the original ends with; then either the head with
-    the logits of a window, or a block of both models, the gradients of its weights, and the pass over a batch."""
+    the logits of a window, or a block of both models, the gradients of its weights and the pass over a batch. What was
+    made before, the copy, leaves something behind too."""
     config = work.config
     streams = _FLOAT * work.judged * config.hidden_size * (config.layers + 3)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    return streams, _BACKWARD + max(head, 3 * _FLOAT * _block_weights(config) + _training(config, tokens))
+    blocks = 3 * _FLOAT * _block_weights(config)
+    return streams, _BACKWARD + max(head, blocks + _training(config, tokens) + 2 * _SMALL)
 
 
 def _training(config: ModelConfig, tokens: int) -> int:

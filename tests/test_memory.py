@@ -80,8 +80,8 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
         ({**WIDE, "vocab_size": 4096}, {"group": 64, "samples": 8, "seq": 512, "tune": True}),
         ({**WIDE, "vocab_size": 32768}, {"group": 64, "samples": 8, "seq": 256, "tune": True}),
         (
-            {**WIDE, "num_hidden_layers": 24, "vocab_size": 4096},
-            {"group": 64, "samples": 8, "seq": 512, "target_bpw": 3.5},
+            {**WIDE, "intermediate_size": 1024, "num_hidden_layers": 4},
+            {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
         ),
     ],
     ids=["solving", "measuring", "tuning-a-block", "tuning-scales", "sensitivity"],
