@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.config import ModelConfig, RopeScaling
+from mycli.runtime.kernels.cpu_steps import rotate_few
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device) -> Tensor:
@@ -82,6 +83,9 @@ class Rope:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [batch, tokens, heads, head_dim] turned by tables [tokens, head_dim / 2]; pairs are (i, i + head_dim / 2)."""
+    turned = rotate_few(x, cos, sin)
+    if turned is not None:
+        return turned
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -18,6 +18,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.cache import KeyValues, StaticCache, Stored, cache_dtype
 from mycli.runtime.checkpoint import Checkpoint
 from mycli.runtime.config import Kv, ModelConfig
+from mycli.runtime.kernels.cpu_steps import rms_norm, silu_multiply
 from mycli.runtime.linear import DenseMatmul, Linear
 from mycli.runtime.machine import cpu
 from mycli.runtime.packing import Packing
@@ -43,7 +44,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        y = rms_norm(x, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps) if y is None else y
 
 
 class Block(nn.Module):
@@ -109,8 +111,11 @@ class Block(nn.Module):
 
     def activated(self, x: Tensor) -> Tensor:
         """What `down` gets: x [..., hidden] after attention, normed, through the gate: [..., intermediate]."""
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        activated: Tensor = functional.silu(gate) * up
+        both = self.gate_up(self.post_norm(x))
+        activated = silu_multiply(both)
+        if activated is None:
+            gate, up = both.chunk(2, dim=-1)
+            activated = functional.silu(gate) * up
         return activated
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:

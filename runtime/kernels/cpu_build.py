@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -30,6 +30,7 @@ HEADERS = (
     "packed_layout.h",
     "packed_integer.h",
     "packed_tiles.h",
+    "steps.h",
 )
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
@@ -64,6 +65,15 @@ class CAttention(ctypes.Structure):
     ]
 
 
+class CRotation(ctypes.Structure):
+    """`Rotation` of steps.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, c_int64) for name in ("sequences", "tokens", "heads", "half", "sequence_stride", "token_stride")),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
     """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
@@ -74,6 +84,9 @@ class Native:
     dense: Callable[..., int | None]
     attend: Callable[..., int]
     softmax_draw: Callable[..., int]
+    norm: Callable[..., int | None]
+    gate: Callable[..., int | None]
+    rotate: Callable[..., int | None]
     read: Callable[..., int]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
@@ -98,6 +111,9 @@ def load_library(path: Path) -> Native:
         function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
+        function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
+        function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
+        function("rotate", None, ctypes.POINTER(CRotation)),
         function("read_memory", c_int64, c_void_p, c_int64, c_int),
         bool(features & 1),
         bool(features & 2),

@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "draw.h"
 #include "packed_tiles.h"
+#include "steps.h"
 
 namespace {
 
@@ -313,6 +314,13 @@ EXPORT int attend(const Attention* a, int threads) {
 
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
+
+// As norm_rows, gate_rows and rotate_rows in steps.h.
+EXPORT void norm(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* gain, float eps, uint16_t* y) {
+    norm_rows(x, rows, size, gain, eps, y);
+}
+EXPORT void gate(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y) { gate_rows(x, rows, size, y); }
+EXPORT void rotate(const Rotation* r) { rotate_rows(*r); }
 
 // Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {
