@@ -14,7 +14,7 @@ from tests.gpu.bench.weights import model
 
 
 def cases(context: Context, name: str, config: ModelConfig, packing: Packing | None) -> Iterator[Case]:
-    """One model, made once: replies, prompts, depths, batches."""
+    """One model, made once: replies, prompts, depths, batches; last, prompts with a shadow of the packed weights."""
     config = tiny(config) if context.tiny else config
     made, kernels = model(config, packing, context.device)
     label = f"{name}, {packing.name if packing else 'bf16'}, {kernels}"
@@ -22,6 +22,15 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
     trials += [Trial(0, 128, 0, batch) for batch in (4, 16, 64, 2, 8, 32)]
     for trial in [Trial(0, 4), Trial(16, 0), Trial(0, 4, 8, 2)] if context.tiny else trials:
         yield Case(trial.name, 15, lambda trial=trial: _row(context, label, made, packing, trial))  # type: ignore[misc]
+    if packing is not None:
+        made.keep_shadow()
+        for tokens in (16,) if context.tiny else (512, 4096):
+            trial, shadowed = Trial(tokens, 0), f"{label}, shadow"
+            yield Case(
+                f"{trial.name}, shadow",
+                15,
+                lambda trial=trial, label=shadowed: _row(context, label, made, packing, trial),  # type: ignore[misc]
+            )
 
 
 def _row(context: Context, label: str, made: Transformer, packing: Packing | None, trial: Trial) -> list[Row]:
