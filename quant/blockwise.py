@@ -7,6 +7,7 @@ whole. Knows no scheme by name and no files beyond the checkpoint read from.
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -118,24 +119,37 @@ def quantize_blocks(
 ) -> list[Layer]:
     """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq].
 
-    Blocks that `work` holds are taken from it, the others kept in it.
+    Blocks that `work` holds are taken from it, the others kept in it. While a block is solved the one before it is
+    written, by `sink` too, and the one after it is read ahead.
     """
     config = model.config
     stream, full = model.embed(windows), model.embed(windows)
     layers: list[Layer] = []
-    for index in range(config.layers + 1):
-        if index == config.layers and config.head().name not in packings:
-            break
-        found = solved = None if work is None else work.load(index)
-        if index < config.layers:
-            solved = _pass_block(model, index, stream, full, packings, solver, found)
-        elif solved is None:
-            solved = _solve_head(model, stream, full, packings, solver)
-        if work is not None and found is None:
+
+    def keep(index: int, solved: Solved, is_new: bool) -> None:
+        if work is not None and is_new:
             work.save(index, solved)
         sink(solved)
-        layers += solved.layers
-        progress("quantizing", len(layers), len(packings))
+
+    with ThreadPoolExecutor(1) as aside:
+        written: Future[None] | None = None
+        for index in range(config.layers + 1):
+            if index == config.layers and config.head().name not in packings:
+                break
+            if index + 1 < config.layers:
+                aside.submit(model.expect, index + 1)
+            found = solved = None if work is None else work.load(index)
+            if index < config.layers:
+                solved = _pass_block(model, index, stream, full, packings, solver, found)
+            elif solved is None:
+                solved = _solve_head(model, stream, full, packings, solver)
+            if written is not None:
+                written.result()
+            written = aside.submit(keep, index, solved, found is None)
+            layers += solved.layers
+            progress("quantizing", len(layers), len(packings))
+        if written is not None:
+            written.result()
     return layers
 
 

@@ -113,7 +113,8 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
     """(host, device) of the stages of work with data."""
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3)
+    # Beside them lies the block before, whose codes are written: as they are, and as a file.
+    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3) + 2 * _block_weights(config)
     blocks = _FLOAT * _block_weights(config) * 2
     # The streams are made one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * config.hidden_size

@@ -85,6 +85,11 @@ class StreamedModel:
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return block
 
+    def expect(self, layer: int) -> None:
+        """Have the system read one layer's tensors already; nothing waits for it, and nothing fails by it."""
+        for name, _ in self.config.block_tensors(layer):
+            self._checkpoint.expect(name)
+
     def batches(self, stream: Tensor) -> list[slice]:
         """Of the windows of `stream` [windows, context, hidden]: whole ones, about `at_once` tokens each."""
         windows, context, _ = stream.shape

@@ -72,6 +72,12 @@ class Checkpoint:
         """The dtype of a tensor as stored."""
         return DTYPES[self.entry(name).dtype]
 
+    def expect(self, name: str) -> None:
+        """Ask the system to read a tensor ahead. Does nothing for one that is not there."""
+        entry = self.manifest.tensors.get(name)
+        if entry is not None:
+            self.manifest.files[entry.file].expect(entry.offset, entry.nbytes)
+
     def read(self, name: str) -> Tensor:
         """A tensor in fresh memory, in its stored dtype."""
         out = torch.empty(self.entry(name).shape, dtype=self.dtype(name))

@@ -7,7 +7,7 @@ before and after. Knows nothing of what the bytes mean. POSIX only.
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,12 @@ class RegularFile:
         """Fill `view` (writable bytes) from `offset`. Raises ModelError if the file is not the one first seen."""
         with self._open() as descriptor:
             self._fill(descriptor, view, offset)
+
+    def expect(self, offset: int, count: int) -> None:
+        """Ask the system to read `count` bytes from `offset` ahead: a hint, which no error comes of."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(ModelError), self._open() as descriptor:
+                os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
     def read(self, count: int, offset: int = 0) -> bytes:
         """`count` bytes from `offset`, fewer at the end of the file."""

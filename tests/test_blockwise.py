@@ -1,5 +1,7 @@
 """Observing and solving block by block: which inputs are seen, in which order, and what is said about it."""
 
+from threading import Event
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from mycli.quant.resume import Solved
 from mycli.quant.schemes import Solution, gptq
 from mycli.quant.streaming import StreamedModel
 from mycli.runtime.device import Placement
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.linear import Linear
 from mycli.runtime.packing import Packing
 from mycli.runtime.transformer import Block
@@ -157,3 +159,42 @@ def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
     solver, given = Solver("gptq", torch.bfloat16, "mse"), (half(hessian), half(hessian))
     _, layers, _ = solver.solve({"a": weight}, Packing(4, 32), *given)
     assert layers[0].fallback is not None and layers[0].damping is None
+
+
+def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahead(
+    model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write waits for a solving that begins after it: without overlap, it would wait in vain."""
+    begun, expected, written = [Event() for _ in range(model.config.layers)], list[int](), list[str]()
+    block = model.block
+
+    def watched(index: int) -> Block:
+        begun[index].set()
+        return block(index)
+
+    def sink(solved: Solved) -> None:
+        following = int(solved.layers[0].name.split(".")[2]) + 1
+        assert following == len(begun) or begun[following].wait(20)
+        written.extend(solved.linears)
+
+    monkeypatch.setattr(model, "block", watched)
+    monkeypatch.setattr(model, "expect", expected.append)
+    packings = Recipe("rtn", 4, 64).packings(model.config)
+    quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+    assert written == list(packings) and expected == list(range(1, model.config.layers))
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Tensor, block: int) -> None:
+    """Also where it is the last block, and no other follows."""
+    written: list[Solved] = []
+
+    def sink(solved: Solved) -> None:
+        if len(written) == block:
+            raise ResourceError("disk full")
+        written.append(solved)
+
+    packings = Recipe("rtn", 4, 64).packings(model.config)
+    with pytest.raises(ResourceError, match="disk full"):
+        quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+    assert len(written) == block
