@@ -166,25 +166,21 @@ def _tuning(work: Work) -> tuple[int, int]:
     block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
     codes = config.layers * _block_weights(config)
-    scales = (
-        7
-        * _FLOAT
-        * sum(
-            packing.groups(linear.in_features) * linear.out_features
-            for layer in range(config.layers)
-            for group in config.block_linears(layer).values()
-            for linear in group
-            if (packing := work.packings.get(linear.name)) is not None
-        )
+    scaled = sum(
+        packing.groups(linear.in_features) * linear.out_features
+        for layer in range(config.layers)
+        for group in config.block_linears(layer).values()
+        for linear in group
+        if (packing := work.packings.get(linear.name)) is not None
     )
     tokens = min(BATCH, max(1, LOGITS_AT_ONCE // (work.seq * config.vocab_size))) * work.seq
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (2 + ("lm_head" in work.packings))
     block = 5 * _FLOAT * _block_weights(config)
-    return _FLOAT * work.tokens * config.hidden_size, _BACKWARD + codes + scales + saved + head + max(
-        _training(config, tokens) + block, logits
-    )
+    kept = codes + 7 * _FLOAT * scaled + saved + head + 2 * _SMALL  # what writing the blocks left behind
+    streams = _FLOAT * work.tokens * config.hidden_size
+    return streams, _BACKWARD + kept + max(_training(config, tokens) + block, logits)
 
 
 def _tensors(work: Work) -> int:
