@@ -48,6 +48,11 @@ class Plan:
         return BYTES[self.dtype or self.config.dtype]
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale of packed weights: as stored, in any dtype of activations."""
+        return BYTES[self.config.dtype]
+
+    @property
     def position_bytes(self) -> int:
         """Bytes of one head's keys or values of one token in the cache: head_dim values, or codes and a scale of 4."""
         size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
@@ -114,7 +119,7 @@ def block_bytes(plan: Plan, layer: int) -> int:
     size, total = plan.value_bytes, 0
     for name, shape in plan.config.block_tensors(layer):
         packing = plan.packings.get(name.removesuffix(".weight"))
-        total += packing.bytes(shape[0], shape[1], size) if packing else prod(shape) * size
+        total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
     return total
 
 
@@ -141,7 +146,7 @@ def head_bytes(plan: Plan) -> int:
     head = plan.config.head()
     packing = plan.packings.get(head.name)
     if packing:
-        return packing.bytes(head.out_features, head.in_features, plan.value_bytes)
+        return packing.bytes(head.out_features, head.in_features, plan.scale_bytes)
     return head.out_features * head.in_features * plan.value_bytes
 
 

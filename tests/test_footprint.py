@@ -68,13 +68,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shadow", [False, True], ids=["packed", "shadow"])
-def test_packed_weights_take_what_the_format_says(packed: Path, shadow: bool) -> None:
+@pytest.mark.parametrize("dtype, shadow", [("bfloat16", False), ("bfloat16", True), ("float32", False)])
+def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
     config, packings = describe(packed)
     assert len(packings) == 2 * 7 + 1
-    placement = Placement(torch.device("cpu"), torch.bfloat16, shadow=shadow)
-    parts = measure(packed, Plan(config, packings, context=512, shadow=shadow), placement)
-    check([part for part in parts if part.exact], 0.03)
+    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], shadow=shadow)
+    parts = measure(packed, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
+    check([part for part in parts if part.exact], 0.001)
     linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
     assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
 
