@@ -1,4 +1,4 @@
-"""How fast memory can be read: data sheets of GPUs, and what `doctor` measured here and wrote down.
+"""How fast memory can be read: data sheets of GPUs, and what was measured here and written down.
 
 Knows names of devices and GB/s (10^9 bytes per second). Does not measure, and does not import torch.
 """
@@ -77,12 +77,15 @@ def remembered(folder: Path, device: str) -> float | None:
 
 
 def remember(folder: Path, device: str, gigabytes_per_second: float) -> None:
-    """Write a measurement of `device` down in `folder`, which is made if missing; other devices' notes stay."""
+    """Write a measurement of `device` down in `folder`, which is made if missing; other devices' notes stay.
+
+    The largest is kept: other work on the machine makes a measurement smaller, nothing makes it larger.
+    """
     try:
         notes = dict(read_object(folder / FILE).values)
     except ModelError:
         notes = {}
-    notes[device] = round(gigabytes_per_second, 2)
+    notes[device] = max(round(gigabytes_per_second, 2), remembered(folder, device) or 0.0)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = folder / f".{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(notes, indent=2) + "\n")

@@ -27,6 +27,7 @@ def test_a_measurement_is_remembered_beside_others(tmp_path: Path) -> None:
     remember(folder, "cpu", 36.204)
     remember(folder, "NVIDIA H200", 4300)
     remember(folder, "cpu", 37)
+    remember(folder, "cpu", 18)  # while other work took the rest
     assert (remembered(folder, "cpu"), remembered(folder, "NVIDIA H200")) == (37, 4300)
     assert remembered(folder, "another") is None
     assert (folder / FILE).stat().st_mode & 0o777 == 0o600

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.draft_bench import bench_draft
@@ -22,7 +23,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
     import torch
 
     from mycli.runtime.bench import Change, Result, Trial
-    from mycli.runtime.device import Placement
     from mycli.runtime.estimate import Plan
 
 EXAMPLES = (
@@ -32,7 +32,6 @@ EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 3 --save before.json && mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
 )
 FORMATS = ("md", "json", "jsonl", "csv")
-BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
 COLUMNS = ("model", "size", "bpw", "device", "kv", "test", "t/s", "TTFT p50", "TPOT p50/p99", "of bandwidth", "peak")
 KEY = ("model", "test", "device", "dtype", "kv")  # what must agree for two results to be compared
 Row = dict[str, Any]
@@ -108,7 +107,7 @@ def _measure(
     began = time.perf_counter()
     transformer = load_model(source.folder, placement)
     loaded = time.perf_counter() - began
-    bandwidth = _bandwidth(placement)
+    _, bandwidth = bandwidth_here.measure(placement)
     common = {
         "model": source.name,
         "size_bytes": transformer.nbytes,
@@ -133,13 +132,6 @@ def _measure(
 def _name(dtype: "torch.dtype") -> str:
     name = str(dtype).removeprefix("torch.")
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
-
-
-def _bandwidth(placement: "Placement") -> float:
-    from mycli.runtime.bench import measure_bandwidth
-    from mycli.runtime.device import free_memory
-
-    return measure_bandwidth(placement.device, min(BANDWIDTH_BYTES, free_memory(placement.device) // 4))
 
 
 def _print(call: Call, rows: Sequence[Row], style: str) -> None:

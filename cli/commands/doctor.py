@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.loading import announce_build
 from mycli.cli.output import gib
-from mycli.runtime.bandwidth import datasheet, remember
+from mycli.runtime.bandwidth import datasheet
 from mycli.runtime.errors import GateError, ResourceError
-from mycli.runtime.hub import state
 from mycli.runtime.machine import cpu, memory
 from mycli.runtime.nvml import gpus
 from mycli.runtime.target import cpu_name
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
 EXAMPLES = ("mycli doctor", "mycli doctor --device cpu --json")
 # What kernels look for, as the kernel of Linux names it.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
-BANDWIDTH_BYTES = 1 << 30  # larger than any cache; less where memory is short
 
 
 def _facts() -> list[tuple[str, str]]:
@@ -41,20 +40,6 @@ def _facts() -> list[tuple[str, str]]:
         text = f"{gpu.name}, compute {capability}, {gib(gpu.free)} free of {gib(gpu.total)}, driver {gpu.driver}"
         rows.append((f"cuda:{gpu.index}", text))
     return rows
-
-
-def _bandwidth(placement: "Placement") -> tuple[str, float]:
-    """Measure, and write down for `estimate`: the device's name and GB/s."""
-    import torch
-
-    from mycli.runtime.bench import measure_bandwidth
-    from mycli.runtime.device import free_memory
-
-    device = placement.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    measured = measure_bandwidth(device, min(BANDWIDTH_BYTES, free_memory(device) // 4))
-    remember(state(), name, measured)
-    return name, measured
 
 
 def _path(placement: "Placement") -> list[tuple[str, str]]:
@@ -119,7 +104,7 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     for note in placement.notes:
         call.out.note(note)
     announce_build(call, placement)
-    name, bandwidth = _bandwidth(placement)
+    name, bandwidth = bandwidth_here.measure(placement)
     found = list(check_kernels(placement.device, placement.dtype))
     reply = golden_reply(placement)
     if call.out.json_mode:
