@@ -2,15 +2,16 @@
 
     make test-vllm        # or: python -m tests.peers.vllm_tokens --python ENV/bin/python
 
-vLLM lives in an environment of its own; the Makefile says how it is made. Its CPU build (0.32) has kernels for 4 bits
-only: `--bits 8` ends in "Failed to find a kernel that can implement the WNA16 linear layer". They compute in bf16, so
-two tokens that are equally likely may change places: each of its tokens must be ours, or within `TIE` of ours in the
-logits of our own pass in fp32 over its reply.
+vLLM lives in an environment of its own; the Makefile says how it is made. Its CPU build (0.32) has a kernel for 4 bits
+only; for other widths it is given a plain one (`vllm_plain`), so that its reading and splitting of the folder is tried
+and its arithmetic is not. It computes in bf16, so two tokens that are equally likely may change places: each of its
+tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over its reply.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -33,12 +34,21 @@ PROMPTS, PROMPT, REPLY = 8, 48, 32
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
 
 
-def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int) -> list[list[int]]:
-    """vLLM's replies."""
+def plugin(folder: Path) -> None:
+    """A package in `folder` that a Python with it on its path, and so every rank of vLLM, finds `vllm_plain` by."""
+    info = folder / "vllm_plain-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-plain\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplain = vllm_plain:register\n")
+    shutil.copy(Path(__file__).with_name("vllm_plain.py"), folder)
+
+
+def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path: Path) -> list[list[int]]:
+    """vLLM's replies; `path` is where its Python looks for more packages."""
     child = Path(__file__).with_name("vllm_child.py")
     command = [python, str(child), str(folder), str(ranks), "bfloat16", str(REPLY), json.dumps(prompts)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OMP_"))}
-    ran = subprocess.run(command, env={**kept, **ENVIRONMENT}, capture_output=True, text=True)
+    ran = subprocess.run(command, env={**kept, **ENVIRONMENT, "PYTHONPATH": str(path)}, capture_output=True, text=True)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("tokens ")]
     if not lines:
         raise SystemExit(f"vLLM failed ({ran.returncode}):\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
@@ -66,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--bits", type=int, nargs="+", default=[4])
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 8, 3, 2])
     given = parser.parse_args()
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with vLLM (make test-vllm makes one)")
@@ -77,10 +87,12 @@ def main() -> None:
     failed = False
     for bits in given.bits:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name) / "out"
+            folder, site = Path(name) / "out", Path(name) / "site"
+            site.mkdir()
+            plugin(site)
             work = plan(Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none")
             quantize(work, folder, CPU)
-            same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks))
+            same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks, site))
         ok = worst <= TIE
         failed |= not ok
         print(
