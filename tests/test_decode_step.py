@@ -45,6 +45,7 @@ CONFIG = ModelConfig(
     dtype="float16",
 )
 CAPACITY, PREFIX = 96, 70
+SEVEN = {"hidden_size": 448, "heads": 7, "kv_heads": 1, "head_dim": 64, "intermediate_size": 608}  # no powers of two
 LAYER = {"multiply_kernel": 4, "attend_kernel": 1}  # launches
 
 
@@ -148,6 +149,7 @@ CASES = [
     Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
     Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
     Case(int8=True, new=2),
+    Case(SEVEN, bias=True, int8=True, new=5),
 ]
 
 
