@@ -73,12 +73,13 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
 
     Raises NotFoundError or UsageError for a file that cannot be read or holds too little.
     """
-    parts: list[Tensor] = []
+    parts, missing = [torch.empty(0, dtype=torch.int64)], _SPREAD * samples * seq
     for document in documents(path):
         parts.append(_document(document, tokenizer))
-        if sum(map(len, parts)) >= _SPREAD * samples * seq:
+        missing -= len(parts[-1])
+        if missing <= 0:
             break
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    ids = torch.cat(parts)
     if len(ids) < max(seq, MIN_TOKENS):
         raise UsageError(
             f"{path}: {len(ids)} tokens, fewer than the {max(seq, MIN_TOKENS)} that calibration needs",

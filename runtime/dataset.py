@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mycli.runtime.download import Pull, missing_of, pull
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub import COMMIT, read_ref, repo_folder, safe_name, split_name
+from mycli.runtime.hub import COMMIT, DATASETS, read_ref, repo_folder, safe_name, split_name
 from mycli.runtime.remote import Hub
 
 # What is chosen by itself, in this order; other names have to be given.
@@ -20,7 +20,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")
 
 @dataclass(frozen=True)
 class DatasetName:
-    """`repo` as the hub's addresses have it, with `datasets/` in front; `path` None: to be chosen."""
+    """`repo` as the hub's addresses have it, with `DATASETS` in front; `path` None: to be chosen."""
 
     text: str
     repo: str
@@ -38,7 +38,7 @@ class DatasetName:
             raise UsageError(f"hf:{text}: not a dataset of the hub", hint) from None
         if colon and not _safe_path(path):
             raise UsageError(f"hf:{text}: {path!r:.80} is not a path in a repository", "such as data/train.jsonl")
-        return cls(text, f"datasets/{repo}", revision or "main", path or None)
+        return cls(text, f"{DATASETS}{repo}", revision or "main", path or None)
 
     def choose(self, paths: Iterable[str]) -> str:
         """The file meant. Raises NotFoundError where there is none, naming some of those that are there."""

@@ -27,6 +27,7 @@ ESSENTIAL = frozenset(
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
 _REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
 _NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
+DATASETS = "datasets/"  # in front of `org/name`, in addresses too; models have nothing there
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -88,7 +89,7 @@ def split_name(model: str) -> tuple[str, str | None]:
 
 def repo_folder(repo: str) -> Path:
     """The folder of `org/name`, or `datasets/org/name`, in the cache."""
-    kind = "" if repo.startswith("datasets/") else "models--"
+    kind = "" if repo.startswith(DATASETS) else "models--"
     return cache() / (kind + repo.replace("/", "--"))
 
 

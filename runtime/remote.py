@@ -17,7 +17,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.fields import Fields, parse_object
-from mycli.runtime.hub import COMMIT, DIGEST, MAX_TREE_BYTES, HubFile
+from mycli.runtime.hub import COMMIT, DATASETS, DIGEST, MAX_TREE_BYTES, HubFile
 from mycli.runtime.network import Patience, Transient, persist, retry_after, transport_problem
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Hub:
 
 def _kind(repo: str) -> str:
     """`repo` as the hub's API has it: models are not called so elsewhere, datasets are."""
-    return repo if repo.startswith("datasets/") else f"models/{repo}"
+    return repo if repo.startswith(DATASETS) else f"models/{repo}"
 
 
 def _entry(item: Mapping[str, Any], source: str) -> TreeEntry:
@@ -246,7 +246,7 @@ def _refusal(status: int, code: str, reason: str, wanted: Wanted, hub: Hub) -> U
         )
     if code == "RepoNotFound" or status in (401, 404):
         visible = "this account may not see it" if hub.logged_in else "it is private: set HF_TOKEN or run hf auth login"
-        kind = "dataset" if repo.startswith("datasets/") else "model"
+        kind = "dataset" if repo.startswith(DATASETS) else "model"
         return NotFoundError(f"{repo}: no such {kind} on {hub.address}", f"check the spelling; or {visible}")
     because = f": {reason}" if reason else ""
     if status == 403:

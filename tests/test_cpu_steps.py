@@ -1,12 +1,21 @@
 """The native steps between products against torch, for every instruction set the library is built for."""
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.kernels.cpu_build import Native
+from mycli.runtime import rope, transformer
+from mycli.runtime.batch import Batch
+from mycli.runtime.device import Placement
+from mycli.runtime.kernels.cpu_build import Native, native
 from mycli.runtime.kernels.cpu_steps import FEW, rms_norm, rotate_few, silu_multiply
+from mycli.runtime.load import load_model
+from tests.conftest import PICO
 from tests.random_tensors import normal
 
 SHAPES = [(1, 1, 16), (1, 3, 256), (2, 8, 2048), (1, 1, 5120), (2, 4, 3, 128)]
@@ -73,6 +82,32 @@ def test_what_is_no_number_stays_one(value: float, library: Native) -> None:
     expected = functional.silu(x[..., :32]) * x[..., 32:]
     assert torch.equal(active[0, 1, 3].isnan(), expected[0, 1, 3].isnan()) and not active[0, 1, 3].isfinite()
     assert active[0, 0].isfinite().all()
+
+
+def test_a_reply_is_made_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotations and activations of every layer, in bf16 on this machine."""
+    if isinstance(native(), str):
+        pytest.skip(str(native()))
+    taken: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def call(*arguments: Any) -> Tensor | None:
+            result = function(*arguments)
+            taken[name] += result is not None
+            return result
+
+        return call
+
+    for module, name, function in (
+        (transformer, "rms_norm", rms_norm),
+        (transformer, "silu_multiply", silu_multiply),
+        (rope, "rotate_few", rotate_few),
+    ):
+        monkeypatch.setattr(module, name, counted(name, function))
+    model = load_model(PICO, Placement(torch.device("cpu"), torch.bfloat16))
+    tables, layers = rope.Rope(model.config, 16, model.device, model.dtype), model.config.layers
+    model(Batch(torch.tensor([[5]]), 0), tables, model.make_cache(16))
+    assert taken == {"rms_norm": 2 * layers + 1, "silu_multiply": layers, "rotate_few": 2 * layers}
 
 
 def test_what_it_leaves_to_torch(library: Native) -> None:

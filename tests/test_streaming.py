@@ -1,5 +1,6 @@
 """A streamed model computes what the whole one computes, with one layer in memory."""
 
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.config import Kv
 from mycli.runtime.device import Placement
 from mycli.runtime.load import load_model
+from mycli.runtime.manifest import Manifest
 from mycli.runtime.rope import Rope
 from mycli.runtime.transformer import Block
 
@@ -48,3 +50,17 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     StreamedModel(PICO, FP32).hidden(torch.zeros(1, 4, dtype=torch.int64), lambda *step: calls.append(step))
     assert len(alive) == 6
     assert calls == [("layers", layer, 6) for layer in range(1, 7)]
+
+
+def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system is asked for the bytes of exactly its tensors, and a file that has gone is no error."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
+    model = StreamedModel(PICO, Placement(torch.device("cpu"), torch.float32))
+    model.expect(2)
+    entries = Manifest.open(PICO).tensors
+    wanted = [entry for name, entry in entries.items() if name.startswith("model.layers.2.")]
+    assert sorted(asked) == sorted((entry.offset, entry.nbytes) for entry in wanted) and len(asked) == 9
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(FileNotFoundError("gone")))
+    model.expect(2)
+    assert len(asked) == 9

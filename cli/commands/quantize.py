@@ -260,6 +260,7 @@ def quantize(
     from mycli.quant.record import label
     from mycli.runtime.config import load_config
     from mycli.runtime.device import place
+    from mycli.runtime.estimate import Plan, head_bytes
     from mycli.runtime.hub import home, resolve
 
     if max_kl is not None and report == "none":
@@ -296,8 +297,8 @@ def quantize(
     )
     work = plan(recipe)
     if recipe.head == "keep" and not config.tie_embeddings:
-        kept = 2 * config.vocab_size * config.hidden_size
-        call.out.note(f"the head is kept: {gib(kept)} of {gib(work.size.bytes)}; --head int8 halves it")
+        kept = gib(head_bytes(Plan(config)))
+        call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if target_bpw is not None:
         with stages(call.out) as progress:
