@@ -16,11 +16,11 @@ from mycli.runtime.packing import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
 BATCH = 4  # windows a step of tuning
-_BACKWARD = 48 << 20  # more of the libraries once gradients are computed: measured
 _FLOAT = 4
 # Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
 # factor, the identity and the inverse.
 _SQUARES = 10
+_PIECES = 96 << 20  # at most, that malloc keeps of a pass through a block: buffers too small to be given back at once
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
 
@@ -141,14 +141,14 @@ def _judging(work: Work, at_once: int) -> tuple[int, int]:
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)
     blocks = 3 * _FLOAT * _block_weights(config)
-    return streams, _BACKWARD + max(head, blocks + _training(config, tokens) + 2 * _SMALL)
+    return streams, max(head, blocks + _training(config, tokens) + 3 * _SMALL)
 
 
 def _training(config: ModelConfig, tokens: int) -> int:
     """Bytes of a block's forward and backward pass over `tokens`, without what is a multiple of its weights: all that
     is saved from norm to norm, and the gradients of the widest part."""
     attention = 5 * config.heads * config.head_dim + 8 * config.kv_heads * config.head_dim
-    return _FLOAT * tokens * (12 * config.hidden_size + attention + 10 * config.intermediate_size)
+    return _FLOAT * tokens * (12 * config.hidden_size + attention + 8 * config.intermediate_size)
 
 
 def _tuning_block(work: Work) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _tuning_block(work: Work) -> tuple[int, int]:
     weights = _block_weights(work.config)
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
-    trained = _BACKWARD + (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
+    trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
     return streams, trained + _training(work.config, BATCH * work.seq)
 
 
@@ -176,11 +176,12 @@ def _tuning(work: Work) -> tuple[int, int]:
     tokens = min(BATCH, max(1, LOGITS_AT_ONCE // (work.seq * config.vocab_size))) * work.seq
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
     logits = 6 * _FLOAT * tokens * config.vocab_size
-    head = _FLOAT * config.vocab_size * config.hidden_size * (2 + ("lm_head" in work.packings))
+    head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
     block = 5 * _FLOAT * _block_weights(config)
-    kept = codes + 7 * _FLOAT * scaled + saved + head + 2 * _SMALL  # what writing the blocks left behind
+    kept = codes + 7 * _FLOAT * scaled + saved + head + _SMALL  # what writing the blocks left behind
     streams = _FLOAT * work.tokens * config.hidden_size
-    return streams, _BACKWARD + kept + max(_training(config, tokens) + block, logits)
+    training = _training(config, tokens)
+    return streams, kept + max(training + block, min(training, _PIECES) + logits)
 
 
 def _tensors(work: Work) -> int:

@@ -76,7 +76,7 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         quantize(copy, Path(name) / "low", placement, progress=progress)
-        trim()
+        trim(apart=4 << 20)
         shown = _calibration(copy).windows
         chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
         models = [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mycli.quant.adam import Adam
 from mycli.quant.memory import BATCH
 from mycli.quant.observe import HELD, rough_products
 from mycli.quant.progress import Progress, silent
@@ -54,19 +55,14 @@ def train(
         for _ in range(epochs)
         for batch in torch.split(fitted[torch.randperm(len(fitted), generator=generator)], BATCH)
     ]
-    optimizer = torch.optim.Adam([{"params": list(group), "lr": rate} for group, rate in rates], betas=(0.9, 0.95))
+    optimizer = Adam(rates)
     between = max(1, len(batches) // (epochs * _CHECKS))
     for done, batch in enumerate(batches, start=1):
-        # Not by a scheduler of torch, which holds the optimizer, its moments and itself in a cycle.
-        fall = (1 + math.cos(math.pi * (done - 1) / len(batches))) / 2
-        for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * fall
-        optimizer.zero_grad()
         with rough_products(device):
             for part in torch.split(batch, at_once):
                 # Relative to where it began: the rates then mean the same everywhere.
                 (loss(part) * (len(part) / len(batch) / before)).backward()  # type: ignore[no-untyped-call]  # torch's stub
-        optimizer.step()
+        optimizer.step((1 + math.cos(math.pi * (done - 1) / len(batches))) / 2)
         progress("tuning", done, len(batches))
         if done % between == 0 or done == len(batches):
             found = judged()
@@ -75,6 +71,5 @@ def train(
     with torch.no_grad():
         for leaf, value in zip(leaves, kept, strict=True):
             leaf.copy_(value)
-            leaf.grad = None
     trim()
     return Tuning(before, best)

@@ -6,13 +6,15 @@ nothing changes unless their KL falls. Of the model, codes and one block's weigh
 again in backward. Knows the grid through `mycli.quant.tunable`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE
 from mycli.quant.fold import restore
@@ -38,6 +40,31 @@ class Tuned:
 
     blocks: list[Solved]
     kl: Tuning
+
+
+class _Recomputed(Function):
+    """A function's output, of which nothing is kept but the input: backward computes it again (arXiv 1604.06174)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, gradients)
+        return None, x.grad
+
+
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`run(x)`; its leaves and x, which must require a gradient, get theirs, at the price of a second pass."""
+    y: Tensor = _Recomputed.apply(run, x)  # type: ignore[no-untyped-call]  # torch's stub
+    return y
 
 
 class _Student:
@@ -67,9 +94,9 @@ class _Student:
     def hidden(self, tokens: Tensor) -> Tensor:
         """[windows, context, hidden] after the last norm."""
         surroundings = self._model.surroundings(tokens.shape[1])
-        x = self._model.embed(tokens).to(self._model.placement.device)
+        x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
         for block in self.blocks:
-            x = checkpoint(block, x, *surroundings, use_reentrant=False)
+            x = recomputed(partial(block, tables=surroundings[0], masks=surroundings[1]), x)
         self.gain.install()
         y: Tensor = self.norm(x)
         return y
@@ -93,7 +120,7 @@ def tune_scales(
 
     One more block may come back, for the last norm. The same seed gives the same bytes.
     """
-    trim()
+    trim(apart=4 << 20)
     student = _Student(model, blocks, packings, scale_dtype)
     target = model.hidden(windows)
 

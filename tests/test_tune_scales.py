@@ -12,7 +12,7 @@ from mycli.quant.pipeline import plan, quantize
 from mycli.quant.recipe import Recipe
 from mycli.quant.resume import Solved
 from mycli.quant.streaming import StreamedModel
-from mycli.quant.tune_scales import Tuned, tune_scales
+from mycli.quant.tune_scales import Tuned, recomputed, tune_scales
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub import Source
 from mycli.runtime.packing import Packing
@@ -31,6 +31,29 @@ def tune() -> tuple[list[Solved], Tuned]:
         packings |= packing
         blocks.append(solved)
     return blocks, tune_scales(model, blocks, packings, torch.bfloat16, WINDOWS, seed=0)
+
+
+def test_what_is_computed_again_has_the_gradients_it_would_have_had() -> None:
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    start = torch.ones(2, 3, requires_grad=True)
+    calls = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return (x @ weight).tanh()
+
+    def gradients(again: bool) -> list[torch.Tensor]:
+        x = start
+        for _ in range(2):
+            x = recomputed(layer, x) if again else layer(x)
+        x.square().sum().backward()
+        found = [leaf.grad for leaf in (weight, start) if leaf.grad is not None]
+        weight.grad = start.grad = None
+        return found
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(one, other)
+    assert calls[:4] == [False, False, True, True], "nothing is kept of the first pass"
 
 
 def test_kl_falls_on_windows_held_apart_and_codes_stay() -> None:
