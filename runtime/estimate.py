@@ -18,18 +18,19 @@ SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
 DEFAULT_CONTEXT = 8192
 CPU_PART = 1 << 24  # weights that the CPU's kernels unpack for one dense product
-# What a process takes beside the model. CPU: Python, torch and its libraries (256 MiB with torch 2.13 on Linux) and
-# what the C library keeps of freed memory (64 MiB: twice glibc's largest mmap threshold). CUDA: context, cuBLAS
-# workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
-CPU_RUNTIME = 320 << 20
+# What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
+# context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
+CPU_RUNTIME = 256 << 20
 CUDA_RUNTIME = 512 << 20
+CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its largest mmap threshold
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
 
-    `shadow`: packed weights of the blocks are also kept in `dtype`.
+    `shadow`: packed weights of the blocks are also kept in `dtype`. `tiles`: the CPU multiplies many rows of bf16 by
+    packed weights as they are (AMX).
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class Plan:
     draft: "Plan | None" = None
     kv: Kv = "auto"
     shadow: bool = False
+    tiles: bool = False
 
     @property
     def value_bytes(self) -> int:
@@ -79,11 +81,12 @@ class Workspace:
     logits: int
     mask: int
     rope: int
+    kept: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.dequantization + self.cache + self.logits + self.mask + self.rope
+        return self.activations + self.dequantization + self.cache + self.logits + self.mask + self.rope + self.kept
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,9 @@ def activation_bytes(plan: Plan) -> int:
 def dequantization_bytes(plan: Plan) -> int:
     """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
 
-    The CPU unpacks at most `CPU_PART` weights at a time; a shadow leaves nothing to unpack.
+    The CPU unpacks at most `CPU_PART` weights at a time, with AMX none; a shadow leaves nothing to unpack.
     """
-    if plan.shadow:
+    if plan.shadow or (plan.tiles and not plan.gpu and (plan.dtype or plan.config.dtype) == "bfloat16"):
         return 0
     largest = 0
     for layer in range(plan.config.layers):
@@ -232,6 +235,14 @@ def rope_bytes(plan: Plan) -> int:
     return plan.context * plan.config.head_dim * plan.value_bytes
 
 
+def kept_bytes(plan: Plan) -> int:
+    """What the C library keeps of activations that were freed, in pieces: as much again as lives, up to `CPU_KEPT`.
+
+    On a GPU torch's pool keeps what it has, and gives it to the next pass.
+    """
+    return 0 if plan.gpu else min(activation_bytes(plan), CPU_KEPT)
+
+
 def estimate(plan: Plan) -> Estimate:
     """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
     draft = 0
@@ -245,6 +256,7 @@ def estimate(plan: Plan) -> Estimate:
         logits=logits_bytes(plan),
         mask=mask_bytes(plan),
         rope=rope_bytes(plan),
+        kept=kept_bytes(plan),
     )
     runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
     weights = weight_bytes(plan) + shadow_bytes(plan)

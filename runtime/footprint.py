@@ -17,7 +17,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.device import Placement
 from mycli.runtime.errors import GateError
-from mycli.runtime.estimate import Plan, cache_positions, estimate
+from mycli.runtime.estimate import CACHE_BLOCK, Plan, cache_positions, estimate
 from mycli.runtime.load import load_model
 from mycli.runtime.machine import peak_resident, reset_peak, resident
 from mycli.runtime.rope import Rope
@@ -64,32 +64,29 @@ def _new(before: dict[int, int], after: dict[int, int]) -> int:
 
 
 class _Meter:
-    """Memory beyond tensors that are meant to stay: the peak of a pass, and what the process itself takes."""
+    """Memory of the process, or on a GPU of torch's pool: what is held, and the most that was held since `begin`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
 
-    def runtime(self) -> int:
-        """What the process holds without a model: resident memory, or what the GPU misses beyond torch's own pool."""
-        if self._cuda is None:
-            return resident()
-        free, total = torch.cuda.mem_get_info(self._cuda)
-        return total - free - torch.cuda.memory_reserved(self._cuda)
-
-    def begin(self) -> None:
-        """Start looking for the peak."""
+    def begin(self) -> int:
+        """What is held now; `highest` starts from here."""
         if self._cuda is None:
             reset_peak()
-            self._floor = resident()
-        else:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._floor = torch.cuda.memory_allocated(self._cuda)
+            return resident()
+        torch.cuda.reset_peak_memory_stats(self._cuda)
+        return torch.cuda.memory_allocated(self._cuda)
 
-    def peak(self) -> int:
-        """The highest point since `begin`, above where it began."""
+    def highest(self) -> int:
+        """The most since `begin`."""
+        return peak_resident() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
+
+    def outside(self) -> int:
+        """What the GPU misses beyond torch's pool: the context, libraries and kernels. Of main memory it is in both."""
         if self._cuda is None:
-            return max(0, peak_resident() - self._floor)
-        return torch.cuda.max_memory_allocated(self._cuda) - self._floor
+            return 0
+        free, total = torch.cuda.mem_get_info(self._cuda)
+        return total - free - torch.cuda.memory_reserved(self._cuda)
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
@@ -101,12 +98,13 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _touch(cache: StaticCache, model: Transformer) -> None:
-    """Write every page of the cache, so that none of it counts as workspace later."""
+    """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
     config = model.config
-    shape = (cache.sequences, config.kv_heads, cache.capacity, config.head_dim)
+    shape = (cache.sequences, config.kv_heads, CACHE_BLOCK, config.head_dim)
     zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
     for layer in range(config.layers):
-        cache.write(layer, 0, zeros, zeros)
+        for start in range(0, cache.capacity, CACHE_BLOCK):
+            cache.write(layer, start, zeros, zeros)
 
 
 def _run(model: Transformer, cache: StaticCache, rope: Rope, tokens: int, batch: int) -> None:
@@ -128,23 +126,31 @@ def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
     """
     predicted, device, meter = estimate(plan), placement.device, _Meter(placement.device)
     _warm_up(device, placement.dtype)
-    parts = [Part("runtime", predicted.runtime, meter.runtime(), exact=False)]
     empty = _storages(device)
+    meter.begin()
     model = load_model(folder, placement)
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
-    parts.append(Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True))
-    parts.append(Part("embeddings and head", predicted.embeddings, embeddings, exact=True))
     capacity = cache_positions(plan.context)
     cache = model.make_cache(capacity, plan.batch)
-    parts.append(Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True))
+    exact = [
+        Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
+        Part("embeddings and head", predicted.embeddings, embeddings, exact=True),
+        Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True),
+    ]
     _touch(cache, model)
-    meter.begin()
+    loading = meter.highest()
+    before = meter.begin()
     rope = Rope(plan.config, capacity, device, placement.dtype)
     _run(model, cache, rope, min(plan.chunk, capacity - DECODED), plan.batch)
-    parts.append(Part("workspace", predicted.workspace.total, meter.peak(), exact=False))
-    total = sum(part.actual for part in parts)
-    return [*parts, Part("total", predicted.total, total, exact=False)]
+    running, outside = meter.highest(), meter.outside()
+    runtime = before + outside - sum(part.actual for part in exact)
+    return [
+        Part("runtime", predicted.runtime, runtime, exact=False),
+        *exact,
+        Part("workspace", predicted.workspace.total, running - before, exact=False),
+        Part("total", predicted.total, max(loading, running) + outside, exact=False),
+    ]
 
 
 def check(parts: Sequence[Part], tolerance: float) -> None:

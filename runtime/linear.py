@@ -58,7 +58,7 @@ def _read_packed(
     checkpoint: Checkpoint, specs: Sequence[LinearSpec], packing: Packing, device: torch.device
 ) -> PackedWeight:
     rows, columns = sum(spec.out_features for spec in specs), specs[0].in_features
-    packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)
+    packed = huge_empty((rows, packing.words(columns)), torch.int32)
     scales = torch.empty(rows, packing.groups(columns), dtype=checkpoint.dtype(f"{specs[0].name}.weight_scale"))
     start = 0
     for spec in specs:

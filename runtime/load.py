@@ -11,6 +11,7 @@ from mycli.runtime.device import Placement, free_memory
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.estimate import DEFAULT_CONTEXT, Plan, estimate, longest_context
 from mycli.runtime.fit import SHORTEST_CONTEXT, preflight, shortage
+from mycli.runtime.machine import cpu, give_back
 from mycli.runtime.manifest import Manifest
 from mycli.runtime.packing import describe
 from mycli.runtime.transformer import Transformer
@@ -40,6 +41,7 @@ def load_model(
     model.load(checkpoint, packings, placement.device, placement.dtype)
     if placement.shadow:
         model.keep_shadow()
+    give_back()  # what was read and then laid out otherwise: a tenth of a packed model
     if packings and placement.device.type == "cuda":
         from mycli.runtime.device_loop import accelerate
 
@@ -52,7 +54,7 @@ def _plan(folder: Path, placement: Placement, context: int, sequences: int, draf
     dtype = placement.dtype_name
     second = None if draft is None else Plan(*describe(draft), dtype=dtype, kv=placement.kv)
     gpu = placement.device.type == "cuda"
-    return Plan(config, packings, context, sequences, dtype, gpu, second, placement.kv, placement.shadow)
+    return Plan(config, packings, context, sequences, dtype, gpu, second, placement.kv, placement.shadow, cpu().tiles)
 
 
 def _place_name(placement: Placement) -> str:

@@ -28,6 +28,11 @@ class Cpu:
     cores: int
     flags: frozenset[str]
 
+    @property
+    def tiles(self) -> bool:
+        """Whether it multiplies bf16 in tiles (AMX)."""
+        return "amx_bf16" in self.flags
+
 
 def _number(path: Path) -> int | None:
     """The integer in a file of /sys; None where the file is missing, unreadable, or says "max"."""
@@ -129,12 +134,20 @@ def reset_peak(root: Path = Path("/")) -> bool:
 
 
 def trim(apart: int = 32 << 20) -> None:
-    """Give freed memory back to the system: all of it now, and from now on blocks of `apart` bytes or more at once.
+    """As `give_back`, and from now on freed blocks of `apart` bytes or more go back at once.
 
-    glibc keeps what was freed of smaller ones for later, in pieces; malloc_trim(3), M_MMAP_THRESHOLD of mallopt(3).
+    glibc keeps smaller ones for later, in pieces (M_MMAP_THRESHOLD of mallopt(3)).
     """
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):  # musl has none
             library.mallopt(-3, apart)
+            give_back()
+
+
+def give_back() -> None:
+    """Give memory that was freed back to the system (malloc_trim(3))."""
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):
             library.malloc_trim(0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mycli.runtime.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.estimate import (
     CACHE_BLOCK,
+    CPU_KEPT,
     CPU_PART,
     GIB,
     Plan,
@@ -167,7 +168,13 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert result.workspace.dequantization == 2 * 14336 * 4096 * 2  # gate and up, as one matrix of bf16
     assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 32 << 20  # the CPU takes them in parts
     assert estimate(plan("Qwen2.5-0.5B", INT4)).workspace.dequantization == 2 * 4864 * 896 * 2
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True)).workspace.dequantization == 0
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True, dtype="float32")).workspace.dequantization > 0
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True, gpu=True)).workspace.dequantization > 0
     assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
+    small = estimate(plan("Qwen2.5-0.5B")).workspace
+    assert small.kept == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
+    assert estimate(plan("Llama-3.1-8B")).workspace.kept == CPU_KEPT and result.workspace.kept == 0
     assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
 

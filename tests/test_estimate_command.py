@@ -196,11 +196,12 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
 
 
 def test_verify_compares_with_a_real_process() -> None:
+    # So small a model is mostly Python and torch, which differ by some MiB between machines.
     command = [sys.executable, "-m", "mycli.cli", "estimate", "pico", "--verify", "--device", "cpu", "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run([*command, "--tol", "10%"], check=True, capture_output=True, text=True)
     errors = {part["part"]: part["error"] for part in json.loads(done.stdout)["parts"]}
     assert all(abs(errors[part]) <= 0.03 for part in ("weights", "embeddings and head", "cache"))
-    assert errors["total"] <= 0.03
+    assert abs(errors["total"]) <= 0.1
 
 
 def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from mycli.runtime.estimate import estimate as predict
 from mycli.runtime.fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
 from mycli.runtime.hub import resolve, split_name, state
+from mycli.runtime.machine import cpu
 from mycli.runtime.packing import Packing, describe, describe_config, parse_packing
 from mycli.runtime.target import Target, find_target
 from mycli.runtime.tensor_parallel import obstacles
@@ -98,6 +99,7 @@ def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str
             "logits": space.logits,
             "mask": space.mask,
             "rope": space.rope,
+            "kept": space.kept,
         },
         "fits": result.total <= target.free,
         "longest_context": longest_context(plan, target.free),
@@ -259,7 +261,7 @@ def _plan(
     context = ctx or min(DEFAULT_CONTEXT, config.max_context)
     kind = parse_kv(kv)
     second = Plan(*_describe(call, draft), kv=kind) if draft else None
-    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second, kind)
+    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second, kind, tiles=cpu().tiles)
 
 
 def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
