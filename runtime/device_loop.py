@@ -19,13 +19,14 @@ from torch import Tensor
 
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.kernels.triton_choose import Feedback, choose_tokens
+from mycli.runtime.kernels.triton_cut import Cuts
 from mycli.runtime.replay import Capture, Step, Work, cuda_graph, make_replay
 from mycli.runtime.rope import Rope
 from mycli.runtime.sampling import Choice
 from mycli.runtime.transformer import Transformer
 
 STEPS = 4
-_Kind = tuple[int, int, bool]  # steps, vocabulary, drawn
+_Kind = tuple[int, int, bool, Cuts]  # steps, vocabulary, drawn, and from what
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,24 @@ class DeviceLoop:
         to.lengths.fill_(length + 1)
         to.seed.fill_(choice.seed)
         to.temperature.fill_(choice.temperature)
+        to.top_k.fill_(choice.top_k)
+        to.top_p.fill_(choice.top_p)
+        to.min_p.fill_(choice.min_p)
 
     @torch.inference_mode()
     def _launch(
         self, held: _Held, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
     ) -> _Launch:
         to, drawn = held.feedback, choice.temperature > 0
+        cuts = Cuts(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)
 
         def work() -> Tensor:
             for index in range(steps):
                 logits = self._step(to.tokens, to.lengths, tables, cache, last=True)[:, -1]
-                choose_tokens(logits, choice.vocab_size, drawn, to, index)
+                choose_tokens(logits, choice.vocab_size, drawn, to, index, cuts)
             return to.chosen
 
-        run = self._captured(held, (steps, choice.vocab_size, drawn), work)
+        run = self._captured(held, (steps, choice.vocab_size, drawn, cuts), work)
         events = None
         if to.chosen.is_cuda:
             events = _event(), _event()
@@ -165,7 +170,7 @@ def accelerate(model: Transformer, warn: Callable[[str], None]) -> None:
 
 @torch.inference_mode()
 def _wrong_choices(model: Transformer) -> str | None:
-    """What is wrong with the likeliest tokens of random logits, None if nothing is."""
+    """What is wrong with the likeliest tokens of random logits, and with draws from those alone; None if nothing is."""
     vocab = model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, vocab, generator=generator).to(model.device, model.dtype)
@@ -174,4 +179,9 @@ def _wrong_choices(model: Transformer) -> str | None:
     expected = logits.float().argmax(dim=-1)
     if not to.chosen[0].equal(expected):
         return f"the device chose {to.chosen[0].tolist()} where {expected.tolist()} are the likeliest"
+    to.top_p.fill_(0.5)  # of one that is left, or equals
+    choose_tokens(logits, vocab, True, to, 0, Cuts(top_k=True, top_p=True, min_p=True))
+    drawn = to.chosen[0].clamp(min=0)[:, None]
+    if not logits.gather(1, drawn).equal(logits.gather(1, expected[:, None])):
+        return f"the device drew {drawn[:, 0].tolist()} where {expected.tolist()} alone may be drawn"
     return None

@@ -79,11 +79,12 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
         limit = logits.topk(kept, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < limit, -math.inf)
     if sampling.top_p < 1:
-        ascending, order = logits.sort(dim=-1, descending=False)
-        # Drop the tail whose total stays within 1 - top_p: the token that crosses top_p is kept.
+        ascending = logits.sort(dim=-1, descending=False).values
+        # Drop the tail whose total stays within 1 - top_p: the token that crosses top_p is kept, with its equals.
         drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         drop[:, -1] = False
-        logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
+        least = ascending.masked_fill(drop, math.inf).amin(dim=-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.min_p > 0:
         probabilities = logits.softmax(dim=-1)
         floor = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
@@ -152,6 +153,9 @@ class Choice:
     vocab_size: int
     temperature: float
     seed: int  # of 64 bits, signed
+    top_k: int = 0  # below the vocabulary
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 def not_numbers() -> ModelError:
@@ -232,16 +236,17 @@ class Sampler:
     def choice(self) -> Choice | None:
         """The next draws as a device can do them by itself (`mycli.runtime.kernels.triton_choose`), None if it cannot.
 
-        It can where a token depends on its own logits alone: greedy, or at a plain temperature. Drawn tokens follow the
-        same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
+        It can where a token depends on its own logits alone: without bias, penalty or constraint. Drawn tokens follow
+        the same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
         """
         given = self.sampling
-        cut = given.top_k or given.top_p < 1 or given.min_p
-        plain = not cut and given.repetition_penalty == 1 and not given.logit_bias
-        if not (plain or self.plain_greedy) or self.constrained or self._recorder is not None:
+        if self._seen is not None or given.logit_bias or self.constrained or self._recorder is not None:
             return None
         seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
-        return Choice(self._vocab_size, 0.0 if given.greedy else given.temperature, seed)
+        if given.greedy:
+            return Choice(self._vocab_size, 0.0, seed)
+        top_k = given.top_k if given.top_k < self._vocab_size else 0
+        return Choice(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
 
     # For speculation (`mycli.runtime.speculate`): one sequence, and rows that are positions of it.
 

@@ -192,7 +192,7 @@ def test_a_seed_is_a_reply_whatever_the_limit(interpret: Interpret) -> None:
 
 def other_settings() -> int:
     looped, plain, step = sessions("none")
-    for sampling in (Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, top_k=5, seed=1)):
+    for sampling in (Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, repetition_penalty=1.3, seed=1)):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
     dynamic = replace(looped.model.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
     looped._rope = Rope(dynamic, 64, CPU, torch.float32)
@@ -202,6 +202,26 @@ def other_settings() -> int:
 
 def test_other_settings_and_moving_tables_are_the_hosts(interpret: Interpret) -> None:
     assert interpret(other_settings) == 0
+
+
+def narrowed(capture: str) -> int:
+    """Cuts that leave the likeliest alone, and between them, in the same launches, some that do not."""
+    looped, plain, step = sessions(capture, sequences=2)
+    expected = outcome(plain, PROMPT, 9)
+    for one, more in (
+        ({"top_k": 1}, {"top_k": 90}),
+        ({"top_p": 0.0}, {"top_p": 0.99}),
+        ({"min_p": 1.0}, {"min_p": 0.01}),
+    ):
+        for values, same in ((one, True), (more, False), (one, True)):
+            found = outcome(looped, PROMPT, 9, sampling=Sampling(temperature=1.5, seed=1, **values))
+            assert (found == expected) is same, values
+    return step.calls
+
+
+@pytest.mark.parametrize("capture", ["none", "runs-when-captured"])
+def test_cuts_are_made_in_the_loop_with_the_values_of_the_reply(capture: str, interpret: Interpret) -> None:
+    assert interpret(narrowed, capture) >= 9 * 8
 
 
 def shared_times() -> list[float]:

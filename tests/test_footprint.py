@@ -42,7 +42,7 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: 
             assert abs(part.error) <= 0.001, part
     assert parts[0].actual > 0  # the workspace may be nothing in a process that has freed memory to use again
     total = parts[-1]
-    assert total.actual == sum(part.actual for part in parts[:-1])
+    assert total.actual >= sum(part.actual for part in parts[:-1]), "loading may take more"
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,12 @@ class Told:
     def record(self, logits: Tensor, tokens: Tensor) -> None: ...
 
 
+def test_equal_logits_stay_or_go_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    for sampling in (Sampling(temperature=1.0, top_p=0.3), Sampling(temperature=1.0, top_k=1)):
+        assert torch.equal(distribution(logits, sampling) > 0, torch.tensor([[False, True, True, True, False]]))
+
+
 def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
     def choice(sampling: Sampling, **options: Any) -> Choice | None:
         return Sampler(sampling, VOCAB, torch.device("cpu"), **options).choice()
@@ -115,7 +121,12 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
     assert choice(Sampling(temperature=1e-9, seed=-(1 << 63))) == Choice(VOCAB, 0.0, -(1 << 63))
     seeds = {found.seed for _ in range(20) if (found := choice(Sampling(temperature=1.0))) is not None}
     assert len(seeds) == 20 and all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
-    for name in ("top-k", "top-p", "min-p", "penalty", "bias", "all"):
+    assert choice(Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=0)) == Choice(
+        VOCAB, 1.0, 0, 3, 0.5, 0.1
+    )
+    everything = choice(Sampling(temperature=1.0, top_k=VOCAB))
+    assert everything is not None and everything.top_k == 0
+    for name in ("penalty", "bias", "all"):
         assert choice(SETTINGS[name]) is None, name
     for sampling in (Sampling(repetition_penalty=1.1), Sampling(logit_bias=((1, 2.0),))):
         assert choice(sampling) is None, "greedy, but not by the logits alone"

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from mycli.runtime.kernels import triton_activation, triton_attention, triton_fused, triton_matmul, triton_tiles
 from mycli.runtime.kernels.triton_arrive import Tail
 from mycli.runtime.kernels.triton_choose import BLOCK, choose_kernel, partial_kernel
+from mycli.runtime.kernels.triton_cut import narrow_kernel, peak_kernel
 from mycli.runtime.kernels.triton_decode import BLOCK_K, attend_warps, combination
 from mycli.runtime.kernels.triton_packed import constants, dequantize_warps
 from mycli.runtime.kernels.triton_shuffle import layout_of, tile_k
@@ -132,9 +133,22 @@ def matmul_builds(capability: int) -> Iterator[Build]:
 def choose_builds() -> Iterator[Build]:
     """The choice of a token, of the 128,256 of Llama-3.1."""
     pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
-    partial = {**pointers, "seed": "*i64", "temperature": "*fp32", "stride": "i32", "vocab": "i32"}
-    for name, draw in (("likeliest", False), ("draw", True)):
-        yield Build(f"{name} of a block", partial_kernel, partial, {"DRAW": draw, "BLOCK": BLOCK})
+    limit = {"peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32"}
+    settings = {"temperature": "*fp32", "top_k": "*fp32"}
+    sizes = {"stride": "i32", "vocab": "i32", "step": "i32"}
+    partial = {**pointers, "seed": "*i64", **limit, **settings, "min_p": "*fp32", **sizes}
+    for name, draw, cut in (("likeliest", False, False), ("draw", True, False), ("cut draw", True, True)):
+        chosen = {"DRAW": draw, "TOP_K": cut, "TOP_P": cut, "MIN_P": cut, "BLOCK": BLOCK, "BLOCKS": 128}
+        yield Build(f"{name} of a block", partial_kernel, partial, chosen, unaligned=("step",))
+    peak = {"logits": "*bf16", "peaks": "*fp32", "stride": "i32", "vocab": "i32"}
+    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": BLOCK})
+    before = {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "top_p": "*fp32", "step_before": "i32"}
+    narrow = {"logits": "*bf16", **limit, **settings, **before, **sizes}
+    for name, mass in (("top-k", False), ("top-p", True)):
+        for place in range(3):
+            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, "BLOCK": BLOCK, "BLOCKS": 128}
+            unaligned = ("step", "step_before")
+            yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, chosen, unaligned=unaligned)
     last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
     del last["logits"]
     yield Build("choice", choose_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))

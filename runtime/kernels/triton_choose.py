@@ -1,11 +1,13 @@
 """The next token of every sequence, chosen on the device from logits: the likeliest, or drawn at a temperature.
 
 Two launches: a partial for each block of the vocabulary, and their reduction, which also writes what the next pass
-reads (the token, and lengths one larger). Nothing is read back to the host, so a CUDA graph can hold all of it.
+reads (the token, and lengths one larger); more before them where top-k or top-p cut (`triton_cut`). Nothing is read
+back to the host, so a CUDA graph can hold all of it.
 
-A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature). The
-noise is a function of seed, position, sequence and token alone (Philox 4x32, Salmon et al., SC 2011): it does not
-depend on how many steps a launch has. Knows no models; which settings this can do is in `mycli.runtime.sampling`.
+A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature), and
+without what is cut as that of the rest. The noise is a function of seed, position, sequence and token alone (Philox
+4x32, Salmon et al., SC 2011): it does not depend on how many steps a launch has. Knows no models; which settings this
+can do is in `mycli.runtime.sampling`.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -18,8 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mycli.runtime.kernels.triton_cut import Cuts, Limit, find_limit, key_of, largest_of, settle
+
 NO_NUMBER = -1  # in place of a token, where the logits were NaN or infinite
 BLOCK = 1024  # of the vocabulary, to a program
+NO_CUTS = Cuts()
 
 
 @triton.jit
@@ -35,7 +40,7 @@ def _gumbel(seed, position, sequence, index):
     return -tl.log(exponential)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def partial_kernel(
     logits,  # [sequences, stride]
     best,  # fp32 [sequences, blocks]: of the noisy logits; infinity where a logit is no number
@@ -43,23 +48,44 @@ def partial_kernel(
     lengths,  # int32 [sequences]: the position of the token to choose
     seed,  # int64 [1]
     temperature,  # fp32 [1]
+    peaks,  # where something is cut, of `triton_cut.Limit`
+    weights,
+    lows,
+    goals,
+    top_k,  # fp32 [1]
+    min_p,  # fp32 [1]
     stride,
     vocab,
+    step,
     DRAW: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     sequence, block = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     inside = place < vocab
     x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
     broken = (x != x) | (x == float("inf"))
     if DRAW:
+        heat = tl.load(temperature)
+        may = inside
+        if TOP_K or TOP_P:
+            goal = tl.load(goals + sequence) if TOP_P else tl.load(top_k)
+            low, _ = settle(weights, lows, goal, 0.0, step, sequence, blocks, False, BLOCKS)
+            may = key_of(x) >= low
+        if MIN_P:
+            may = may & ((x - largest_of(peaks, sequence, blocks, BLOCKS)) / heat >= tl.log(tl.load(min_p)))
         position = tl.load(lengths + sequence)
-        x = x / tl.load(temperature) + _gumbel(tl.load(seed), place * 0 + position, place * 0 + sequence, place)
+        x = x / heat + _gumbel(tl.load(seed), place * 0 + position, place * 0 + sequence, place)
+        x = tl.where(may, x, float("-inf"))
     x = tl.where(broken, float("inf"), x)
     largest = tl.max(x, 0)
     first = tl.min(tl.where(x == largest, place, 2147483647), 0)  # among equals the lowest
-    where = sequence * tl.num_programs(1) + block
+    where = sequence * blocks + block
     tl.store(best + where, largest)
     tl.store(index + where, first)
 
@@ -91,46 +117,78 @@ def choose_kernel(
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a choice writes and the next pass reads, on the device; `seed` and `temperature` are read.
+    """What a choice writes and the next pass reads, on the device; seed and settings are read.
 
     tokens int64 [sequences, 1]; lengths int32 [sequences], the tokens of each once `tokens` are in the cache;
-    seed int64 [1]; temperature fp32 [1]; chosen int64 [steps, sequences], `NO_NUMBER` where logits were no numbers.
+    seed int64 [1]; temperature, top_k (1 to the vocabulary), top_p, min_p fp32 [1];
+    chosen int64 [steps, sequences], `NO_NUMBER` where logits were no numbers.
     """
 
     tokens: Tensor
     lengths: Tensor
     seed: Tensor
     temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     chosen: Tensor
 
     @classmethod
     def make(cls, steps: int, sequences: int, device: torch.device) -> "Feedback":
         """Buffers for `steps` steps."""
+        temperature, top_k, top_p, min_p = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(4))
         return cls(
             torch.zeros(sequences, 1, dtype=torch.int64, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
-            torch.ones(1, dtype=torch.float32, device=device),
+            temperature,
+            top_k,
+            top_p,
+            min_p,
             torch.zeros(steps, sequences, dtype=torch.int64, device=device),
         )
 
 
-def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: int) -> None:
+def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: int, cuts: Cuts = NO_CUTS) -> None:
     """The next tokens after logits [sequences, vocab or more], of any floating dtype, as step `step` of `to`.
 
-    `draw` False takes the likeliest, the lowest id among equals; True draws at the temperature and with the seed of
-    `to`. What lies at and beyond `vocab` is never chosen.
+    `draw` False takes the likeliest, the lowest id among equals; True draws with the settings and the seed of `to`,
+    from what `cuts` leave. What lies at and beyond `vocab` is never chosen.
     """
     sequences, stride = logits.shape[0], logits.stride(0)
     if logits.stride(1) != 1 or logits.shape[1] < vocab:
         raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} for {vocab} tokens")
     blocks = triton.cdiv(vocab, BLOCK)
+    most = triton.next_power_of_2(blocks)
     best = torch.empty(sequences, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(sequences, blocks, dtype=torch.int32, device=logits.device)
+    # Without cuts nothing of a limit is read.
+    limit = Limit(best, best, index, best, 0)
+    if draw and cuts.any:
+        limit = find_limit(logits, vocab, cuts, to.temperature, to.top_k, to.top_p, BLOCK)
     partial_kernel[(sequences, blocks)](
-        logits, best, index, to.lengths, to.seed, to.temperature, stride, vocab, DRAW=draw, BLOCK=BLOCK
+        logits,
+        best,
+        index,
+        to.lengths,
+        to.seed,
+        to.temperature,
+        limit.peaks,
+        limit.weights,
+        limit.lows,
+        limit.goals,
+        to.top_k,
+        to.min_p,
+        stride,
+        vocab,
+        limit.step,
+        DRAW=draw,
+        TOP_K=cuts.top_k,
+        TOP_P=cuts.top_p,
+        MIN_P=cuts.min_p,
+        BLOCK=BLOCK,
+        BLOCKS=most,
     )
-    most = triton.next_power_of_2(blocks)
     choose_kernel[(sequences,)](
         best, index, blocks, to.chosen, step, to.tokens, to.lengths, NONE=NO_NUMBER, BLOCKS=most
     )

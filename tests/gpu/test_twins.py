@@ -19,6 +19,10 @@ from tests.test_triton_choose import (  # noqa: E402  (as above)
     test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits,
     test_the_likeliest_is_torchs_lowest_among_equals,
 )
+from tests.test_triton_cut import (  # noqa: E402  (as above)
+    test_draws_are_distributed_as_on_the_host,
+    test_what_is_kept_is_what_the_host_keeps,
+)
 from tests.test_triton_fused import test_activate, test_add, test_embed, test_project  # noqa: E402  (as above)
 from tests.test_triton_packed import (  # noqa: E402  (as above)
     test_bf16_of_any_magnitude,
@@ -36,6 +40,7 @@ __all__ = [
     "test_attend",
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",
+    "test_draws_are_distributed_as_on_the_host",
     "test_draws_are_distributed_as_softmax",
     "test_embed",
     "test_logits_that_are_no_numbers_are_told_and_token_0_is_fed_back",
@@ -45,6 +50,7 @@ __all__ = [
     "test_product",
     "test_project",
     "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_what_is_kept_is_what_the_host_keeps",
 ]
 
 pytestmark = [
