@@ -17,7 +17,7 @@ from mycli.runtime.batch import Batch
 from mycli.runtime.cache import StaticCache
 from mycli.runtime.device import Placement
 from mycli.runtime.errors import GateError
-from mycli.runtime.estimate import CACHE_BLOCK, Plan, cache_positions, estimate
+from mycli.runtime.estimate import Plan, cache_positions, estimate
 from mycli.runtime.load import load_model
 from mycli.runtime.machine import peak_resident, reset_peak, resident
 from mycli.runtime.rope import Rope
@@ -25,6 +25,7 @@ from mycli.runtime.sampling import Sampler, Sampling
 from mycli.runtime.transformer import Transformer
 
 DECODED = 4  # tokens: the first may allocate what the others use again
+TOUCHED = 256  # positions of the cache at a time
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,12 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 def _touch(cache: StaticCache, model: Transformer) -> None:
     """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
     config = model.config
-    shape = (cache.sequences, config.kv_heads, CACHE_BLOCK, config.head_dim)
+    shape = (cache.sequences, config.kv_heads, min(TOUCHED, cache.capacity), config.head_dim)
     zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
     for layer in range(config.layers):
-        for start in range(0, cache.capacity, CACHE_BLOCK):
-            cache.write(layer, start, zeros, zeros)
+        for start in range(0, cache.capacity, TOUCHED):
+            part = zeros[:, :, : cache.capacity - start]
+            cache.write(layer, start, part, part)
 
 
 def _run(model: Transformer, cache: StaticCache, rope: Rope, tokens: int, batch: int) -> None:

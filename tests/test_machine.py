@@ -94,6 +94,11 @@ def test_cpu(tmp_path: Path, text: str, model: str, flag: str) -> None:
     assert found.cores >= 1
 
 
+def test_tiles_are_those_of_bf16() -> None:
+    assert machine.Cpu("", 1, frozenset(("amx_tile", "amx_bf16"))).tiles
+    assert not machine.Cpu("", 1, frozenset(("amx_tile", "amx_int8"))).tiles
+
+
 def test_machine_does_not_import_torch() -> None:
     code = (
         "import sys, mycli.runtime.machine as m, mycli.runtime.nvml, mycli.runtime.bandwidth; m.memory(), m.cpu(); "
