@@ -20,7 +20,7 @@ DEFAULT_CONTEXT = 8192
 CPU_PART = 1 << 24  # weights that the CPU's kernels unpack for one dense product
 # What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
 # context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
-CPU_RUNTIME = 256 << 20
+CPU_RUNTIME = 252 << 20
 CUDA_RUNTIME = 512 << 20
 CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its largest mmap threshold
 
