@@ -33,7 +33,7 @@ fix: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.ready .links/mycli
-	$(RUN) -m mycli.cli.reference docs/commands.md
+	$(RUN) -m mycli.cli.docs docs/commands.md
 
 clean:
 	rm -rf $(VENV) .vllm-venv .links .demo build dist *.egg-info .mycli-work
@@ -56,4 +56,4 @@ $(VLLM)/.ready:
 	@touch $@
 
 test-vllm: $(VENV)/.ready .links/mycli $(VLLM)/.ready
-	$(RUN) -m tests.peers.vllm_tokens --python $(VLLM)/bin/python
+	$(RUN) -m tests.benchmarks.vllm_tokens --python $(VLLM)/bin/python

@@ -3,12 +3,12 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mycli.runtime.bandwidth import remember
-from mycli.runtime.hub import state
-from mycli.runtime.target import cpu_name
+from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.hub.resolve import state
 
 if TYPE_CHECKING:
-    from mycli.runtime.device import Placement
+    from mycli.runtime.device.placement import Placement
 
 BYTES = 1 << 30  # larger than any cache; less where memory is short
 
@@ -17,8 +17,8 @@ def measure(placement: "Placement") -> tuple[str, float]:
     """The device's name, and GB/s."""
     import torch
 
-    from mycli.runtime.bench import measure_bandwidth
-    from mycli.runtime.device import free_memory
+    from mycli.runtime.device.placement import free_memory
+    from mycli.runtime.diagnostics.throughput import measure_bandwidth
 
     device = placement.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import guarded, print_version
+from mycli.cli.config_file import config_path, option_key, read_settings
 from mycli.cli.output import Output, prepare_streams
-from mycli.cli.settings import config_path, option_key, read_settings
 from mycli.runtime.errors import ExitCode, UsageError
 
 # name -> (file and function, one line for the list of commands), in the order a newcomer needs them

@@ -53,7 +53,7 @@ def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of the models on this machine that begin like what was typed."""
-    from mycli.runtime.hub import local_names
+    from mycli.runtime.hub.resolve import local_names
 
     return [name for name in local_names() if name.startswith(incomplete)]
 

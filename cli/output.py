@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from mycli.cli.progress import Lines, Progress, Silent, bar
 from mycli.runtime.errors import ResourceError, UsageError, UserError
-from mycli.runtime.sanitize import one_line, sanitize
+from mycli.runtime.utils.sanitize import one_line, sanitize
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30

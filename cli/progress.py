@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from mycli.runtime.sanitize import sanitize
+from mycli.runtime.utils.sanitize import sanitize
 
 GIB = 1 << 30
 LINE_SECONDS = 5  # between two lines where nothing may move

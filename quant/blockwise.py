@@ -12,22 +12,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from mycli.quant import schemes
-from mycli.quant.fold import choose_scale, fold, restore
-from mycli.quant.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
-from mycli.quant.observe import HELD, View, leave, observe, require_finite, rough_products
+from mycli.quant import solvers as schemes
+from mycli.quant.calibration.hessian import HELD, View, leave, observe, require_finite, rough_products
+from mycli.quant.layer_streaming import StreamedModel, Surroundings
+from mycli.quant.model_card import Layer
 from mycli.quant.progress import Progress, silent
-from mycli.quant.record import Layer
-from mycli.quant.refit import Moments, refit
-from mycli.quant.resume import Solved, WorkFolder
-from mycli.quant.streaming import StreamedModel, Surroundings
-from mycli.quant.tune_block import close_calls, tune_block
-from mycli.runtime.device import TORCH_DTYPES
+from mycli.quant.rounding.error_compensation import Moments, refit
+from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
+from mycli.quant.transforms.awq import choose_scale, fold, restore
+from mycli.quant.tuning.block import close_calls, tune_block
+from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
-from mycli.runtime.linear import DenseMatmul, Linear
-from mycli.runtime.machine import trim
-from mycli.runtime.packing import Packing
-from mycli.runtime.transformer import Block
+from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.transformer import Block
+from mycli.runtime.quantization.scheme import Packing
 
 Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import Progress, silent
-from mycli.quant.streaming import StreamedModel
+from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.machine import trim
-from mycli.runtime.tokenizer import MAX_TEXT, Tokenizer
+from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
 STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers

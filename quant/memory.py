@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
-from mycli.quant.schemes.gptq import AT_ONCE
-from mycli.runtime.config import LinearSpec, ModelConfig
+from mycli.quant.solvers.gptq import AT_ONCE
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.packing import Packing
+from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.quantization.scheme import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
 BATCH = 4  # windows a step of tuning
@@ -133,7 +133,7 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
 
 
 def _judging(work: Work, at_once: int) -> tuple[int, int]:
-    """Of `mycli.quant.allocate`: the stream at every block and what the original ends with; then either the head with
+    """Of `quant.mixed_precision`: the stream at every block and what the original ends with; then either the head with
     the logits of a window, or a block of both models, the gradients of its weights and the pass over a batch. What was
     made before, the copy, leaves something behind too."""
     config = work.config
@@ -152,7 +152,7 @@ def _training(config: ModelConfig, tokens: int) -> int:
 
 
 def _tuning_block(work: Work) -> tuple[int, int]:
-    """Of `mycli.quant.tune_block`: each weight as a code, a level that moves, its gradient, two moments and the best
+    """Of `quant.tuning.block`: each weight as a code, a level that moves, its gradient, two moments and the best
     level so far; twice more while it is differentiated, and thrice the largest product."""
     weights = _block_weights(work.config)
     largest = max(rows * inputs for _, rows, inputs in _products(work))
@@ -162,7 +162,7 @@ def _tuning_block(work: Work) -> tuple[int, int]:
 
 
 def _tuning(work: Work) -> tuple[int, int]:
-    """Of `mycli.quant.tune_scales`: all codes as bytes, scales with their gradients, moments and best so far, one
+    """Of `quant.tuning.end_to_end`: all codes as bytes, scales with their gradients, moments and best so far, one
     block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
     codes = config.layers * _block_weights(config)

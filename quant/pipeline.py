@@ -15,27 +15,30 @@ from pathlib import Path
 
 import torch
 
-from mycli.quant import allocate, calibration, record, schemes
+from mycli.quant import mixed_precision as allocate
+from mycli.quant import model_card as record
+from mycli.quant import solvers as schemes
 from mycli.quant.blockwise import Solver, quantize_blocks
-from mycli.quant.calibration import Calibration
+from mycli.quant.calibration import sampler as calibration
+from mycli.quant.calibration.hessian import HELD
+from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
-from mycli.quant.grid import Grid, Quantized, relative_error
-from mycli.quant.observe import HELD
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.model_card import Layer, Size, Tuning
 from mycli.quant.planning import QUICK_TOKENS, REPORT_CONTEXT, Plan, companions, plan, preflight
 from mycli.quant.progress import Progress, silent
 from mycli.quant.recipe import Recipe
-from mycli.quant.record import Layer, Size, Tuning
-from mycli.quant.resume import Solved, WorkFolder
-from mycli.quant.streaming import StreamedModel
-from mycli.quant.tune_scales import tune_scales
-from mycli.runtime.checkpoint import Checkpoint, CheckpointWriter
-from mycli.runtime.device import TORCH_DTYPES, Placement
+from mycli.quant.rounding.grid import Grid, Quantized, relative_error
+from mycli.quant.tuning.end_to_end import tune_scales
+from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+from mycli.runtime.device.placement import TORCH_DTYPES, Placement
+from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.machine import trim
-from mycli.runtime.manifest import Manifest
-from mycli.runtime.packed import pack
-from mycli.runtime.packing import Packing, describe, write_quantization
-from mycli.runtime.tokenizer import Tokenizer
+from mycli.runtime.quantization.packed_weight import pack
+from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
 _PACK_WEIGHTS = 1 << 22  # packed at a time

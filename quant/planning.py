@@ -12,21 +12,23 @@ from typing import Literal
 
 import torch
 
-from mycli.quant import calibration, record, schemes
-from mycli.quant.allocate import WINDOWS
+from mycli.quant import model_card as record
+from mycli.quant import solvers as schemes
+from mycli.quant.calibration import sampler as calibration
+from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.memory import Need, Work, choose
+from mycli.quant.mixed_precision import WINDOWS
+from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
-from mycli.quant.record import Size
-from mycli.quant.streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
-from mycli.runtime.checkpoint import Checkpoint
-from mycli.runtime.config import ModelConfig, Shape, parse_config
-from mycli.runtime.device import TORCH_DTYPES
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.fields import Fields, read_object
-from mycli.runtime.hub import Source
-from mycli.runtime.machine import memory
-from mycli.runtime.manifest import Manifest
-from mycli.runtime.packing import Packing
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import ModelConfig, Shape, parse_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields, read_object
 
 Report = Literal["none", "quick", "full"]
 

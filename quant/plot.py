@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.staging import disk_errors
+from mycli.runtime.utils.atomic_folder import disk_errors
 
 if TYPE_CHECKING:
-    from mycli.quant.record import Layer
+    from mycli.quant.model_card import Layer
 
 _WIDTH, _HEIGHT = 960, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 50, 60

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mycli.quant.grid import Search
-from mycli.runtime.config import LinearSpec, ModelConfig
+from mycli.quant.rounding.grid import Search
 from mycli.runtime.errors import UsageError
-from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
+from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 Head = Literal["keep", "int8", "int4"]
 
@@ -22,9 +22,9 @@ class Recipe:
     embeddings are kept (but for what awq folds); so is the head, unless `head` says how many bits it gets. Methods that
     need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
     context where that is shorter. `target_bpw`: bits per weight of the quantized linears together, scales included;
-    `widths` then says the bits of each product of each block, in order of execution (see `mycli.quant.allocate`), and
-    `bits` nothing. `tune`: codes and scales of each block are trained once it is solved (`mycli.quant.tune_block`), and
-    in the end scales and gains of all (`mycli.quant.tune_scales`).
+    `widths` then says the bits of each product of each block, in order of execution (see `quant.mixed_precision`), and
+    `bits` nothing. `tune`: codes and scales of each block are trained once it is solved (`quant.tuning.block`), and
+    in the end scales and gains of all (`quant.tuning.end_to_end`).
     """
 
     method: str = "gptq"
@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def folds(self) -> bool:
-        """Whether inputs are rescaled before anything is solved (see `mycli.quant.fold`)."""
+        """Whether inputs are rescaled before anything is solved (see `quant.transforms.awq`)."""
         return self.method.split("+")[0] == "awq"
 
     @property

@@ -1,7 +1,7 @@
 """The only exceptions a person ever sees: one line of cause, one line of what to do, an exit code.
 
 Knows the exit codes of the command line. Does not know how an error is printed, and does not clean its text: names in a
-message may come from hostile files, so whoever shows it passes it through `mycli.runtime.sanitize`.
+message may come from hostile files, so whoever shows it passes it through `runtime.utils.sanitize`.
 """
 
 from enum import IntEnum

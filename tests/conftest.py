@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # most tests need neither torch nor native code
-    from mycli.runtime.kernels.cpu_build import Native
+    from mycli.runtime.kernels.cpu.build import Native
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,7 +76,7 @@ def mycli(environment: dict[str, str]) -> Mycli:
 @pytest.fixture(scope="module", params=VARIANTS)
 def library(request: pytest.FixtureRequest) -> "Native":
     """The native code of this machine, and as other machines would compile it; skipped without a compiler."""
-    from mycli.runtime.kernels.cpu_build import compile_library, load_library, native
+    from mycli.runtime.kernels.cpu.build import compile_library, load_library, native
 
     found = native()
     if isinstance(found, str):

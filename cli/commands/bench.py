@@ -13,17 +13,17 @@ import typer
 from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.draft_bench import bench_draft
-from mycli.cli.loading import announce_build, parse_dtype, parse_kv
+from mycli.cli.commands.bench_speculative import bench_draft
+from mycli.cli.load import announce_build, parse_dtype, parse_kv
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
-from mycli.runtime.fields import Fields, read_object
+from mycli.runtime.utils.json_fields import Fields, read_object
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     import torch
 
-    from mycli.runtime.bench import Change, Result, Trial
-    from mycli.runtime.estimate import Plan
+    from mycli.runtime.diagnostics.throughput import Change, Result, Trial
+    from mycli.runtime.memory.estimate import Plan
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def _row(common: Mapping[str, Any], result: "Result", plan: "Plan", bandwidth: float) -> Row:
-    from mycli.runtime.bench import percentile
+    from mycli.runtime.diagnostics.throughput import percentile
 
     read = result.read_rate(plan)
     first, each = result.first_token_seconds, result.token_seconds
@@ -85,13 +85,13 @@ def _measure(
     """All trials of one model, the largest memory need checked before anything is loaded."""
     import time
 
-    from mycli.runtime import bench
-    from mycli.runtime.cache import cache_dtype
-    from mycli.runtime.device import place
-    from mycli.runtime.estimate import Plan
-    from mycli.runtime.hub import resolve
-    from mycli.runtime.load import load_model, plan_memory
-    from mycli.runtime.packing import describe
+    from mycli.runtime.cache.kv_cache import cache_dtype
+    from mycli.runtime.device.placement import place
+    from mycli.runtime.diagnostics import throughput as bench
+    from mycli.runtime.engine.loader import load_model, plan_memory
+    from mycli.runtime.hub.resolve import resolve
+    from mycli.runtime.memory.estimate import Plan
+    from mycli.runtime.quantization.scheme import describe
 
     source = resolve(model, offline=call.offline)
     config, packings = describe(source.folder)
@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[tuple[str, ...], list[float]]:
 
 def _compare(call: Call, rows: Sequence[Row], path: Path, style: str) -> "list[tuple[Row, Change]]":
     """Show each result against the one of the same name in `path`."""
-    from mycli.runtime.bench import compare
+    from mycli.runtime.diagnostics.throughput import compare
 
     old = _read(path)
     pairs = [(row, old[key]) for row in rows if (key := tuple(row[name] for name in KEY)) in old]
@@ -243,7 +243,7 @@ def bench(
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
         raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
-    from mycli.runtime.bench import grid
+    from mycli.runtime.diagnostics.throughput import grid
 
     lengths = [options.parse_counts(text) for text in (prompt, generate, depth, batch)]
     if not all(lengths[3]):

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from mycli.cli import options
+from mycli.cli.chat.history import Conversation
+from mycli.cli.chat.session import Chat, Overflow, thinking
+from mycli.cli.chat.slash_commands import FENCE, SlashCommands
 from mycli.cli.command import Call, command
-from mycli.cli.conversation import Conversation
-from mycli.cli.loading import choose_sampling, load
-from mycli.cli.slash import FENCE, SlashCommands
-from mycli.cli.talk import Chat, Overflow, thinking
+from mycli.cli.load import choose_sampling, load
 from mycli.runtime.errors import UsageError, UserError
 
 EXAMPLES = (
@@ -167,7 +167,7 @@ def chat(
         seed=seed,
     )
     if call.out.interactive:
-        from mycli.runtime.hub import state
+        from mycli.runtime.hub.resolve import state
 
         _edit_lines(state() / "chat_history")
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import announce_build
+from mycli.cli.load import announce_build
 from mycli.cli.output import gib
-from mycli.runtime.bandwidth import datasheet
+from mycli.runtime.device.bandwidth import datasheet
+from mycli.runtime.device.nvml import gpus
+from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.errors import GateError, ResourceError
-from mycli.runtime.machine import cpu, memory
-from mycli.runtime.nvml import gpus
-from mycli.runtime.target import cpu_name
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
-    from mycli.runtime.device import Placement
-    from mycli.runtime.doctor import KernelFinding
+    from mycli.runtime.device.placement import Placement
+    from mycli.runtime.diagnostics.selftest import KernelFinding
 
 EXAMPLES = ("mycli doctor", "mycli doctor --device cpu --json")
 # What kernels look for, as the kernel of Linux names it.
@@ -23,7 +23,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "am
 
 
 def _facts() -> list[tuple[str, str]]:
-    from mycli.runtime.doctor import versions
+    from mycli.runtime.diagnostics.selftest import versions
 
     processor, main = cpu(), memory()
     features = " ".join(name for name in CPU_FEATURES if name in processor.flags)
@@ -44,7 +44,7 @@ def _facts() -> list[tuple[str, str]]:
 
 def _path(placement: "Placement") -> list[tuple[str, str]]:
     """On the CPU: whether replies use our own code, and which instructions of it."""
-    from mycli.runtime.kernels.cpu_build import native
+    from mycli.runtime.kernels.cpu.build import native
 
     if placement.device.type != "cpu":
         return []
@@ -94,10 +94,10 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
-    from mycli.runtime.device import place
-    from mycli.runtime.doctor import ANSWER, QUESTION, check_kernels, golden_reply
-    from mycli.runtime.hub import resolve
-    from mycli.runtime.packing import describe
+    from mycli.runtime.device.placement import place
+    from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
+    from mycli.runtime.hub.resolve import resolve
+    from mycli.runtime.quantization.scheme import describe
 
     config, _ = describe(resolve("pico", offline=True).folder)
     placement = place(config, device)

@@ -9,19 +9,26 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import parse_dtype, parse_kv
+from mycli.cli.load import parse_dtype, parse_kv
 from mycli.cli.output import gib
-from mycli.runtime.config import ModelConfig
+from mycli.runtime.device.probe import Target, find_target
+from mycli.runtime.device.system import cpu
+from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
-from mycli.runtime.estimate import DEFAULT_CONTEXT, Estimate, Plan, longest_context, shadow_bytes, tokens_per_second
-from mycli.runtime.estimate import estimate as predict
-from mycli.runtime.fields import MAX_JSON_BYTES, parse_object
-from mycli.runtime.fit import Scheme, fit, quantize_command, remedy, schemes
-from mycli.runtime.hub import resolve, split_name, state
-from mycli.runtime.machine import cpu
-from mycli.runtime.packing import Packing, describe, describe_config, parse_packing
-from mycli.runtime.target import Target, find_target
-from mycli.runtime.tensor_parallel import obstacles
+from mycli.runtime.hub.resolve import resolve, split_name, state
+from mycli.runtime.memory.estimate import (
+    DEFAULT_CONTEXT,
+    Estimate,
+    Plan,
+    longest_context,
+    shadow_bytes,
+    tokens_per_second,
+)
+from mycli.runtime.memory.estimate import estimate as predict
+from mycli.runtime.memory.fit import Scheme, fit, quantize_command, remedy, schemes
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.scheme import Packing, describe, describe_config, parse_packing
+from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 EXAMPLES = (
     "mycli estimate pico",
@@ -208,8 +215,8 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
 
 
 def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> None:
-    from mycli.runtime.device import place
-    from mycli.runtime.footprint import check, measure
+    from mycli.runtime.device.placement import place
+    from mycli.runtime.diagnostics.memory_check import check, measure
 
     placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv, shadow=subject.plan.shadow)
     for note in placement.notes:
@@ -242,7 +249,7 @@ def _describe(call: Call, model: str) -> tuple[ModelConfig, dict[str, Packing]]:
     except NotFoundError:
         if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-    from mycli.runtime.remote import Hub
+    from mycli.runtime.hub.client import Hub
 
     repo, revision = split_name(model)
     with Hub.connect(call.out.note) as hub:

@@ -8,14 +8,14 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.loading import KINDS, announce_build, parse_dtype, parse_kv
+from mycli.cli.load import KINDS, announce_build, parse_dtype, parse_kv
 from mycli.cli.measures import rows
 from mycli.cli.stages import stages
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Text as Windows
-    from mycli.runtime.device import Placement
-    from mycli.runtime.hub import Source
+    from mycli.runtime.device.placement import Placement
+    from mycli.runtime.hub.resolve import Source
 
 EXAMPLES = [
     "mycli eval pico --tokens 8k",
@@ -39,9 +39,9 @@ Tokens = Annotated[
 def sweep(call: Call, source: "Source", placement: "Placement", text: "Windows") -> None:
     """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
     from mycli.quant import evaluate as measuring
-    from mycli.quant.streaming import StreamedModel
-    from mycli.runtime.cache import cache_dtype
-    from mycli.runtime.estimate import Plan
+    from mycli.quant.layer_streaming import StreamedModel
+    from mycli.runtime.cache.kv_cache import cache_dtype
+    from mycli.runtime.memory.estimate import Plan
 
     reference = StreamedModel(source.folder, placement)
     results, cells = [], []
@@ -92,12 +92,12 @@ def evaluate(
     tail is dropped. The layers are read one at a time, so the models may be larger than memory.
     """
     from mycli.quant import evaluate as measuring
-    from mycli.quant.streaming import StreamedModel
-    from mycli.runtime.device import place
+    from mycli.quant.layer_streaming import StreamedModel
+    from mycli.runtime.device.placement import place
     from mycli.runtime.errors import UsageError
-    from mycli.runtime.hub import resolve
-    from mycli.runtime.packing import describe
-    from mycli.runtime.tokenizer import Tokenizer
+    from mycli.runtime.hub.resolve import resolve
+    from mycli.runtime.quantization.scheme import describe
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
     kind = parse_kv(kv)
     if kv_sweep and (ref is not None or kind != "auto"):

@@ -16,7 +16,7 @@ def list_models(call: Call) -> None:
     Built in, quantized here, and in the Hugging Face cache. What other tools left in that cache is shown too; the last
     column says what cannot be used and why.
     """
-    from mycli.runtime.store import stored
+    from mycli.runtime.hub.local import stored
 
     models = stored()
     if call.out.json_mode:

@@ -7,10 +7,10 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.output import gib
-from mycli.runtime.hub import Source, custom_code, resolve
+from mycli.runtime.hub.resolve import Source, custom_code, resolve
 
 if TYPE_CHECKING:
-    from mycli.runtime.download import Pull
+    from mycli.runtime.hub.download import Pull
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -67,8 +67,8 @@ def pull(
     Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
     What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
     """
-    from mycli.runtime import download
-    from mycli.runtime.remote import Hub
+    from mycli.runtime.hub import download
+    from mycli.runtime.hub.client import Hub
 
     if call.offline or "/" not in model:  # names without an organization are of this machine only
         _show_present(call, model)

@@ -15,9 +15,9 @@ from mycli.cli.stages import stages
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:
+    from mycli.quant.model_card import Layer
     from mycli.quant.pipeline import Outcome
     from mycli.quant.planning import Plan
-    from mycli.quant.record import Layer
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -106,8 +106,8 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     """Of `--calib`; None for what is not fetched: to a dry run all texts are alike."""
     if not calib.startswith("hf:"):
         return Path(calib)
-    from mycli.runtime import dataset
-    from mycli.runtime.remote import Hub
+    from mycli.runtime.hub import dataset
+    from mycli.runtime.hub.client import Hub
 
     name = dataset.DatasetName.parse(calib.removeprefix("hf:"))
     if call.offline:
@@ -256,12 +256,12 @@ def quantize(
     """
     from mycli.quant import pipeline, planning
     from mycli.quant import plot as plotting
+    from mycli.quant.model_card import label
     from mycli.quant.recipe import Recipe
-    from mycli.quant.record import label
-    from mycli.runtime.config import load_config
-    from mycli.runtime.device import place
-    from mycli.runtime.estimate import Plan, head_bytes
-    from mycli.runtime.hub import home, resolve
+    from mycli.runtime.device.placement import place
+    from mycli.runtime.hub.resolve import home, resolve
+    from mycli.runtime.memory.estimate import Plan, head_bytes
+    from mycli.runtime.models.config import load_config
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")

@@ -27,7 +27,7 @@ def rm(
     One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
     first, elsewhere it wants --yes. Folders that mycli did not store are left alone.
     """
-    from mycli.runtime.store import plan_removal, remove
+    from mycli.runtime.hub.local import plan_removal, remove
 
     removal = plan_removal(model)
     if not yes and not call.out.interactive:

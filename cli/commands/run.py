@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mycli.cli import options
-from mycli.cli.answering import Answering, Manner
-from mycli.cli.batch import run_batch
+from mycli.cli.batch_file import run_batch
+from mycli.cli.chat.session import speculation
 from mycli.cli.command import Call, command
-from mycli.cli.loading import Loaded, choose_sampling, load
-from mycli.cli.prompt import read_file, read_prompt
-from mycli.cli.talk import speculation
+from mycli.cli.generation import Answering, Manner
+from mycli.cli.input import read_file, read_prompt
+from mycli.cli.load import Loaded, choose_sampling, load
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from mycli.runtime.constrain import Grammar
+    from mycli.runtime.sampling.grammar import Grammar
 
 EXAMPLES = (
     'mycli run pico "What is the capital of Japan?"',
@@ -177,7 +177,7 @@ def _grammar(loaded: Loaded, schema: str | None, source: str, regex: str | None,
     """What the reply must be, compiled; None for anything."""
     if schema is None and regex is None and not json_mode:
         return None
-    from mycli.runtime.constrain import JSON_MODE, Grammar
+    from mycli.runtime.sampling.grammar import JSON_MODE, Grammar
 
     tokenizer, stops = loaded.assistant.tokenizer, loaded.assistant.stop_ids
     if regex is not None:

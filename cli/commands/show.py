@@ -9,11 +9,11 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.output import gib
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub import resolve
+from mycli.runtime.hub.resolve import resolve
 
 if TYPE_CHECKING:
-    from mycli.runtime.facts import Facts
-    from mycli.runtime.fields import Fields
+    from mycli.runtime.hub.model_info import Facts
+    from mycli.runtime.utils.json_fields import Fields
 
 EXAMPLES = (
     "mycli show pico",
@@ -25,14 +25,14 @@ EXAMPLES = (
 
 
 def _find(call: Call, model: str) -> "Facts":
-    from mycli.runtime.facts import fetch_facts, read_facts
+    from mycli.runtime.hub.model_info import fetch_facts, read_facts
 
     try:
         return read_facts(resolve(model, offline=call.offline))
     except NotFoundError:
         if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-    from mycli.runtime.remote import Hub
+    from mycli.runtime.hub.client import Hub
 
     with Hub.connect(call.out.note) as hub:
         return fetch_facts(hub, model)
@@ -167,7 +167,7 @@ def _show_recipe(call: Call, facts: "Facts") -> None:
 
 def _plot(facts: "Facts", path: Path) -> None:
     from mycli.quant.plot import Point, require_svg, write
-    from mycli.runtime.fields import Fields
+    from mycli.runtime.utils.json_fields import Fields
 
     require_svg(path)
     points = []

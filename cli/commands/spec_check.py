@@ -6,9 +6,9 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.runtime.config import load_config
-from mycli.runtime.tokenizer import Tokenizer
-from mycli.runtime.vocabulary import check
+from mycli.runtime.models.config import load_config
+from mycli.runtime.tokenizer.compatibility import check
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 EXAMPLES = (
     "mycli spec check pico pico-draft",
@@ -25,7 +25,7 @@ def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
     Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
     for nothing. No weights are read.
     """
-    from mycli.runtime.hub import resolve
+    from mycli.runtime.hub.resolve import resolve
 
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
     rows = [load_config(source.folder).vocab_size for source in sources]

@@ -8,8 +8,8 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.commands.spec_check import Draft
-from mycli.cli.loading import load
-from mycli.cli.prompt import read_file
+from mycli.cli.input import read_file
+from mycli.cli.load import load
 from mycli.runtime.errors import GateError, UsageError
 
 EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)
@@ -39,12 +39,12 @@ def spec_verify(
     probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
     """
     loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
-    from mycli.runtime.drafting import DraftModel
-    from mycli.runtime.equivalence import chi_squared, greedy_divergences, least_certain
-    from mycli.runtime.sample_texts import prompts as built_in
-    from mycli.runtime.sampling import Sampling
-    from mycli.runtime.speculate import SpeculativeSession
-    from mycli.runtime.speculation_trial import Subject
+    from mycli.runtime.diagnostics.prompts import prompts as built_in
+    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.speculative.benchmark import Subject
+    from mycli.runtime.speculative.decode import SpeculativeSession
+    from mycli.runtime.speculative.proposers import DraftModel
+    from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
 
     tokenizer, session = loaded.assistant.tokenizer, loaded.session
     if not isinstance(session, SpeculativeSession) or not isinstance(session.drafter, DraftModel):

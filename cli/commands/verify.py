@@ -27,7 +27,7 @@ def verify(
 
     Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or lacks.
     """
-    from mycli.runtime import store
+    from mycli.runtime.hub import local as store
 
     source = store.find_stored(model)
     files = store.files_to_verify(source)

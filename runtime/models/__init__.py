@@ -1,1 +1,1 @@
-"""One file per `model_type`, each with `read(config.json) -> ModelConfig`; the file name is the registry."""
+"""From config.json to a ModelConfig, without torch. A family is one file in `families`."""

@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed is printed where a test fails; set beforehand, it repeats the numbers (`tests.random_tensors`)."""
+    """The seed is printed where a test fails; set beforehand, it repeats the numbers."""
     seed = os.environ.get("MYCLI_TEST_SEED") or str(int.from_bytes(os.urandom(6)))
     print(f"MYCLI_TEST_SEED={seed}")
     monkeypatch.setenv("MYCLI_TEST_SEED", seed)

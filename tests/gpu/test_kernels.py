@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.schemes._columns import solve_block
-from mycli.runtime.batch import Batch
-from mycli.runtime.cache import StaticCache
-from mycli.runtime.generate import Session
-from mycli.runtime.packing import BITS, GROUP_SIZES, Packing
-from mycli.runtime.replay import Replay, Step, cuda_graph, difference
-from mycli.runtime.rope import Rope
-from mycli.runtime.sampling import Sampler, Sampling
+from mycli.quant.rounding.columns import solve_block
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.engine.cuda_graph import Replay, Step, cuda_graph, difference
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from mycli.runtime.sampling.sampler import Sampler, Sampling
 from tests.test_columns import SHAPES, agree, problem
 from tests.test_decode_step import CAPACITY, CASES, Case, models
 
@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 33, 64, 65, 300])
 @pytest.mark.parametrize("bits", BITS)
 def test_packed_products(bits: int, rows: int) -> None:
-    from mycli.runtime.kernels.triton_packed import chip_of, small_product
+    from mycli.runtime.kernels.triton.linear import chip_of, small_product
 
     device = torch.device("cuda", 0)
     for group in (*GROUP_SIZES, None):
@@ -42,8 +42,8 @@ def test_the_fused_pass_is_the_plain_models(case: Case) -> None:
 
 
 def fused(case: Case) -> Step:
-    from mycli.runtime.decode_step import DecodeStep
-    from mycli.runtime.kernels.triton_packed import chip_of
+    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.kernels.triton.linear import chip_of
 
     step = DecodeStep.make(models(case, "cuda", chip_of(torch.device("cuda", 0)))[0])
     assert isinstance(step, DecodeStep)
@@ -86,7 +86,7 @@ def test_columns_of_a_block(half: int, move: bool) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
 def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float) -> None:
     """Captured and launched, with a reader that leaves early; greedy, also those of the host's loop: the same bits."""
-    from mycli.runtime.device_loop import DeviceLoop
+    from mycli.runtime.engine.device_loop import DeviceLoop
 
     step, found = fused(case), []
     for capture in (cuda_graph, None, "host"):

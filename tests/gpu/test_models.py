@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.runtime.batch import Batch
-from mycli.runtime.device import Placement
-from mycli.runtime.generate import Session
-from mycli.runtime.kernels.dequantize import DequantizeKernel
-from mycli.runtime.load import load_model
-from mycli.runtime.packed import PackedWeight, dequantize, pack
-from mycli.runtime.packing import BITS, Packing
-from mycli.runtime.rope import Rope
-from mycli.runtime.sampling import Sampler, Sampling
-from tests.random_tensors import codes, normal
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.kernels.reference import DequantizeKernel
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import BITS, Packing
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+from tests.support.random_tensors import codes, normal
 
 pytestmark = [
     pytest.mark.gpu,

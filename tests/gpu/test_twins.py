@@ -61,7 +61,7 @@ pytestmark = [
 
 @pytest.fixture
 def interpret() -> Callable[..., object]:
-    """What `tests.triton_interpreter` gives: here the function runs on the GPU."""
+    """What `tests.support.triton_interpreter` gives: here the function runs on the GPU."""
 
     def run(function: Callable[..., object], *arguments: object) -> object:
         with torch.device("cuda"):

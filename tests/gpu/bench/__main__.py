@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.config import ModelConfig
-from mycli.runtime.machine import cpu
-from mycli.runtime.nvml import gpus
-from mycli.runtime.packing import Packing
+from mycli.runtime.device.nvml import gpus
+from mycli.runtime.device.system import cpu
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench import end_to_end, kernels, limits, whole_program
 from tests.gpu.bench.report import Budget, Part, Report, run
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, QWEN3_4B

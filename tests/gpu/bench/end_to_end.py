@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Iterator
 
-from mycli.runtime.bench import Trial, run
-from mycli.runtime.config import ModelConfig
-from mycli.runtime.packing import Packing
-from mycli.runtime.transformer import Transformer
+from mycli.runtime.diagnostics.throughput import Trial, run
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench.report import Case, Row
 from tests.gpu.bench.shapes import tiny, token_bytes
 from tests.gpu.bench.timing import Context

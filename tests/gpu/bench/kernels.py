@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from mycli.runtime.packed import dequantize
-from mycli.runtime.packing import Packing
+from mycli.runtime.quantization.packed_weight import dequantize
+from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench.report import Case, Row
 from tests.gpu.bench.shapes import INT4, roofline_seconds
 from tests.gpu.bench.timing import Context, copies, in_turns, replay

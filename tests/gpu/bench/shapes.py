@@ -5,9 +5,9 @@ Sizes are those of the published config.json files of Llama-3.1-8B and Qwen3-4B;
 
 from dataclasses import dataclass, replace
 
-from mycli.runtime.config import ModelConfig, RopeScaling
-from mycli.runtime.estimate import Plan, bytes_per_step
-from mycli.runtime.packing import Packing, linear_names
+from mycli.runtime.memory.estimate import Plan, bytes_per_step
+from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.quantization.scheme import Packing, linear_names
 
 INT4 = Packing(4, 128)
 PREDICTED_READ = 4300.0  # GB/s an H200 is said to copy at: for predictions made before there is a measurement

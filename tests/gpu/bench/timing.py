@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mycli.runtime.nvml import gpus
+from mycli.runtime.device.nvml import gpus
 
 Call = Callable[[], object]
 ROTATED = 200_000_000  # bytes of weights in rotation: several times the second-level cache of any GPU

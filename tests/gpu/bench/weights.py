@@ -2,13 +2,13 @@
 
 import torch
 
-from mycli.runtime.config import ModelConfig
-from mycli.runtime.device_loop import accelerate
-from mycli.runtime.kernels import choose
-from mycli.runtime.linear import DenseMatmul, Linear
-from mycli.runtime.packed import Kernel, Matmul, PackedWeight
-from mycli.runtime.packing import Packing
-from mycli.runtime.transformer import RMSNorm, Transformer
+from mycli.runtime.engine.device_loop import accelerate
+from mycli.runtime.kernels.registry import choose
+from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.transformer import RMSNorm, Transformer
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
+from mycli.runtime.quantization.scheme import Packing
 
 DEVIATION = 0.02  # of weights
 

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 
 import torch
 
-from mycli.runtime.config import ModelConfig
-from mycli.runtime.device import Placement
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.models.config import ModelConfig
+from tests.benchmarks.throughput import LLAMA_8B, layer_seconds
 from tests.gpu.bench.report import Case, NotInstalled, Row
 from tests.gpu.bench.shapes import tiny
 from tests.gpu.bench.timing import Context
-from tests.peers.throughput import LLAMA_8B, layer_seconds
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 LAYERS = 2  # measured; the rest of the model takes as long each

@@ -1,0 +1,191 @@
+"""A conversation with a loaded model: each message is answered, shown as it streams, measured and, if asked, kept.
+
+Knows models, settings and the printer. Does not know what a person types to get here, see `cli.chat.slash_commands`.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mycli.cli.chat.history import Conversation
+from mycli.cli.command import Call
+from mycli.cli.generation import describe
+from mycli.cli.load import Loaded
+from mycli.cli.output import LiveMarkdown, gib
+from mycli.runtime.errors import UsageError, UserError
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
+from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
+
+if TYPE_CHECKING:
+    from mycli.runtime.engine.completion import Reply
+    from mycli.runtime.engine.generate import Timing
+    from mycli.runtime.sampling.sampler import Sampling
+
+Overflow = Literal["refuse", "drop-oldest"]
+REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
+PROMPT_END = 16  # tokens: more than an opening tag has
+
+
+def compact(count: int) -> str:
+    """212 as 212, 1234 as 1.2k."""
+    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
+
+
+def speculation(timing: "Timing") -> list[str]:
+    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
+    if timing.record is None:
+        return []
+    if not timing.record.passes:
+        return ["draft off"]
+    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
+    return [f"draft {timing.record.acceptance:.0%}{gain}"]
+
+
+def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
+    """The template arguments that switch reasoning on or off. Raises UsageError for a template that knows none."""
+    names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template.source())]
+    if not names:
+        raise UsageError("the model's chat template has no switch for thinking", "leave --think away")
+    return dict.fromkeys(names, wanted)
+
+
+@dataclass
+class Chat:
+    """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
+
+    call: Call
+    loaded: Loaded
+    sampling: "Sampling"
+    conversation: Conversation = field(default_factory=Conversation)
+    stops: tuple[str, ...] = ()
+    escapes: bool = False
+    markdown: bool = False
+    overflow: Overflow = "refuse"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    session_file: Path | None = None
+    last: "Reply | None" = None
+    finished: bool = False
+
+    def answer(self, text: str) -> None:
+        """Stream the reply to `text` and to the files read before it. What is refused is taken back."""
+        self.ask(self.conversation.compose(text))
+
+    def ask(self, message: str, instead: bool = False) -> None:
+        """Stream the reply to `message`; `instead`: of the last message. Ctrl-C ends it and keeps what was said."""
+        from mycli.runtime.engine.completion import Reply
+
+        with self.conversation.attempt():
+            if instead:
+                self.conversation.undo()
+            self.conversation.turns.append(Message("user", message))
+            prompt = self._prompt()
+            reply = Reply(self.loaded.assistant, self.loaded.session, prompt, self.sampling, stops=self.stops)
+            text = self._stream(reply, prompt)
+            self.conversation.turns.append(Message("assistant", text))
+            if not instead:
+                self.conversation.reading.clear()
+        self.last = reply
+        if self.call.out.json_mode:
+            self.call.out.json({"model": self.loaded.source.name, **describe(reply, text)})
+        else:
+            self.call.out.footer(self.statistics(reply))
+        if self.session_file is not None:
+            self.conversation.save(self.session_file, self.loaded.source.name)
+
+    def tokens(self) -> list[int]:
+        """The ids of the conversation as the model is shown it."""
+        return self.loaded.assistant.tokenizer.chat(self.conversation.messages(), **self.arguments)
+
+    def _prompt(self) -> list[int]:
+        """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
+        capacity = self.loaded.session.capacity
+        ids = self.tokens()
+        if self.overflow == "drop-oldest":
+            before, hidden = len(ids), self.conversation.hidden
+            room = capacity - min(REPLY_ROOM, capacity // 4)
+            while len(ids) > room and self.conversation.hide_oldest():
+                ids = self.tokens()
+            dropped = (self.conversation.hidden - hidden) // 2
+            if dropped:
+                what = "turn is" if dropped == 1 else f"{dropped} turns are"
+                self.call.out.note(f"(the oldest {what} dropped: {before - len(ids)} of {before} tokens)")
+        if len(ids) > capacity:
+            raise UsageError(
+                f"the conversation has {len(ids)} tokens, the context room for {capacity}",
+                "/undo or /clear, or start with a larger --ctx or --overflow drop-oldest",
+            )
+        return ids
+
+    def _stream(self, reply: "Reply", prompt: list[int]) -> str:
+        """Show the reply as it comes; its whole text."""
+        splitter = ReasoningSplitter(self.loaded.assistant.tokenizer.decode(prompt[-PROMPT_END:]))
+        pieces: list[str] = []
+        shown = _Display(self)
+        stream = iter(reply)
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                shown.add(splitter.feed(piece))
+            shown.add(splitter.flush())
+        except KeyboardInterrupt:
+            stream.close()  # type: ignore[attr-defined]  # a generator: frees the session for the next turn
+            shown.add(splitter.flush())
+            shown.end()
+            self.call.out.note("(stopped)")
+            return "".join(pieces)
+        except UserError:
+            shown.end()
+            raise
+        shown.end()
+        if reply.finish_reason == "context":
+            self.call.out.warn("the context is full, the reply was cut off; /clear starts anew")
+        return "".join(pieces)
+
+    def statistics(self, reply: "Reply") -> str:
+        """The line after a reply."""
+        timing, session = reply.timing, self.loaded.session
+        return " · ".join(
+            (
+                f"{len(reply.tokens)} tok",
+                f"{timing.tokens_per_second:.0f} tok/s",
+                f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
+                f"prompt {timing.prompt} ({timing.cached} cached)",
+                *speculation(timing),
+                f"ctx {compact(session.cache.length)}/{compact(session.capacity)}",
+                gib(session.nbytes),
+            )
+        )
+
+
+class _Display:
+    """Where a reply appears: plain as it streams, reasoning dimmed; or, when asked for, rendered as Markdown."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._out, self._escapes = chat.call.out, chat.escapes
+        self._markdown = chat.markdown and chat.call.out.interactive
+        self._live: LiveMarkdown | None = None
+        self._column = 0
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Show more of the reply."""
+        for part in parts:
+            if self._out.json_mode:  # the object comes at the end
+                continue
+            if part.reasoning or not self._markdown:
+                self._out.stream(part.text, raw=self._escapes, dim=part.reasoning)
+                self._column = len(part.text) - part.text.rfind("\n") - 1
+                continue
+            if self._live is None:
+                if self._column:
+                    self._out.result("")
+                self._live = self._out.markdown()
+            self._live.add(part.text)
+
+    def end(self) -> None:
+        """The reply is over: the next word begins on a line of its own."""
+        if self._live is not None:
+            self._live.end()
+        elif not self._out.json_mode:
+            self._out.result("")

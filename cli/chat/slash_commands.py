@@ -1,0 +1,221 @@
+"""What can be typed in a chat after a slash. The docstring of each method is its line in /?.
+
+Knows the conversation and its settings. Does not know how lines are read.
+"""
+
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from mycli.cli.chat.session import Chat, thinking
+from mycli.cli.input import read_document
+from mycli.runtime.errors import UsageError
+
+FENCE = '"""'
+METER = 40  # columns, fewer on a narrow terminal
+
+
+class SlashCommands:
+    """Messages and commands of one chat, by the line that was typed."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._out = chat.call.out
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/?": self.help,
+            "/set": self.set,
+            "/system": self.system,
+            "/show": self.show,
+            "/context": self.context,
+            "/stats": self.stats,
+            "/read": self.read,
+            "/retry": self.retry,
+            "/edit": self.edit,
+            "/undo": self.undo,
+            "/clear": self.clear,
+            "/save": self.save,
+            "/load": self.load,
+            "/bye": self.bye,
+        }
+
+    def handle(self, line: str) -> None:
+        """One message or command. Raises UserError; the conversation goes on after it."""
+        if not line.startswith("/"):
+            self.chat.answer(line)
+            return
+        name, *rest = line.split(maxsplit=1)
+        method = self.commands.get("/?" if name == "/help" else name)
+        if method is None:
+            raise UsageError(f"{name}: no such command", "/? lists them; begin with a space to say it to the model")
+        method(rest[0].strip() if rest else "")
+
+    def help(self, argument: str) -> None:
+        """list the commands"""
+        rows = [(name, method.__doc__ or "") for name, method in self.commands.items()]
+        self._out.card("Commands", [*rows, (FENCE, "begins and ends a message of several lines; pasted lines are one")])
+
+    def set(self, argument: str) -> None:
+        """NAME VALUE: temperature, top_k, top_p, min_p, repetition_penalty, seed, or think on|off"""
+        name, _, value = argument.partition(" ")
+        if name == "system":
+            self.system(value or "none")
+            return
+        if name == "think":
+            self._think(value)
+            return
+        kinds: dict[str, Callable[[str], float | int | None]] = {
+            "top_k": int,
+            "seed": lambda text: None if text == "random" else int(text),
+            **{key: float for key in ("temperature", "top_p", "min_p", "repetition_penalty")},
+        }
+        if name not in kinds:
+            raise UsageError(f"/set {name}: no such setting", f"one of {', '.join([*kinds, 'think'])}")
+        try:
+            number = kinds[name](value)
+        except ValueError:
+            raise UsageError(f"/set {name}: {value!r} is not a number", f"/set {name} 1") from None
+        if number is not None and not math.isfinite(number):
+            raise UsageError(f"/set {name}: {value} is not a finite number", f"/set {name} 1")
+        self.chat.sampling = replace(self.chat.sampling, **{name: number})  # type: ignore[arg-type]  # the name was checked
+
+    def _think(self, value: str) -> None:
+        template = self.chat.loaded.assistant.tokenizer.template
+        if value not in ("on", "off") or template is None:
+            raise UsageError(f"/set think: {value!r} is neither on nor off", "/set think on")
+        self.chat.arguments = thinking(template, value == "on")
+
+    def system(self, argument: str) -> None:
+        """[TEXT]: show or set the system prompt; none: without one"""
+        if not argument:
+            self._out.result(self.chat.conversation.system or "(no system prompt)")
+            return
+        self.chat.conversation.system = None if argument == "none" else argument
+        self._out.note("(counts from the next message)")
+
+    def show(self, argument: str) -> None:
+        """show the model and the settings"""
+        loaded, conversation = self.chat.loaded, self.chat.conversation
+        config = loaded.assistant.model.config
+        rows = [
+            ("model", loaded.source.name),
+            ("family", f"{config.model_type}, {config.parameters():,} parameters"),
+            ("runs on", f"{loaded.placement.device}, {str(loaded.placement.dtype).removeprefix('torch.')}"),
+            ("system", conversation.system or "none"),
+            *((f.name, str(getattr(self.chat.sampling, f.name))) for f in fields(self.chat.sampling)),
+            *((name, "on" if wanted else "off") for name, wanted in self.chat.arguments.items()),
+            ("overflow", self.chat.overflow),
+            ("session", str(self.chat.session_file or "not kept")),
+            ("turns", str(len(conversation.turns))),
+        ]
+        self._out.card("Settings", rows)
+
+    def context(self, argument: str) -> None:
+        """what fills the context: system prompt, turns, free"""
+        chat, conversation = self.chat, self.chat.conversation
+        capacity = chat.loaded.session.capacity
+        system = 0
+        if conversation.system:
+            system = len(chat.loaded.assistant.tokenizer.encode(conversation.system, add_special=False))
+        whole = len(chat.tokens()) if conversation.turns else system
+        turns, free = whole - system, capacity - whole
+        width = max(1, min(METER, shutil.get_terminal_size().columns - 4))
+        marks = [round(width * part / capacity) for part in (system, whole)]
+        meter = "#" * marks[0] + "=" * (marks[1] - marks[0]) + "." * (width - marks[1])
+        rows = [
+            ("system", f"{system} tokens"),
+            ("turns", f"{turns} tokens, {len(conversation.turns) - conversation.hidden} messages with their markup"),
+            ("free", f"{free} of {capacity} tokens"),
+        ]
+        if conversation.hidden:
+            rows.append(("dropped", f"{conversation.hidden} messages"))
+        for name, text in conversation.reading:
+            count = len(chat.loaded.assistant.tokenizer.encode(text, add_special=False))
+            rows.append(("read", f"{name}, {count} tokens, part of the next message"))
+        self._out.card(f"[{meter}]", rows)
+
+    def stats(self, argument: str) -> None:
+        """statistics of the last reply"""
+        self._out.result("no reply yet" if self.chat.last is None else self.chat.statistics(self.chat.last))
+
+    def read(self, argument: str) -> None:
+        """FILE: read a text file, as a part of the next message"""
+        path = self._path("/read", argument)
+        text = read_document(path)
+        self.chat.conversation.reading.append((path.name, text))
+        self._out.note(f"({path.name}: {len(text)} characters, a part of the next message)")
+
+    def retry(self, argument: str) -> None:
+        """another reply to the last message"""
+        self.chat.ask(self.chat.conversation.last_message, instead=True)
+
+    def edit(self, argument: str) -> None:
+        """[TEXT]: change the last message, in $EDITOR or to TEXT, and have it answered again"""
+        before = self.chat.conversation.last_message
+        after = argument or self._edited(before)
+        if not after.strip() or after == before:
+            self._out.note("(nothing was changed)")
+            return
+        self.chat.ask(after, instead=True)
+
+    def _edited(self, text: str) -> str:
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not editor or not self._out.interactive:
+            raise UsageError("there is no editor", "/edit NEW TEXT, or set EDITOR")
+        with tempfile.NamedTemporaryFile("w+", suffix=".txt", encoding="utf-8") as file:  # mode 0600
+            file.write(text)
+            file.flush()
+            try:
+                done = subprocess.run([*shlex.split(editor), file.name])
+            except (OSError, ValueError) as error:
+                raise UsageError(f"EDITOR={editor}: {error}", "/edit NEW TEXT, or set EDITOR") from None
+            if done.returncode:
+                raise UsageError(f"EDITOR={editor}: ended with {done.returncode}", "nothing was changed")
+            return read_document(Path(file.name)).removesuffix("\n")  # by name: editors replace the file
+
+    def undo(self, argument: str) -> None:
+        """take the last message and its reply back"""
+        message = self.chat.conversation.undo()
+        self._keep()
+        self._out.note(f"(taken back: {message if len(message) <= 60 else message[:59] + '…'})")
+
+    def clear(self, argument: str) -> None:
+        """forget the conversation"""
+        self.chat.conversation.clear()
+        self.chat.loaded.session.forget()
+        self._keep()
+        self._out.note("(a new conversation)")
+
+    def save(self, argument: str) -> None:
+        """FILE: write the conversation"""
+        path = self._path("/save", argument or str(self.chat.session_file or ""))
+        self.chat.conversation.save(path, self.chat.loaded.source.name)
+        self._out.note(f"({len(self.chat.conversation.turns)} messages saved to {path})")
+
+    def load(self, argument: str) -> None:
+        """FILE: go on with a saved conversation"""
+        path = self._path("/load", argument)
+        model = self.chat.conversation.load(path)
+        self._keep()
+        held = "" if model == self.chat.loaded.source.name else f", held with {model}"
+        self._out.note(f"({len(self.chat.conversation.turns)} messages loaded{held})")
+
+    def bye(self, argument: str) -> None:
+        """leave; Ctrl-D does too"""
+        self.chat.finished = True
+
+    def _keep(self) -> None:
+        """Write the file of --session, so that it never holds what was taken back."""
+        if self.chat.session_file is not None:
+            self.chat.conversation.save(self.chat.session_file, self.chat.loaded.source.name)
+
+    @staticmethod
+    def _path(command: str, argument: str) -> Path:
+        if not argument:
+            raise UsageError(f"{command} needs a file", f"{command} FILE")
+        return Path(argument).expanduser()

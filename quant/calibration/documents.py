@@ -1,0 +1,95 @@
+"""What a file holds to calibrate on: plain text, or rows of JSON or Parquet with a text or a conversation each.
+
+Told by the name: `.jsonl` and `.parquet`, JSON lines also with `.gz`; everything else is one UTF-8 text. Of a row the
+first of `FIELDS` counts. Parquet needs pyarrow, an extra. Does not know tokens or templates.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from mycli.quant.evaluate import read_text
+from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.tokenizer.chat_template import Message, Role
+
+FIELDS = ("text", "content", "messages", "conversations")
+MAX_ROW = 16 << 20  # bytes of a line
+_ROLES = {"human": "user", "gpt": "assistant"}  # of the older layout, {"from": ..., "value": ...}
+
+Document = str | Sequence[Message]
+
+
+def documents(path: Path) -> Iterator[Document]:
+    """All of a file in order, read as they are wanted.
+
+    Raises NotFoundError or UsageError, naming the row, for what cannot be read or holds none of `FIELDS`.
+    """
+    name = path.name.lower()
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        rows = _json_rows(path)
+    elif name.endswith(".parquet"):
+        rows = _parquet_rows(path)
+    else:
+        yield read_text(path)
+        return
+    for number, row in enumerate(rows, 1):
+        yield _document(row, f"{path}: row {number}")
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    opened = gzip.open if path.name.lower().endswith(".gz") else open
+    try:
+        with opened(path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_ROW):
+                number += 1
+                if len(line) == MAX_ROW:
+                    raise UsageError(f"{path}: row {number} has {MAX_ROW} bytes or more", "one object a line")
+                if line.strip():
+                    yield json.loads(line)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file", "") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: row {number} is not JSON ({error})", "one object a line") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path}: {error}", "") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        hint = "pip install 'mycli-llm[datasets]'"
+        raise UsageError(f"{path}: Parquet needs pyarrow, which is not installed", hint) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [field for field in FIELDS if field in file.schema_arrow.names][:1]
+            for batch in file.iter_batches(batch_size=64, columns=columns or None):
+                yield from batch.to_pylist()
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file", "") from None
+    except (ArrowException, OSError) as error:
+        raise UsageError(f"{path}: {error}", "") from None
+
+
+def _document(row: Any, where: str) -> Document:
+    for field in FIELDS if isinstance(row, Mapping) else ():
+        value = row.get(field)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return [_message(turn, where) for turn in value]
+    held = ", ".join(map(str, row))[:200] if isinstance(row, Mapping) else type(row).__name__
+    raise UsageError(f"{where} has {held}", f"a text in one of: {', '.join(FIELDS)}")
+
+
+def _message(turn: Any, where: str) -> Message:
+    if isinstance(turn, Mapping):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role = _ROLES.get(str(role), role)
+        if role in get_args(Role) and isinstance(content, str):
+            return Message(cast(Role, role), content)
+    raise UsageError(f"{where}: a turn is not a role and a text", 'such as {"role": "user", "content": "Hello"}')

@@ -1,0 +1,204 @@
+"""What a model is shown to observe the inputs of its layers: windows of tokens, equally long, never padded.
+
+The text that comes with the package is mixed: prose, code, many languages, conversations through the model's own chat
+template, and rows of random tokens, which reach the whole vocabulary. It shares nothing with the held-out text of
+`quant.evaluate`. The same seed gives the same windows. Does not know what they are used for.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.quant.calibration.documents import Document, documents
+from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
+
+MIN_TOKENS = 256  # in all; with fewer, more noise than signal is fitted
+# Shares of the windows. Conversations take half of the prose where the model has a template to write them with.
+_MIX = {"prose": 16, "code": 8, "languages": 4, "random": 2}
+_TALKING = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+_SPREAD = 4  # so that windows come from many rows
+_TRIES = 4  # of a chat template that did not answer in time, before the last
+_PASSAGE = 800  # characters of a passage that a conversation quotes
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """windows int64 [samples, seq]; every second one begins with BOS, where the tokenizer has one.
+
+    sha256: of the windows, so of everything that can change the result. mix: how many windows of each kind.
+    """
+
+    windows: Tensor
+    sha256: str
+    mix: dict[str, int]
+
+    @property
+    def tokens(self) -> int:
+        """In all windows."""
+        return self.windows.numel()
+
+
+def _bundled(name: str) -> str:
+    return (resources.files("mycli.quant") / "calibration_text" / name).read_text(encoding="utf-8")
+
+
+def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int) -> Calibration:
+    """`samples` windows of `seq` tokens of the text in this package."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = _shares(_TALKING if _talks(tokenizer) else _MIX, samples)
+    parts = []
+    for kind, count in mix.items():
+        if kind == "random":
+            known = [index for index in range(vocab_size) if tokenizer.vocabulary[index] is not None]
+            ids = torch.tensor(known)[torch.randint(len(known), (count * seq,), generator=generator)]
+        elif kind == "conversations":
+            ids = _conversations(tokenizer, count * seq, generator)
+        else:
+            ids = _encode(_bundled(f"{kind}.txt"), tokenizer)
+        parts.append(_windows(ids, count, seq, generator))
+    return _calibration(torch.cat(parts), tokenizer, generator, mix)
+
+
+def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: int) -> Calibration:
+    """At most `samples` windows of `seq` tokens of a file (`quant.calibration.documents`); fewer where it is short,
+    and none overlap. Of rows, no more are read than give `_SPREAD` times as many tokens.
+
+    Raises NotFoundError or UsageError for a file that cannot be read or holds too little.
+    """
+    parts, missing = [torch.empty(0, dtype=torch.int64)], _SPREAD * samples * seq
+    for document in documents(path):
+        parts.append(_document(document, tokenizer))
+        missing -= len(parts[-1])
+        if missing <= 0:
+            break
+    ids = torch.cat(parts)
+    if len(ids) < max(seq, MIN_TOKENS):
+        raise UsageError(
+            f"{path}: {len(ids)} tokens, fewer than the {max(seq, MIN_TOKENS)} that calibration needs",
+            "take a longer text, a smaller --seq, or the text that comes with the program",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    count = min(samples, len(ids) // seq)
+    windows = _windows(ids, count, seq, generator)
+    return _calibration(windows, tokenizer, generator, {"file": count})
+
+
+def check(samples: int, seq: int, max_context: int) -> None:
+    """Raises UsageError for numbers that give no calibration."""
+    if seq < 2 or seq > max_context:
+        raise UsageError(f"--seq {seq}: the model takes 2 to {max_context} tokens", "choose another length")
+    if samples * seq < MIN_TOKENS:
+        raise UsageError(f"--samples {samples} of {seq} tokens: fewer than {MIN_TOKENS} in all", "take more of them")
+
+
+def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The ids of a conversation. A template's time is that of the clock, and on a busy machine that of its neighbours:
+    what it gives must not depend on them, so that the same seed gives the same windows."""
+    for _ in range(_TRIES):
+        try:
+            return tokenizer.chat(messages, add_generation_prompt=False)
+        except ModelError as error:
+            if "Deadline" not in error.message:
+                raise
+    return tokenizer.chat(messages, add_generation_prompt=False)
+
+
+def _talks(tokenizer: Tokenizer) -> bool:
+    """Whether the model has a chat template that works; one that does not is no reason not to quantize."""
+    if tokenizer.template is None:
+        return False
+    try:
+        _written(tokenizer, [Message("user", "Hello"), Message("assistant", "Hello!")])
+    except UserError:
+        return False
+    return True
+
+
+def _shares(weights: dict[str, int], total: int) -> dict[str, int]:
+    """`total` things split by weight, the largest remainders rounded up."""
+    whole = sum(weights.values())
+    exact = {kind: total * weight / whole for kind, weight in weights.items()}
+    counts = {kind: int(share) for kind, share in exact.items()}
+    rest = sorted(exact, key=lambda kind: counts[kind] - exact[kind])
+    for kind in rest[: total - sum(counts.values())]:
+        counts[kind] += 1
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> Tensor:
+    ids: list[int] = []
+    for start in range(0, len(text), MAX_TEXT):
+        ids += tokenizer.encode(text[start : start + MAX_TEXT], add_special=False)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _document(document: Document, tokenizer: Tokenizer) -> Tensor:
+    if isinstance(document, str):
+        return _encode(document, tokenizer)
+    if tokenizer.template is None:
+        return _encode("\n\n".join(message.content for message in document), tokenizer)
+    return torch.tensor(_written(tokenizer, document), dtype=torch.int64)
+
+
+def _windows(ids: Tensor, count: int, seq: int, generator: torch.Generator) -> Tensor:
+    """[count, seq] from a row of ids, evenly spread with random starts; overlapping only where the ids do not suffice.
+
+    A text shorter than a window is repeated.
+    """
+    ids = ids.repeat(-(-seq // max(1, len(ids)))) if len(ids) < seq else ids
+    room = len(ids) - seq
+    slack = max(0, len(ids) - count * seq) // count if count else 0
+    starts = []
+    for index in range(count):
+        first = index * room // max(1, count - 1) if slack == 0 else index * (seq + slack)
+        jitter = int(torch.randint(slack + 1, (1,), generator=generator)) if slack else 0
+        starts.append(min(first + jitter, room))
+    return torch.stack([ids[start : start + seq] for start in starts]) if starts else ids.new_empty(0, seq)
+
+
+def _calibration(windows: Tensor, tokenizer: Tokenizer, generator: torch.Generator, mix: dict[str, int]) -> Calibration:
+    """Kinds are shuffled, so that a batch holds several; every second window gets BOS in front, and loses its end."""
+    windows = windows[torch.randperm(len(windows), generator=generator)]
+    if tokenizer.bos is not None:
+        begun = windows[::2]
+        windows[::2] = torch.cat([torch.full_like(begun[:, :1], tokenizer.bos), begun[:, :-1]], dim=1)
+    return Calibration(windows, hashlib.sha256(windows.numpy().tobytes()).hexdigest(), mix)
+
+
+def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator) -> Tensor:
+    """At least `tokens` ids of conversations as the model's template writes them, one after another."""
+    ids: list[int] = []
+    for messages in _dialogues(generator):
+        ids += _written(tokenizer, messages)
+        if len(ids) >= tokens:
+            return torch.tensor(ids, dtype=torch.int64)
+    raise AssertionError("dialogues never end")
+
+
+def _dialogues(generator: torch.Generator) -> Iterator[Sequence[Message]]:
+    """Endless: the written ones; after every second, a passage of prose is asked to be continued."""
+    written: list[list[str]] = json.loads(_bundled("conversations.json"))
+    prose = _bundled("prose.txt")
+    while True:
+        for index in torch.randperm(len(written), generator=generator).tolist():
+            turns = [
+                Message("user" if position % 2 == 0 else "assistant", text)
+                for position, text in enumerate(written[index])
+            ]
+            yield turns
+            if index % 2:
+                continue
+            start = int(torch.randint(len(prose) - 2 * _PASSAGE, (1,), generator=generator))
+            middle, end = start + _PASSAGE, start + 2 * _PASSAGE
+            yield [
+                Message("user", f"Continue this text:\n\n{prose[start:middle].strip()}"),
+                Message("assistant", prose[middle:end].strip()),
+            ]

@@ -1,0 +1,141 @@
+"""A model of which one layer at a time is in memory: many tokens pass through each layer before the next is read.
+
+What is held is one block, the residual stream of the tokens on the host, and at the end the head; so a model larger
+than memory can be measured. Knows nothing of what the outputs are for.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.quant.progress import Progress, silent
+from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.layers.attention import visible
+from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Block, Masks, RMSNorm
+from mycli.runtime.models.config import LinearSpec
+from mycli.runtime.quantization.scheme import describe
+
+# Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
+TOKENS_AT_ONCE = 1024
+TOKENS_ON_GPU = 8192
+
+EMBEDDING = "model.embed_tokens.weight"
+
+Surroundings = tuple[tuple[Tensor, Tensor], Masks]  # the rotary tables and masks that `Block.forward` takes
+
+
+class StreamedModel:
+    """The model of a folder on a placement, `at_once` tokens at a time through a layer (whole windows, at least one).
+
+    Raises ModelError for anything the files and the config disagree on.
+    """
+
+    def __init__(self, folder: Path, placement: Placement, at_once: int | None = None) -> None:
+        self.at_once = at_once or (TOKENS_ON_GPU if placement.device.type == "cuda" else TOKENS_AT_ONCE)
+        self.folder = folder
+        self.placement = placement
+        self.config, self.packings = describe(folder)
+        manifest = Manifest.open(folder)
+        manifest.check(self.config, self.packings)
+        self._checkpoint = Checkpoint(manifest)
+        self._norm = self.final_norm()
+        self._head: Linear | None = None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [windows, context] to the residual stream [windows, context, hidden], on the host."""
+        table = self._checkpoint.read(EMBEDDING)
+        stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
+        for window, ids in zip(stream, tokens, strict=True):
+            window.copy_(functional.embedding(ids, table))
+        return stream
+
+    def final_norm(self) -> RMSNorm:
+        """The norm after the last block, read now."""
+        norm = RMSNorm("model.norm", self.config.hidden_size, self.config.rms_norm_eps)
+        norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
+        return norm
+
+    def share_head(self, other: "StreamedModel") -> None:
+        """Take the head of a model that has the same, so that it is in memory once."""
+        self._head = other.head
+
+    @property
+    def head(self) -> Linear:
+        """Read when it is first asked for, and kept: of `embed` and the blocks, nothing is."""
+        if self._head is None:
+            self._head = Linear((self.config.head(),))
+            if self.config.tie_embeddings:
+                table = self._checkpoint.read(EMBEDDING).to(self.placement.device, self.placement.dtype)
+                self._head.matmuls = (DenseMatmul(table),)
+            else:
+                self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+        return self._head
+
+    def block(self, layer: int) -> Block:
+        """One layer, read now; let go of it before the next."""
+        block = Block(self.config, layer)
+        block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+        return block
+
+    def expect(self, layer: int) -> None:
+        """Have the system read one layer's tensors already; nothing waits for it, and nothing fails by it."""
+        for name, _ in self.config.block_tensors(layer):
+            self._checkpoint.expect(name)
+
+    def batches(self, stream: Tensor) -> list[slice]:
+        """Of the windows of `stream` [windows, context, hidden]: whole ones, about `at_once` tokens each."""
+        windows, context, _ = stream.shape
+        step = max(1, self.at_once // context)
+        return [slice(start, min(start + step, windows)) for start in range(0, windows, step)]
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a tensor in the file."""
+        return self._checkpoint.dtype(name)
+
+    def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
+        """The weights of unquantized linears by name, read now, on the device in their stored dtype."""
+        device = self.placement.device
+        return {spec.name: self._checkpoint.read(f"{spec.name}.weight").to(device) for spec in specs}
+
+    def surroundings(self, context: int) -> Surroundings:
+        """The rotary tables and masks that `Block.forward` takes, for windows of `context` tokens."""
+        device = self.placement.device
+        windows = {self.config.window(layer) for layer in range(self.config.layers)}
+        masks = {window: visible(0, context, window, device) for window in windows}
+        return Rope(self.config, context, device, self.placement.dtype).tables(0, context), masks
+
+    @torch.inference_mode()
+    def hidden(self, tokens: Tensor, progress: Progress = silent) -> Tensor:
+        """The residual stream after the last block for int64 [windows, context], on the host."""
+        surroundings = self.surroundings(tokens.shape[1])
+        stream = self.embed(tokens)
+        for layer in range(self.config.layers):
+            self.advance(self.block(layer), stream, surroundings)
+            progress("layers", layer + 1, self.config.layers)
+        return stream
+
+    @torch.inference_mode()
+    def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
+        """Put `stream` [windows, context, hidden] through one layer, in place."""
+        cache = PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
+        for rows in self.batches(stream):
+            part = stream[rows]
+            part.copy_(block(part.to(self.placement.device), *surroundings, cache))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head sees of the residual stream after the last block: same shape, on the device."""
+        normed: Tensor = self._norm(hidden.to(self.placement.device))
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
+        logits: Tensor = self.head(self.normed(hidden))
+        return logits.float()

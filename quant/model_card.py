@@ -1,0 +1,143 @@
+"""`mycli.json`: what a quantized model was made from and how, and what was measured on it; written beside the weights.
+
+A file of our own, because readers of the checkpoint refuse unknown keys in theirs. It holds no time and no machine:
+the same source, recipe and versions give the same bytes.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycli.quant.calibration.sampler import Calibration
+from mycli.quant.evaluate import Evaluation
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.hub.resolve import Source
+
+FILE = "mycli.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One quantized linear. `error`: squared error of the weights over their squared norm.
+
+    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
+    scales, all three before any tuning; `refit` how much was corrected (see `quant.rounding.error_compensation`); `tuned` the
+    error of the whole block's output after tuning, over that before; the others are those of `schemes.Solution`.
+    """
+
+    name: str
+    packing: str
+    error: float
+    output_error: float | None = None
+    rounding_output_error: float | None = None
+    refit: float | None = None
+    tuned: float | None = None
+    damping: float | None = None
+    dead_columns: int = 0
+    fallback: str | None = None  # why it is plain rounding
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Mean KL in nats of the calibration windows held apart, before and after; equal where nothing was gained."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of all tensors of the result; bits per weight over all parameters, and over the quantized ones."""
+
+    bytes: int
+    parameters: int
+    bits_per_weight: float
+    quantized_parameters: int
+    quantized_bits_per_weight: float
+
+
+def label(source: Source) -> str:
+    """A short name that does not depend on where the model lies: the repository, or the last part of the folder."""
+    return source.repo or source.folder.resolve().name
+
+
+def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file by its name, sorted."""
+    result = {}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            result[path.name] = {
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+                "bytes": path.stat().st_size,
+            }
+    return result
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mycli-llm")
+    except metadata.PackageNotFoundError:  # run from a checkout, nothing installed
+        return "0+checkout"
+
+
+def _versions() -> dict[str, str]:
+    return {"mycli": _version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def identify(
+    recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement, at_once: int
+) -> dict[str, Any]:
+    """What two runs must have in common for one to go on with the work of the other."""
+    return {
+        "recipe": asdict(recipe),
+        "calibration": _describe(calibration),
+        "source": source_files,
+        "versions": _versions(),
+        "device": f"{placement.device.type}, {placement.dtype}",
+        "tokens at once": at_once,  # --max-ram chooses it, and sums round differently
+    }
+
+
+def _describe(calibration: Calibration) -> dict[str, Any]:
+    samples, seq = calibration.windows.shape
+    return {"samples": samples, "seq": seq, "sha256": calibration.sha256, "mix": calibration.mix}
+
+
+def encode(
+    recipe: Recipe,
+    calibration: Calibration | None,
+    source: Source,
+    size: Size,
+    layers: Iterable[Layer],
+    tuning: Tuning | None,
+    card: Evaluation | None,
+    source_files: Mapping[str, Any],
+    files: Mapping[str, Any],
+) -> bytes:
+    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none.
+
+    The digests come from `digests`.
+    """
+    group = "channel" if recipe.group is None else recipe.group
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "recipe": {**asdict(recipe), "group": group},
+        "calibration": None if calibration is None else _describe(calibration),
+        "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
+        "versions": _versions(),
+        "size": asdict(size),
+        "tuning": None if tuning is None else asdict(tuning),
+        "card": None if card is None else asdict(card),
+        "layers": [asdict(layer) for layer in layers],
+        "files": files,
+    }
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,1 @@
+"""The grid that weights are rounded to, and the arithmetic that solvers share."""

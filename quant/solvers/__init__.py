@@ -1,0 +1,54 @@
+"""Schemes of quantization: one file each, found by its name. They choose codes and scales, never the layout.
+
+A scheme is a module with the members of `Scheme`. It sees one matrix and, if it wants, second moments of its inputs; it
+knows nothing of models, files or packing into words.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from mycli.quant.rounding.grid import Grid, Quantized
+from mycli.runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a scheme chose, and what it met on the way.
+
+    damping: what it added to the diagonal of the Hessian, as a share of its mean; None where it needed no factor.
+    dead_columns: inputs that were always zero. fallback: the scheme gave up, and the codes are plain rounding.
+    """
+
+    quantized: Quantized
+    damping: float | None = None
+    dead_columns: int = 0
+    fallback: bool = False
+
+
+class Scheme(Protocol):
+    """What a module of this package offers."""
+
+    NEEDS_HESSIAN: bool  # whether `solve` must be given one; a scheme that need not may still use it
+
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+        """Codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K]: the sum of x x^T.
+
+        Rows do not depend on each other, so linears that share an input may be stacked.
+        """
+        ...
+
+
+def names() -> list[str]:
+    """The schemes there are, as `--method` takes them."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def load(name: str) -> Scheme:
+    """The scheme of that name. Raises UsageError listing the names otherwise."""
+    if name not in names():
+        raise UsageError(f"--method {name}: no such scheme", f"there are: {', '.join(names())}, awq, awq+gptq")
+    return cast(Scheme, importlib.import_module(f"{__name__}.{name}"))

@@ -1,0 +1,19 @@
+"""Rounding to nearest: every weight to the closest level of its group's grid, with the scales that `grid` finds.
+
+Needs no data. With a Hessian at hand its diagonal weights the search for the scales; the rounding itself stays blind to
+how errors of different columns add up, which is what the other schemes improve on.
+"""
+
+from torch import Tensor
+
+from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
+from mycli.quant.solvers import Solution
+
+NEEDS_HESSIAN = False
+
+
+def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
+    """Codes and scales for weight [N, K]; see `find_scales` for the errors raised."""
+    importance = None if hessian is None else hessian.diagonal()
+    scales = find_scales(weight, grid, importance)
+    return Solution(Quantized(round_to_grid(weight, scales, grid), scales))

@@ -1,0 +1,1 @@
+"""Training the numbers of a quantized model towards the original."""

@@ -1,0 +1,137 @@
+"""A quantized block whose scales and gains, and if asked its codes, follow gradients.
+
+What is trained is the change from where it began: scales relative to themselves, gains relative to their mean, codes
+in steps of the grid. The forward pass always uses the values as they will be stored, rounded to their dtypes and to
+whole codes; gradients pass straight through the rounding (arXiv 1308.3432). Weights exist in fp32 for one block at a
+time. Knows one block, nothing of losses.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mycli.quant.rounding.grid import Grid, Quantized, grouped, storable
+from mycli.quant.work_folder import Solved
+from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.transformer import Block, RMSNorm
+from mycli.runtime.quantization.scheme import Packing
+
+
+def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, with the gradient of `value`."""
+    return value + (rounded - value).detach()
+
+
+class TunableWeight:
+    """One quantized linear. `shift` fp32 [N, K]: where its levels begin, in steps off its codes, if those may move."""
+
+    def __init__(self, quantized: Quantized, grid: Grid, device: torch.device, shift: Tensor | None = None) -> None:
+        self._grid = grid
+        self._codes = quantized.codes.to(device)
+        self._scales = quantized.scales.float().to(device)
+        self.stretch = torch.zeros_like(self._scales, requires_grad=True)
+        self.shift = None if shift is None else shift.to(device).requires_grad_()
+
+    def _stored_scales(self) -> Tensor:
+        wanted = self._scales * (1 + self.stretch)
+        return straight_through(wanted, storable(wanted.detach(), self._grid))
+
+    def weight(self) -> Tensor:
+        """fp32 [N, K], differentiable."""
+        scales = self._stored_scales()
+        return (grouped(self._levels(), scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
+
+    def _levels(self) -> Tensor:
+        levels = self._codes.float() - self._grid.half
+        if self.shift is None:
+            return levels
+        wanted = levels + self.shift
+        return straight_through(wanted, wanted.detach().round().clamp(-self._grid.half, self._grid.half - 1))
+
+    @torch.no_grad()
+    def quantized(self) -> Quantized:
+        """As it stands now."""
+        codes = (self._levels() + self._grid.half).to(torch.uint8)
+        return Quantized(codes, self._stored_scales().to(self._grid.scale_dtype))
+
+
+class TunableGain:
+    """The gain of a norm, stored in `dtype`."""
+
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        self.name = f"{norm.name}.weight"
+        self._norm = norm
+        self._dtype = dtype
+        self._start = norm.weight.clone()
+        self._unit = self._start.abs().mean()
+        self.change = torch.zeros_like(self._start, requires_grad=True)
+
+    def install(self) -> None:
+        """Into the norm, differentiable."""
+        wanted = self._start + self._unit * self.change
+        self._norm.weight = straight_through(wanted, wanted.detach().to(self._dtype).to(wanted.dtype))
+
+    @torch.no_grad()
+    def stored(self) -> Tensor:
+        """As it stands now."""
+        return (self._start + self._unit * self.change).to(self._dtype)
+
+
+class TunableBlock:
+    """`block` with the codes and scales of `solved`; its own weights are let go of.
+
+    `stored` tells the dtype of a tensor in the file; `shifts` by linear lets codes move. Calling it is the block's
+    forward, safe to be run again in backward (activation checkpointing).
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        solved: Solved,
+        packings: Mapping[str, Packing],
+        scale_dtype: torch.dtype,
+        stored: Callable[[str], torch.dtype],
+        shifts: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._block = block
+        self._solved = solved
+        device = block.input_norm.weight.device
+        self.weights: dict[str, TunableWeight] = {}
+        for linear in self._linears():
+            for spec in linear.specs:
+                grid = Grid(packings[spec.name], scale_dtype)
+                shift = None if shifts is None else shifts[spec.name]
+                self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device, shift)
+            linear.matmuls = ()
+        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in block.norms()]
+
+    def _linears(self) -> list[Linear]:
+        return [self._block.product(name) for name in Block.INPUTS]
+
+    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Mapping[int | None, Tensor | None]) -> Tensor:
+        """x [windows, tokens, hidden] to the same, differentiable in x and in all that is tuned."""
+        for gain in self.gains:
+            gain.install()
+        for linear in self._linears():
+            weights = [self.weights[spec.name].weight() for spec in linear.specs]
+            linear.matmuls = (DenseMatmul(torch.cat(weights)),)
+        y: Tensor = self._block(x, tables, masks, None)
+        for linear in self._linears():
+            linear.matmuls = ()
+        return y
+
+    def stretches(self) -> list[Tensor]:
+        """Changes of scales and gains, leaves."""
+        return [weight.stretch for weight in self.weights.values()] + [gain.change for gain in self.gains]
+
+    def shifts(self) -> list[Tensor]:
+        """What moves the codes, leaves; none where they stay."""
+        return [weight.shift for weight in self.weights.values() if weight.shift is not None]
+
+    def solved(self) -> Solved:
+        """As it stands now, described as before."""
+        linears = {name: weight.quantized() for name, weight in self.weights.items()}
+        changed = {**self._solved.changed, **{gain.name: gain.stored() for gain in self.gains}}
+        return replace(self._solved, linears=linears, changed=changed)

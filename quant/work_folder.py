@@ -1,0 +1,135 @@
+"""What is done already, on disk: the solved blocks of an interrupted run, so that the next one goes on after them.
+
+A folder beside the target holds one file a block and `run.json`, which says what run they are of; work of another
+recipe, source or version is refused, never mixed. A file appears whole, by rename, after it was flushed: a run killed
+at any moment loses the block it was at. Knows nothing of how blocks are solved.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mycli.quant.model_card import Layer
+from mycli.quant.rounding.grid import Quantized
+from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.atomic_folder import disk_errors
+
+_RUN = "run.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A block: its linears by name, tensors of it that were changed besides, and what is to be said of each linear."""
+
+    linears: Mapping[str, Quantized]
+    changed: Mapping[str, Tensor]
+    layers: tuple[Layer, ...]
+
+
+class WorkFolder:
+    """A context that holds `folder` for one run, described by `run`; see `clear` for its end.
+
+    Raises UsageError on entering where the folder is of another run, or in use.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._run = json.dumps(run, indent=1, sort_keys=True)
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_run()
+        except BlockingIOError:
+            os.close(lock)
+            raise UsageError(f"{self.folder}: another process works in it", "wait for it, or --work-dir") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check_run(self) -> None:
+        path = self.folder / _RUN
+        if not path.exists():
+            if any(self.folder.glob("block-*.safetensors")):
+                raise UsageError(f"{self.folder}: blocks of an unknown run", "remove the folder, or --work-dir")
+            self._write(path, self._run.encode())
+            return
+        old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)
+        changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        if changed:
+            raise UsageError(
+                f"{self.folder} holds unfinished work that differs in: {', '.join(changed)}",
+                "run it again as it was begun, or remove the folder, or --work-dir another",
+            )
+
+    def load(self, block: int) -> Solved | None:
+        """What `save` was given, None where the block is not done."""
+        path = self._path(block)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+                told = json.loads(file.metadata()["layers"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None  # damaged by something else than us: it is solved again
+        layers = tuple(Layer(**layer) for layer in told)
+        linears = {
+            layer.name: Quantized(tensors.pop(f"{layer.name}.codes"), tensors.pop(f"{layer.name}.scales"))
+            for layer in layers
+        }
+        return Solved(linears, tensors, layers)
+
+    def save(self, block: int, solved: Solved) -> None:
+        """Keep a block; it is there after this, whatever happens."""
+        tensors = dict(solved.changed)
+        for name, quantized in solved.linears.items():
+            tensors[f"{name}.codes"] = quantized.codes.cpu().contiguous()
+            tensors[f"{name}.scales"] = quantized.scales.cpu().contiguous()
+        told = json.dumps([asdict(layer) for layer in solved.layers])
+        self._write(self._path(block), save(tensors, {"layers": told}))
+
+    def clear(self) -> None:
+        """Remove the folder: its work is in the target now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"block-{block:05}.safetensors"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        part = path.with_name(f".{path.name}.part")
+        with disk_errors(self.folder):
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)

@@ -1,0 +1,1 @@
+"""What attention remembers: keys and values of the tokens so far."""

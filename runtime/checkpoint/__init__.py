@@ -1,0 +1,1 @@
+"""Folders of tensors: their headers, what they must hold, and reading and writing them safely."""

@@ -1,0 +1,255 @@
+"""Which tensors a model folder holds, and whether they are the ones its config promises: all before memory is taken.
+
+Knows names, shapes and places in files; values are `runtime.checkpoint.reader`'s. Reads headers only, opens no pickle,
+and follows no path that an index names out of the folder. Does not import torch.
+"""
+
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+from mycli.runtime.checkpoint.safetensors_header import (
+    DAMAGED,
+    MAX_HEADER,
+    MAX_TENSORS,
+    TensorEntry,
+    header_bytes,
+    parse_header,
+)
+from mycli.runtime.checkpoint.stable_file import RegularFile
+from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.models.config import ModelConfig, Shape
+from mycli.runtime.quantization.scheme import READABLE, Packing
+from mycli.runtime.utils.json_fields import parse_object
+from mycli.runtime.utils.sanitize import one_line
+
+__all__ = ["Manifest", "TensorEntry", "header_bytes", "parse_header"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_NO_PICKLES = "pickles can run code and are never opened; convert it: https://huggingface.co/spaces/safetensors/convert"
+_FLOATS = ("BF16", "F16", "F32")
+_HARMLESS = ("rotary_emb.inv_freq",)  # computed from the config; old checkpoints store them too
+_TELLING = (
+    ("weight_zero_point", "asymmetric quantization is not supported", READABLE),
+    ("weight_g_idx", "activation order with g_idx is not supported", READABLE),
+    ("qweight", "the GPTQ and AWQ layouts are not supported", READABLE),
+    ("weight_packed", "quantized, but config.json does not say so", "its quantization_config must cover these layers"),
+    (".bias", "a bias where config.json has none", "config.json and the weights belong to different models"),
+)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of the safetensors files of `folder`; `files` by the names that `TensorEntry.file` uses.
+
+    `warnings` are for a person: files that are not part of the model, links that leave the folder.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, RegularFile]
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, folder: Path) -> "Manifest":
+        """Read and check the headers of a folder: one `model.safetensors`, or the shards of its index.
+
+        Raises NotFoundError where there is no folder, ModelError for everything else that is wrong, naming the file.
+        """
+        try:
+            present = {path.name for path in folder.iterdir()}
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise NotFoundError(f"{folder}: {reason}", "name a model folder, or mycli pull MODEL") from None
+        index = _read_index(folder) if INDEX in present else None
+        if index is None and SINGLE not in present:
+            raise _no_weights(present, folder)
+        names = [SINGLE] if index is None else sorted(set(index.values()))
+        missing = [name for name in names if name not in present]
+        if missing:
+            raise ModelError(
+                f"{INDEX}: {_listed(missing)} missing in {folder}", "mycli pull MODEL fetches what is missing"
+            )
+        files = {name: RegularFile.find(folder / name) for name in names}
+        tensors: dict[str, TensorEntry] = {}
+        for file in files.values():
+            for name, entry in _read_header(file).items():
+                if name in tensors:
+                    raise ModelError(f"{name:.80}: both in {tensors[name].file} and in {file.name}", DAMAGED)
+                tensors[name] = entry
+        if index is not None:
+            _check_index(index, tensors)
+        extra = sorted(name for name in present - set(names) if name.endswith(".safetensors"))
+        warnings = [f"{_listed(extra)} not in {INDEX if index else SINGLE}: not used"] if extra else []
+        warnings += [
+            f"{file.name} is a link to {file.path}, outside the folder" for file in _strays(folder, files.values())
+        ]
+        return cls(folder, tensors, files, tuple(warnings))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def check(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
+        """Every tensor that `config` and `packings` promise is there with its exact shape, and no other.
+
+        A quantized linear is `weight_packed`, `weight_scale` and `weight_shape` (docs/format.md). Besides these, stored
+        rotary frequencies and the `lm_head.weight` of a tied head pass. Raises ModelError naming the first tensors at
+        fault. Reads the few bytes of each `weight_shape`, no weights.
+        """
+        dense = dict(config.tensors())
+        expected = dict(_expected(dense, packings))
+        if config.tie_embeddings and "lm_head.weight" in self.tensors:
+            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        unexpected = [name for name in self.tensors if name not in expected and not name.endswith(_HARMLESS)]
+        if unexpected:
+            raise _unexpected(unexpected, packings)
+        missing = [name for name in expected if name not in self.tensors]
+        if missing:
+            raise _missing(missing)
+        for name, (shape, dtypes) in expected.items():
+            entry = self.tensors[name]
+            if entry.shape != shape:
+                raise _misshapen(entry, shape, dense)
+            if entry.dtype not in dtypes:
+                raise ModelError(f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}", DAMAGED)
+        self._check_fused(config, packings)
+        for name in packings:
+            self._check_stored_shape(self.tensors[f"{name}.weight_shape"], dense[f"{name}.weight"])
+
+    def _check_fused(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
+        """Linears that share an input become one product, so their weights (or scales) must be of one dtype."""
+        for layer in range(config.layers):
+            for linears in config.block_linears(layer).values():
+                names = [f"{x.name}.{'weight_scale' if x.name in packings else 'weight'}" for x in linears]
+                first, *others = (self.tensors[name] for name in names)
+                for other in others:
+                    if other.dtype != first.dtype:
+                        raise ModelError(
+                            f"{other.file}: {other.name} is {other.dtype}, but {first.name} is {first.dtype}",
+                            "layers that share their input must be stored in one dtype",
+                        )
+
+    def _check_stored_shape(self, entry: TensorEntry, shape: Shape) -> None:
+        """A `weight_shape` holds [out_features, in_features]; the packed width alone cannot tell in_features."""
+        data = self.files[entry.file].read(entry.nbytes, entry.offset)
+        stored = struct.unpack("<2q" if entry.dtype == "I64" else "<2i", data)
+        if stored != shape:
+            raise ModelError(f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}", DAMAGED)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name:.80}" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _read_header(file: RegularFile) -> dict[str, TensorEntry]:
+    start = file.read(64)
+    return parse_header(file.read(header_bytes(start, file.size, file.name)), file.size, file.name)
+
+
+def _is_shard(name: str) -> bool:
+    """A plain file name on every system: no path, drive, share, stream or control character."""
+    plain = PureWindowsPath(name).name == name and ":" not in name and one_line(name, 255) == name
+    return plain and name.endswith(".safetensors")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the shard index. Raises ModelError for names that are not plain shard names."""
+    file = RegularFile.find(folder / INDEX)
+    data = file.read(MAX_HEADER + 1)
+    if data.count(b",") > 2 * MAX_TENSORS:
+        raise ModelError(f"{INDEX}: too many values for {MAX_TENSORS} tensors", DAMAGED)
+    shards = parse_object(data, INDEX, MAX_HEADER).object("weight_map").values
+    if not 0 < len(shards) <= MAX_TENSORS:
+        raise ModelError(f"{INDEX}: weight_map lists {len(shards)} tensors, 1 to {MAX_TENSORS} are allowed", DAMAGED)
+    for tensor, name in shards.items():
+        if not isinstance(name, str) or not _is_shard(name):
+            pickle = isinstance(name, str) and name.endswith(_PICKLES)
+            hint = _NO_PICKLES if pickle else "the index names files by plain names that end in .safetensors"
+            raise ModelError(f"{INDEX}: {tensor!r:.80} is said to be in {name!r:.80}, which is no shard", hint)
+    return dict(shards)
+
+
+def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
+    for name, shard in index.items():
+        if name not in tensors:
+            raise ModelError(f"{INDEX}: {name!r:.80} should be in {shard}, but is in no shard", DAMAGED)
+        if tensors[name].file != shard:
+            raise ModelError(f"{INDEX}: {name:.80} should be in {shard}, but is in {tensors[name].file}", DAMAGED)
+
+
+def _no_weights(present: Collection[str], folder: Path) -> ModelError:
+    shards = sorted(name for name in present if name.endswith(".safetensors"))
+    pickles = sorted(name for name in present if name.endswith(_PICKLES))
+    if shards:
+        return ModelError(f"{folder}: {_listed(shards)} without {INDEX}", "mycli pull MODEL fetches what is missing")
+    if pickles:
+        return ModelError(f"{folder}: weights only as pickles ({_listed(pickles)})", _NO_PICKLES)
+    if any(name.endswith(".gguf") for name in present):
+        return ModelError(f"{folder}: weights only as GGUF", "use the repository that holds safetensors files")
+    return ModelError(f"{folder}: no {SINGLE} and no {INDEX}", "name a folder that holds a whole model")
+
+
+def _strays(folder: Path, files: Iterable[RegularFile]) -> Iterator[RegularFile]:
+    """Files that lie elsewhere; the blobs to which a snapshot of the Hugging Face cache links belong to it."""
+    real = folder.resolve()
+    homes = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
+    return (file for file in files if file.path.parent not in homes)
+
+
+def _expected(
+    dense: Mapping[str, Shape], packings: Mapping[str, Packing]
+) -> Iterator[tuple[str, tuple[Shape, tuple[str, ...]]]]:
+    """Name, shape and allowed dtypes of every tensor that must be there."""
+    for name, shape in dense.items():
+        linear, _, kind = name.rpartition(".")
+        packing = packings.get(linear)
+        if packing is None or kind != "weight":
+            yield name, (shape, _FLOATS)
+            continue
+        rows, columns = shape
+        try:
+            groups = packing.groups(columns)
+        except ModelError as error:
+            raise ModelError(f"config.json: {linear}: {error.message}", error.hint) from None
+        yield f"{linear}.weight_packed", ((rows, packing.words(columns)), ("I32",))
+        yield f"{linear}.weight_scale", ((rows, groups), _FLOATS)
+        yield f"{linear}.weight_shape", ((2,), ("I64", "I32"))
+
+
+def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelError:
+    """The error for tensors that config.json does not promise, led by those that tell why."""
+    dense = [name for name in names if name.removesuffix(".weight") in packings]
+    if dense:
+        return ModelError(
+            f"{_listed(dense)}: not quantized, but quantization_config covers it", "list it in its ignore"
+        )
+    for suffix, problem, hint in _TELLING:
+        telling = [name for name in names if name.endswith(suffix)]
+        if telling:
+            return ModelError(f"{_listed(telling)}: {problem}", hint)
+    return ModelError(f"{_listed(names)}: not part of the model that config.json describes", DAMAGED)
+
+
+def _missing(names: Sequence[str]) -> ModelError:
+    hint = DAMAGED
+    if names == ["lm_head.weight"]:
+        hint = "if the model ties its embeddings, config.json must say so: tie_word_embeddings"
+    return ModelError(f"{_listed(names)}: missing, though config.json describes a model that has it", hint)
+
+
+def _misshapen(entry: TensorEntry, shape: Shape, dense: Mapping[str, Shape]) -> ModelError:
+    hint = "config.json and the weights belong to different models, or the file is damaged"
+    if entry.name in ("model.embed_tokens.weight", "lm_head.weight") and entry.shape[1:] == shape[1:]:
+        # Rows beyond the tokenizer's ids are padding and legal; rows beyond vocab_size are a contradiction.
+        hint = f"vocab_size must be the number of rows, {entry.shape[0]}, of which the tokenizer may use fewer"
+    if entry.name.endswith(".weight_packed"):
+        columns = dense[entry.name.removesuffix("_packed")][1]
+        if len(entry.shape) == 2 and entry.shape[1] == -(-columns // 10):
+            hint = "compressed-tensors before 0.18 packed 3 bits in another way; quantize the model again"
+    return ModelError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(shape)}", hint)

@@ -1,0 +1,264 @@
+"""Tensors from and to safetensors files: read straight into place, written by plan into a folder that appears whole.
+
+Reading copies (`preadv`), never maps, so a file that shrinks is an error and not a crash; every file must still be the
+one whose header was read. Knows values only as finite or not; what names mean is `runtime.checkpoint.manifest`'s.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
+from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES, TensorEntry, make_header
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import Shape
+from mycli.runtime.utils.atomic_folder import Staging, disk_errors
+
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_finite(tensor: Tensor, name: str, hint: str) -> None:
+    """Raises ModelError with the count if a floating-point tensor holds NaN or infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # One pass without a copy: the extremes are NaN or infinite if any value is. Counting takes ten times as long.
+    low, high = torch.aminmax(tensor)
+    if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", hint)
+
+
+class Checkpoint:
+    """Reads the tensors of a manifest, on the CPU. Safe to use from several threads; keeps no file open.
+
+    A tensor with NaN or infinity is a ModelError unless `allow_nonfinite`; so is a file that is no longer the one that
+    the manifest saw.
+    """
+
+    def __init__(self, manifest: Manifest, *, allow_nonfinite: bool = False) -> None:
+        self.manifest = manifest
+        self._allow_nonfinite = allow_nonfinite
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape and place of a tensor. Raises ModelError where there is none of that name."""
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise ModelError(f"{self.manifest.folder}: no tensor {name:.80}", "the folder does not hold a whole model")
+        return entry
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor as stored."""
+        return DTYPES[self.entry(name).dtype]
+
+    def expect(self, name: str) -> None:
+        """Ask the system to read a tensor ahead. Does nothing for one that is not there."""
+        entry = self.manifest.tensors.get(name)
+        if entry is not None:
+            self.manifest.files[entry.file].expect(entry.offset, entry.nbytes)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in fresh memory, in its stored dtype."""
+        out = torch.empty(self.entry(name).shape, dtype=self.dtype(name))
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor into `out`: on the CPU, contiguous (rows of a larger tensor are), of equal dtype and shape."""
+        entry = self.entry(name)
+        if out.dtype != DTYPES[entry.dtype] or out.shape != entry.shape or not out.is_contiguous():
+            raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
+        if entry.nbytes:
+            self.manifest.files[entry.file].read_into(_bytes(out), entry.offset)
+        if not self._allow_nonfinite:
+            hint = "compare the file with its source: mycli verify MODEL; or load it as it is: --allow-nonfinite"
+            check_finite(out, f"{entry.file}: {name}", hint)
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor in pieces, uninterpreted; each is valid until the next."""
+        entry = self.entry(name)
+        return self.manifest.files[entry.file].chunks(entry.offset, entry.nbytes)
+
+    def tied_head_differs(self) -> bool:
+        """Whether an `lm_head.weight` is stored that is not the embedding, for a model that says the two are one."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head not in self.manifest.tensors:
+            return False
+        if self.entry(head).nbytes != self.entry(embedding).nbytes:
+            return True
+        return any(a != b for a, b in zip(self.chunks(head), self.chunks(embedding), strict=True))
+
+
+def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[list[tuple[str, str, Shape]]]:
+    """The plan cut, in order, into files of at most `limit` bytes; a larger tensor has a file of its own."""
+    shards: list[list[tuple[str, str, Shape]]] = [[]]
+    size = 0
+    for name, dtype, shape in plan:
+        nbytes = math.prod(shape) * ITEM_BYTES[_NAMES[dtype]]
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, _NAMES[dtype], shape))
+        size += nbytes
+    return shards
+
+
+def _index(entries: Mapping[str, TensorEntry]) -> bytes:
+    files = {name: entries[name].file for name in sorted(entries)}
+    total = sum(entry.nbytes for entry in entries.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2).encode() + b"\n"
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+class CheckpointWriter:
+    """Writes a model folder whose tensors are known beforehand; a context that leaves all or nothing.
+
+    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from
+    any thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on
+    entering see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        plan: Sequence[tuple[str, torch.dtype, Shape]],
+        *,
+        overwrite: bool = False,
+        source: Path | None = None,
+        max_shard_bytes: int = 5 << 30,
+    ) -> None:
+        shards = _shards(plan, max_shard_bytes)
+        self._headers: dict[str, bytes] = {}
+        self._entries: dict[str, TensorEntry] = {}
+        for number, shard in enumerate(shards, 1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            self._headers[file], entries = make_header(shard, file)
+            self._entries.update(entries)
+        if len(self._entries) != len(plan):
+            raise ValueError("the plan names a tensor twice")
+        self._sizes = {file: len(header) for file, header in self._headers.items()}
+        for entry in self._entries.values():
+            self._sizes[entry.file] += entry.nbytes
+        self._staging = Staging(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
+        self._files: dict[str, int] = {}
+        self._pending = set(self._entries)
+
+    @property
+    def target(self) -> Path:
+        """Where the folder will be."""
+        return self._staging.target
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are until `finish`: a model like any other once all is written, so it can be tried first."""
+        return self._staging.folder
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Folders of killed runs that entering removed."""
+        return self._staging.stale
+
+    def __enter__(self) -> Self:
+        self._staging.__enter__()
+        try:
+            with disk_errors(self.target):
+                for file, header in self._headers.items():
+                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    self._files[file] = os.open(self.folder / file, flags, 0o666)
+                    os.truncate(self._files[file], self._sizes[file])
+                    _write_all(self._files[file], memoryview(header), 0)
+            if len(self._headers) > 1:
+                self.add_file(INDEX, _index(self._entries))
+        except BaseException:
+            self._close()
+            self._staging.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        self._staging.__exit__(kind, error, trace)
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, of any device, with the dtype and shape of the plan. NaN and infinity are a ModelError."""
+        entry = self._entries[name]
+        if tensor.dtype != DTYPES[entry.dtype] or tensor.shape != entry.shape:
+            raise ValueError(
+                f"{name} is planned as {entry.dtype} {entry.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        check_finite(tensor, name, "nothing was written; check the input model: mycli verify MODEL")
+        with disk_errors(self.target):
+            _write_all(self._files[entry.file], _bytes(tensor.cpu().contiguous()), entry.offset)
+        self._pending.discard(name)
+
+    def copy(self, name: str, checkpoint: Checkpoint, source_name: str | None = None) -> None:
+        """Copy the bytes of a tensor of `checkpoint`, whatever they mean; dtype and shape must be those of the plan."""
+        entry, origin = self._entries[name], checkpoint.entry(source_name or name)
+        if (entry.dtype, entry.shape) != (origin.dtype, origin.shape):
+            raise ValueError(f"{name} is planned as {entry.dtype} {entry.shape}, not {origin.dtype} {origin.shape}")
+        position = entry.offset
+        with disk_errors(self.target):
+            for chunk in checkpoint.chunks(origin.name):
+                _write_all(self._files[entry.file], chunk, position)
+                position += len(chunk)
+        self._pending.discard(name)
+
+    def add_file(self, name: str, data: bytes) -> None:
+        """Put another file into the folder, such as config.json; one of the same name is replaced."""
+        if Path(name).name != name or name in ("", "..", *self._headers):
+            raise ValueError(f"{name!r} is no name for another file")
+        with disk_errors(self.target):
+            (self.folder / name).write_bytes(data)
+
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of every file written so far, in hexadecimal, by name. All tensors must have been written."""
+        self._check_complete()
+        result = {}
+        with disk_errors(self.target):
+            for path in sorted(self.folder.iterdir()):
+                with path.open("rb") as file:
+                    result[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return result
+
+    def finish(self) -> None:
+        """Flush everything and rename the folder to its target. All tensors must have been written."""
+        self._check_complete()
+        Manifest.open(self.folder)  # what we wrote must pass our own reader before anyone sees it
+        self._close()
+        self._staging.commit()
+
+    def _check_complete(self) -> None:
+        if self._pending:
+            raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")

@@ -1,0 +1,179 @@
+"""The header of a safetensors file: strict parsing of what a stranger wrote, and the making of our own.
+
+Follows the safetensors README (8 bytes of little-endian length, a JSON object, then the data), and refuses what its
+library lets pass: duplicate names, unknown fields, control characters, headers beyond `MAX_HEADER`. Knows bytes, not
+files: the bytes may come from a disk or from a range request. Does not import torch.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import parse_object
+from mycli.runtime.utils.sanitize import one_line
+
+MAX_HEADER = 16 << 20  # bytes; the library's cap of 100 MB lets a file take half a gigabyte of memory
+MAX_TENSORS = 100_000
+MAX_NAME = 1024
+MAX_METADATA = 1 << 20
+MAX_DIMENSIONS = 8
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+DAMAGED = "the file is damaged or incomplete; download it again: mycli pull MODEL"
+_LIMIT = 1 << 63
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+# Matched only where length and brace cannot be those of a header: a header of 640 bytes starts like a pickle.
+_MAGIC = (
+    (b"GGUF", "a GGUF file", "use a repository that holds safetensors files"),
+    (
+        b"PK\x03\x04",
+        "a zip archive, as torch.save writes",
+        "pickles can run code and are never opened; use safetensors",
+    ),
+    (b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (b"version https://git-lfs", "a git-lfs pointer, not the file it stands for", "run: git lfs pull"),
+    (b"<", "an HTML or XML page, perhaps an error message", "download it again: mycli pull MODEL"),
+    (b"{", "a JSON text, perhaps an error message", "download it again: mycli pull MODEL"),
+    (b"\x80\x02", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
+    (b"\x80\x04", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: `offset` counts bytes from the start of `file`, `dtype` is one of `ITEM_BYTES`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+def _not_safetensors(prefix: bytes, problem: str, source: str) -> ModelError:
+    plausible = int.from_bytes(prefix[:8], "little") <= MAX_HEADER and prefix[8:9] == b"{"
+    for magic, meaning, hint in _MAGIC:
+        if not plausible and prefix.lstrip().startswith(magic):
+            return ModelError(f"{source}: not a safetensors file but {meaning}", hint)
+    return ModelError(f"{source}: {problem}", DAMAGED)
+
+
+def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
+    """Bytes of length field and header together, from the first 9 bytes or more of a file of `file_bytes`.
+
+    Nothing is allocated for a length that is absurd. Raises ModelError naming `source`, and what else the file may be.
+    """
+    length = int.from_bytes(prefix[:8], "little")
+    if file_bytes < 10:
+        raise _not_safetensors(prefix, f"truncated: {file_bytes} bytes are no safetensors file", source)
+    if length > MAX_HEADER:
+        raise _not_safetensors(prefix, f"header of {length} bytes, more than the {MAX_HEADER} allowed", source)
+    if length > file_bytes - 8:
+        raise _not_safetensors(prefix, f"truncated: header of {length} bytes in a file of {file_bytes}", source)
+    if prefix[8:9] != b"{":
+        raise _not_safetensors(prefix, "not a safetensors file: the header is no JSON object", source)
+    return 8 + length
+
+
+def _naturals(values: Any) -> bool:
+    # `type is int`: true is an int to isinstance.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _LIMIT for value in values)
+
+
+def _check_metadata(metadata: Any, source: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ModelError(f"{source}: {_METADATA} must map strings to strings", DAMAGED)
+    size = sum(len(key) + len(value) for key, value in metadata.items())
+    if size > MAX_METADATA:
+        raise ModelError(f"{source}: {_METADATA} of {size} characters, more than the {MAX_METADATA} allowed", DAMAGED)
+
+
+def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
+    if not name or one_line(name, MAX_NAME) != name or "../" in name or "..\\" in name:
+        raise ModelError(
+            f"{source}: tensor name {name!r:.80} is empty, too long or holds forbidden characters", DAMAGED
+        )
+    if not isinstance(info, dict) or info.keys() != _FIELDS:
+        raise ModelError(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}", DAMAGED)
+    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        hint = f"readable: {', '.join(ITEM_BYTES)}"
+        raise ModelError(f"{source}: {name:.80} has dtype {dtype!r:.40}, which is not supported", hint)
+    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
+        raise ModelError(f"{source}: {name:.80} has no valid shape: {shape!r:.80}", DAMAGED)
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise ModelError(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}", DAMAGED)
+    begin, end = offsets
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if nbytes >= _LIMIT:
+        raise ModelError(f"{source}: {name:.80} of shape {shape} overflows 64 bits", DAMAGED)
+    if end - begin != nbytes:
+        raise ModelError(
+            f"{source}: {name:.80} {dtype} {shape} takes {nbytes} bytes, but its offsets hold {end - begin}", DAMAGED
+        )
+    return TensorEntry(name, dtype, tuple(shape), source, start + begin, nbytes)
+
+
+def _check_coverage(entries: Iterable[TensorEntry], start: int, file_bytes: int, source: str) -> None:
+    """Every byte of the data belongs to exactly one tensor: nothing can hide, nothing is shared."""
+    position = start
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset < position:
+            raise ModelError(f"{source}: {entry.name:.80} overlaps the tensor before it", DAMAGED)
+        if entry.offset > position:
+            raise ModelError(f"{source}: {entry.offset - position} unused bytes before {entry.name:.80}", DAMAGED)
+        position += entry.nbytes
+    if position > file_bytes:
+        raise ModelError(f"{source}: truncated: {position} bytes expected, the file has {file_bytes}", DAMAGED)
+    if position < file_bytes:
+        raise ModelError(f"{source}: {file_bytes - position} unused bytes after the last tensor", DAMAGED)
+
+
+def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name, from its first `header_bytes` bytes (more may follow in `prefix`).
+
+    `source` becomes `TensorEntry.file` and the name in errors. Raises ModelError naming the file and the tensor for
+    anything the format forbids or leaves open; ValueError if `prefix` is shorter than the header.
+    """
+    start = header_bytes(prefix, file_bytes, source)
+    if len(prefix) < start:
+        raise ValueError(f"{start} bytes of {source} needed, {len(prefix)} given")
+    header = prefix[8:start]
+    # A tensor takes about five commas. Counting them first bounds the memory that parsing can take.
+    if header.count(b",") > 10 * MAX_TENSORS:
+        raise ModelError(f"{source}: the header has too many values for {MAX_TENSORS} tensors", DAMAGED)
+    values = dict(parse_object(header, source, MAX_HEADER).values)
+    _check_metadata(values.pop(_METADATA, {}), source)
+    if len(values) > MAX_TENSORS:
+        raise ModelError(f"{source}: {len(values)} tensors, more than the {MAX_TENSORS} allowed", DAMAGED)
+    entries = {name: _entry(name, info, start, source) for name, info in values.items()}
+    _check_coverage(entries.values(), start, file_bytes, source)
+    return entries
+
+
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file: str) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Length field and header of a file of `tensors` (name, dtype, shape), and where each tensor will lie in it.
+
+    Wide dtypes come first, so that every tensor is aligned to its items: libraries that map the file need that.
+    """
+    info: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    relative: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    position = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]]):
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        info[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        relative[name] = (dtype, shape, position, nbytes)
+        position += nbytes
+    text = json.dumps(info, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: TensorEntry(name, dtype, shape, file, start + begin, nbytes)
+        for name, (dtype, shape, begin, nbytes) in relative.items()
+    }
+    return len(text).to_bytes(8, "little") + text, entries

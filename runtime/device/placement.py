@@ -1,0 +1,94 @@
+"""Where and in which precision a model runs; every choice is returned with its reason, so that it can be announced."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from mycli.runtime.device.system import memory
+from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind.
+
+    `shadow`: packed weights of the blocks are also kept in `dtype`, for prompts.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+    kv: Kv = "auto"
+    shadow: bool = False
+
+    @property
+    def dtype_name(self) -> Dtype:
+        """`dtype` as config.json spells it."""
+        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+
+
+def _cuda_problem() -> str | None:
+    """Why CUDA cannot be used, None where it can."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this build of torch has no CUDA"
+    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old, for one
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        return "no CUDA device is visible to torch" + (f" ({told[0].message})" if told else "")
+    oldest = min((int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch[:3] == "sm_"), default=0)
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < oldest:
+        return f"this build of torch has no code for sm_{major}{minor}, only from sm_{oldest} on"
+    return None
+
+
+def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
+    if request == "cpu":
+        return torch.device("cpu"), ()
+    problem = _cuda_problem()
+    if request == "auto":
+        if problem is None:
+            return torch.device("cuda", torch.cuda.current_device()), ()
+        return torch.device("cpu"), (f"running on the CPU: {problem}",)
+    name, _, index = request.partition(":")
+    if name != "cuda" or (index and not index.isdecimal()):
+        raise UsageError(f"--device {request}: not a device", "use auto, cpu, cuda or cuda:N")
+    if problem:
+        raise ResourceError(f"--device {request}: {problem}", "use --device cpu, or install a CUDA build of torch")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ResourceError(f"--device {request}: there are {torch.cuda.device_count()} devices", "count from 0")
+    return torch.device("cuda", int(index or torch.cuda.current_device())), ()
+
+
+def place(
+    config: ModelConfig, device: str = "auto", dtype: Dtype | None = None, kv: Kv = "auto", *, shadow: bool = False
+) -> Placement:
+    """Choose for `config`; `dtype` None follows the model where the device is good at it.
+
+    Raises UsageError for a device that is none, ResourceError for one that is not there: an explicit "cuda" never falls
+    back.
+    """
+    chosen, notes = _choose_device(device)
+    if shadow and chosen.type == "cpu":
+        raise UsageError("--shadow is for GPUs: a CPU multiplies prompts packed no slower", "leave it out")
+    wanted = TORCH_DTYPES[dtype or config.dtype]
+    if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
+        wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
+    old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)
+    if dtype is None and old and wanted == torch.bfloat16:
+        wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
+    return Placement(chosen, wanted, notes, kv, shadow)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on `device`, whatever others hold."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory().available

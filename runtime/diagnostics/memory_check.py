@@ -1,0 +1,163 @@
+"""What a model really takes: load it, run the largest pass and decode, and hold the result against the estimate.
+
+Weights and cache are counted by the storages of all live tensors, not by what the model says of itself; the rest by
+the process's resident memory, or by torch's allocator on a GPU. Does not print, and does not know the model's origin.
+"""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.device.system import peak_resident, reset_peak, resident
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import GateError
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.estimate import Plan, cache_positions, estimate
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+
+DECODED = 4  # tokens: the first may allocate what the others use again
+TOUCHED = 256  # positions of the cache at a time
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the comparison, in bytes. `exact` parts must agree both ways; of others only an excess is a fault."""
+
+    name: str
+    predicted: int
+    actual: int
+    exact: bool
+
+    @property
+    def error(self) -> float:
+        """Actual against predicted: 0.02 is 2 % more than predicted."""
+        return (self.actual - self.predicted) / self.predicted if self.predicted else float(self.actual > 0)
+
+    def within(self, tolerance: float) -> bool:
+        """Whether this part passes the gate."""
+        return (abs(self.error) if self.exact else self.error) <= tolerance
+
+
+def _storages(device: torch.device) -> dict[int, int]:
+    """Bytes by address of every storage that a live tensor on `device` holds."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), Tensor):  # isinstance would ask odd objects of torch for their class
+            continue
+        if thing.device.type == device.type:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _new(before: dict[int, int], after: dict[int, int]) -> int:
+    return sum(size for address, size in after.items() if before.get(address) != size)
+
+
+class _Meter:
+    """Memory of the process, or on a GPU of torch's pool: what is held, and the most that was held since `begin`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+
+    def begin(self) -> int:
+        """What is held now; `highest` starts from here."""
+        if self._cuda is None:
+            reset_peak()
+            return resident()
+        torch.cuda.reset_peak_memory_stats(self._cuda)
+        return torch.cuda.memory_allocated(self._cuda)
+
+    def highest(self) -> int:
+        """The most since `begin`."""
+        return peak_resident() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
+
+    def outside(self) -> int:
+        """What the GPU misses beyond torch's pool: the context, libraries and kernels. Of main memory it is in both."""
+        if self._cuda is None:
+            return 0
+        free, total = torch.cuda.mem_get_info(self._cuda)
+        return total - free - torch.cuda.memory_reserved(self._cuda)
+
+
+def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Make the CUDA context, and let libraries load what the first product and the first attention load."""
+    square = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
+    functional.scaled_dot_product_attention(
+        square, square @ square, functional.linear(square[0, 0], square[0, 0])[None, None]
+    )
+
+
+def _touch(cache: StaticCache, model: Transformer) -> None:
+    """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
+    config = model.config
+    shape = (cache.sequences, config.kv_heads, min(TOUCHED, cache.capacity), config.head_dim)
+    zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    for layer in range(config.layers):
+        for start in range(0, cache.capacity, TOUCHED):
+            part = zeros[:, :, : cache.capacity - start]
+            cache.write(layer, start, part, part)
+
+
+def _run(model: Transformer, cache: StaticCache, rope: Rope, tokens: int, batch: int) -> None:
+    """The chunk that ends where the context ends, then `DECODED` tokens over its last places."""
+    start = cache.capacity - tokens - DECODED
+    cache.advance(start)
+    prompt = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
+    sampler = Sampler(Sampling(temperature=1.0, top_p=0.9, seed=0), model.config.vocab_size, model.device, batch)
+    logits = model(Batch(prompt, start), rope, cache)
+    for _ in range(DECODED):
+        drawn = sampler.sample(logits[:, -1])
+        logits = model(Batch(drawn, cache.length), rope, cache)
+
+
+def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
+    """Load the model of `folder` as `plan` says, run it, and compare part by part. `plan.draft` is not loaded.
+
+    The cache is filled with zeros up to the last chunk: what a pass takes does not depend on what it reads.
+    """
+    predicted, device, meter = estimate(plan), placement.device, _Meter(placement.device)
+    _warm_up(device, placement.dtype)
+    empty = _storages(device)
+    meter.begin()
+    model = load_model(folder, placement)
+    loaded = _storages(device)
+    embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
+    capacity = cache_positions(plan.context)
+    cache = model.make_cache(capacity, plan.batch)
+    exact = [
+        Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
+        Part("embeddings and head", predicted.embeddings, embeddings, exact=True),
+        Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True),
+    ]
+    _touch(cache, model)
+    loading = meter.highest()
+    before = meter.begin()
+    rope = Rope(plan.config, capacity, device, placement.dtype)
+    _run(model, cache, rope, min(plan.chunk, capacity - DECODED), plan.batch)
+    running, outside = meter.highest(), meter.outside()
+    runtime = before + outside - sum(part.actual for part in exact)
+    return [
+        Part("runtime", predicted.runtime, runtime, exact=False),
+        *exact,
+        Part("workspace", predicted.workspace.total, running - before, exact=False),
+        Part("total", predicted.total, max(loading, running) + outside, exact=False),
+    ]
+
+
+def check(parts: Sequence[Part], tolerance: float) -> None:
+    """Raise GateError naming the parts that are off: exact ones either way, the total where it exceeds the promise."""
+    wrong = [part for part in parts if (part.exact or part.name == "total") and not part.within(tolerance)]
+    if wrong:
+        off = ", ".join(f"{part.name} {part.error:+.1%}" for part in wrong)
+        raise GateError(f"the estimate is off by more than {tolerance:.1%}: {off}", "please report it, with this table")

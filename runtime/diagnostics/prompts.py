@@ -1,0 +1,40 @@
+"""Prompts to try a model on, by kind of text: what a draft guesses well differs much between them.
+
+The book text is a part of `pico/held-out.txt`, which no model of this package was trained on.
+"""
+
+from collections.abc import Mapping
+from importlib.resources import files
+
+from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+QUESTIONS = (
+    "What is the capital of Japan?",
+    "Who are you?",
+    "Count from one to twenty.",
+    "What is the opposite of hot?",
+    "Name the days of the week.",
+    "How do I boil an egg?",
+)
+STORIES = ("Tell me a story.", "Tell me a story about a boat.", "Tell me a story about a dog and a key.")
+PASSAGES = ((1000, 700), (9000, 700), (20_000, 700))  # characters of the book: where, how many
+REPEATED = "The cat sat on the mat. The dog lay on the log. "
+LIST = "red apple, green pear, blue plum, red apple, green pear, blue plum, red apple, green"
+
+
+def prompts(tokenizer: Tokenizer) -> Mapping[str, list[list[int]]]:
+    """Ids of prompts by kind: chat, stories, book, repetitive. Without a chat template questions are plain text."""
+    book = (files("mycli.runtime") / "pico" / "held-out.txt").read_text(encoding="utf-8")
+
+    def ask(text: str) -> list[int]:
+        if tokenizer.template is None:
+            return tokenizer.encode(text, add_special=True)
+        return tokenizer.chat([Message("user", text)])
+
+    return {
+        "chat": [ask(text) for text in QUESTIONS],
+        "stories": [ask(text) for text in STORIES],
+        "book": [tokenizer.encode(book[start : start + size], add_special=True) for start, size in PASSAGES],
+        "repetitive": [tokenizer.encode(text, add_special=True) for text in (REPEATED * 6, LIST)],
+    }

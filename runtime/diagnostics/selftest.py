@@ -1,0 +1,110 @@
+"""Whether this installation works here: versions, kernels against their reference, the reply a known model must give.
+
+Returns findings; a person's words for them are the command's. Knows the kernels' list and `pico`.
+"""
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.kernels.registry import kernels
+from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import BITS, Packing
+from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.tokenizer.chat_template import Message
+
+DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
+PACKINGS = (*(Packing(bits, 128) for bits in BITS), Packing(4, 32), Packing(4, None), Packing(8, None))
+# Relative RMS error of a product: what 8-bit activations may cost, and far below what a wrong layout gives.
+TOLERANCE = 0.02
+ROWS = (1, 33)  # decoding, and a prompt that no tile divides
+OUT_FEATURES, IN_FEATURES = 256, 512
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
+
+
+@dataclass(frozen=True)
+class KernelFinding:
+    """One kernel on one packing. `error` is the relative RMS error; None where it declined, for `reason`."""
+
+    kernel: str
+    packing: str
+    used: bool  # the first of the list that takes it
+    error: float | None
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Declining is no fault."""
+        return self.error is None or self.error <= TOLERANCE
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter, by distribution name; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _weight(packing: Packing, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> PackedWeight:
+    codes = torch.randint(0, 1 << packing.bits, (OUT_FEATURES, IN_FEATURES), generator=generator).to(torch.uint8)
+    scales = torch.randn(OUT_FEATURES, packing.groups(IN_FEATURES), generator=generator) * 0.02
+    packed = pack(codes, packing.bits)
+    return PackedWeight(packed.to(device), scales.to(device, dtype), packing, IN_FEATURES)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """RMS of the difference over RMS of `exact`; infinite where anything is not finite."""
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    difference = found.double() - exact
+    return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def _error(kernel: Kernel, weight: PackedWeight, dtype: torch.dtype, generator: torch.Generator) -> float:
+    """The worst over `ROWS`, against the reference's weights and a product in fp64."""
+    dense = dequantize(weight).double()
+    matmul = kernel.prepare(weight, dtype)
+    worst = 0.0
+    for rows in ROWS:
+        x = torch.randn(rows, IN_FEATURES, generator=generator).to(dense.device, dtype)
+        worst = max(worst, relative_error(matmul(x), x.double() @ dense.T))
+    return worst
+
+
+def check_kernels(
+    device: torch.device, dtype: torch.dtype, packings: Sequence[Packing] = PACKINGS
+) -> Iterator[KernelFinding]:
+    """Each kernel on each packing, in order of preference: used, only correct, or declined with its reason."""
+    generator = torch.Generator().manual_seed(0)
+    for packing in packings:
+        used = False
+        for kernel in kernels():
+            reason = kernel.decline(packing, OUT_FEATURES, IN_FEATURES, device, dtype)
+            if reason is not None:
+                yield KernelFinding(kernel.name, packing.name, False, None, reason)
+                continue
+            error = _error(kernel, _weight(packing, device, dtype, generator), dtype, generator)
+            yield KernelFinding(kernel.name, packing.name, not used, error)
+            used = True
+
+
+def golden_reply(placement: Placement) -> str:
+    """What `pico` answers to `QUESTION`, greedily; it must be `ANSWER` on any device in any precision."""
+    assistant = Assistant.load(Path(str(files("mycli.runtime"))) / "pico" / "pico", placement)
+    prompt = assistant.tokenizer.chat([Message("user", QUESTION)])
+    session = Session(assistant.model, 128)
+    return "".join(Reply(assistant, session, prompt, Sampling(), limit=32))

@@ -1,0 +1,217 @@
+"""How fast a model is: prompts and replies of synthetic tokens through the one generator, timed.
+
+Follows llama-bench's tests (pp: tokens of a prompt per second; tg: tokens generated per second; depth: tokens already
+in the cache). Every repetition is kept, so that two runs can be compared with an interval. Knows the generator and
+clocks; does not print and does not know file formats.
+"""
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mycli.runtime.device.system import peak_resident, reset_peak
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.estimate import Plan, bytes_per_step
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+
+# Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
+T_975 = (
+    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
+    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row: `prompt` tokens are prefilled or `generate` tokens made (the other is 0), `depth` tokens lie before."""
+
+    prompt: int
+    generate: int
+    depth: int = 0
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        """As llama-bench: pp512, tg128 @ d2048; a batch is told only where it is not 1."""
+        name = f"pp{self.prompt}" if self.prompt else f"tg{self.generate}"
+        return name + (f" @ d{self.depth}" if self.depth else "") + (f" x{self.batch}" if self.batch > 1 else "")
+
+    @property
+    def capacity(self) -> int:
+        """Positions of cache that it needs."""
+        return self.depth + self.prompt + self.generate + 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured. `rates` are tokens per second, one per repetition, over the whole batch; times in seconds.
+
+    `warmup_seconds` is the first run, which compiles, allocates and is not counted; `peak_bytes` of process or device.
+    """
+
+    trial: Trial
+    rates: tuple[float, ...]
+    first_token_seconds: tuple[float, ...]
+    token_seconds: tuple[float, ...]
+    warmup_seconds: float
+    peak_bytes: int
+
+    @property
+    def mean(self) -> float:
+        """Tokens per second."""
+        return statistics.fmean(self.rates)
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of one repetition; 0 for a single one."""
+        return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+
+    def read_rate(self, plan: Plan) -> float | None:
+        """GB/s of weights and cache that generating read; None for a prompt, which is not bound by reading."""
+        if not self.trial.generate:
+            return None
+        middle = self.trial.depth + self.trial.generate // 2
+        return bytes_per_step(plan, middle) * self.mean / self.trial.batch / 1e9
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of `values` (not empty) do not exceed: nearest rank."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def grid(
+    prompts: Sequence[int], generates: Sequence[int], depths: Sequence[int], batches: Sequence[int]
+) -> list[Trial]:
+    """Every combination: for each batch and depth, the prompts and then the replies; a length of 0 asks for none."""
+    trials = []
+    for batch in batches:
+        for depth in depths:
+            trials += [Trial(count, 0, depth, batch) for count in prompts if count]
+            trials += [Trial(0, count, depth, batch) for count in generates if count]
+    return trials
+
+
+class _Runner:
+    """One test on one model: the session with its cache, and synthetic text that no repetition can reuse."""
+
+    def __init__(self, model: Transformer, trial: Trial, seed: int) -> None:
+        self._trial = trial
+        self._vocab = model.config.vocab_size
+        self._random = random.Random(seed)
+        self._session = Session(model, trial.capacity, trial.batch)
+        self._sampler = Sampler(Sampling(), self._vocab, model.device, trial.batch)
+        self._depth = self._tokens(trial.depth)
+        if self._depth:
+            self._session.prefill(self._depth)
+        self._last = -1
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocab) for _ in range(count)]
+
+    def once(self) -> list[float]:
+        """Seconds per token of one repetition; the first holds the prefill of what is not yet in the cache."""
+        fresh = self._tokens(self._trial.prompt or 1)
+        if fresh[0] == self._last:  # an equal token would be taken from the cache
+            fresh[0] = (fresh[0] + 1) % self._vocab
+        self._last = fresh[0]
+        for _ in self._session.generate([*self._depth, *fresh], self._sampler, self._trial.generate or 1):
+            pass
+        return self._session.timing.token_seconds
+
+
+def run(
+    model: Transformer,
+    trial: Trial,
+    repetitions: int,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda repetition: None,
+) -> Result:
+    """Run `trial` once to warm up and `repetitions` times for the record; greedy, no stop token, monotonic clock.
+
+    A prompt's rate is its tokens over the time to the first token, sampling included. A reply's rate counts every
+    decoding step: the prompt before it is one token, all the rest lies in the cache.
+    """
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    else:
+        reset_peak()
+    runner = _Runner(model, trial, seed)
+    warmup = sum(runner.once())
+    rates, first, tokens = [], [], []
+    for repetition in range(repetitions):
+        progress(repetition)
+        seconds = runner.once()
+        rates.append((trial.prompt or trial.generate) * trial.batch / sum(seconds))
+        if trial.prompt:
+            first.append(seconds[0])
+        else:
+            tokens += seconds
+    peak = torch.cuda.max_memory_allocated(model.device) if cuda else peak_resident()
+    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, peak)
+
+
+@dataclass(frozen=True)
+class Change:
+    """New against old: relative change of the mean, and the 95 % interval it lies in. -0.05 is 5 % slower."""
+
+    relative: float
+    low: float
+    high: float
+
+    def regressed(self, limit: float) -> bool:
+        """Slower by more than `limit`, and not by chance: the whole interval lies below zero."""
+        return self.relative < -limit and self.high < 0
+
+
+def compare(old: Sequence[float], new: Sequence[float]) -> Change:
+    """Welch's t interval of the difference of means, relative to the old mean.
+
+    One repetition on either side says nothing about chance: the interval is then unbounded.
+    """
+    before, after = statistics.fmean(old), statistics.fmean(new)
+    relative = after / before - 1
+    if min(len(old), len(new)) < 2:
+        return Change(relative, -math.inf, math.inf)
+    a, b = statistics.variance(old) / len(old), statistics.variance(new) / len(new)
+    if a + b == 0:
+        return Change(relative, relative, relative)
+    freedom = (a + b) ** 2 / (a**2 / (len(old) - 1) + b**2 / (len(new) - 1))
+    half = T_975[min(max(int(freedom), 1), len(T_975)) - 1] * math.sqrt(a + b) / before
+    return Change(relative, relative - half, relative + half)
+
+
+def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -> float:
+    """GB/s at which memory of `device` is read by a plain reduction over `nbytes`: the best of `repetitions`.
+
+    On the CPU our own code, or a matrix-vector product where that cannot be built; on a GPU a copy, whose reading and
+    writing both count.
+    """
+    if device.type == "cpu":
+        found = memory_bandwidth(nbytes, repetitions)
+        if found is not None:
+            return found / 1e9
+    columns = 4096
+    matrix = torch.ones(max(nbytes // 4 // columns, 1), columns, dtype=torch.float32, device=device)
+    moved = matrix.nbytes * (2 if device.type == "cuda" else 1)
+    vector = torch.ones(columns, device=device)
+    target = torch.empty_like(matrix) if device.type == "cuda" else None
+    best = math.inf
+    for _ in range(repetitions + 1):
+        began = time.perf_counter()
+        if target is None:
+            torch.mv(matrix, vector)
+        else:
+            target.copy_(matrix)
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return moved / best / 1e9

@@ -1,0 +1,90 @@
+"""Whether a packed model can be split over N GPUs by vLLM or SGLang: the shape rules of their Marlin kernels.
+
+Follows vLLM 0.32 (`marlin_utils.py`: MIN_THREAD_N 64, MIN_THREAD_K 128, groups of -1, 32, 64, 128; SGLang has the same
+constants) and its head rules. q, k, v and gate, up are split by rows (outputs), o and down by columns (inputs). Knows
+shapes and packings. Does not import torch, and does not split anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.quantization.scheme import Packing
+
+MIN_K = 128
+MIN_N = 64
+MARLIN_BITS = (4, 8)
+BY_INPUTS = ("o", "down")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why N ranks cannot hold the model: `where` is a fused set of linears or a field, `layers` how many have it."""
+
+    where: str
+    problem: str
+    layers: int = 1
+
+
+def _head_problems(config: ModelConfig, ranks: int) -> list[Obstacle]:
+    result = []
+    if config.heads % ranks:
+        result.append(Obstacle("num_attention_heads", f"{config.heads} heads cannot be shared by {ranks}"))
+    # More ranks than kv heads: each is copied to several, which must come out even.
+    if config.kv_heads % ranks and ranks % config.kv_heads:
+        result.append(Obstacle("num_key_value_heads", f"{config.kv_heads} kv heads cannot be shared by {ranks}"))
+    return result
+
+
+def _per_rank(config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], ranks: int) -> tuple[int, int]:
+    """Inputs and outputs of one rank's part of the product `key`."""
+    inputs, outputs = specs[0].in_features, sum(spec.out_features for spec in specs)
+    if key in BY_INPUTS:
+        return inputs // ranks, outputs
+    if key == "qkv":  # whole heads, and at least one kv head
+        return inputs, (config.heads // ranks + 2 * max(config.kv_heads // ranks, 1)) * config.head_dim
+    return inputs, outputs // ranks
+
+
+def _set_problems(
+    config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], packings: Mapping[str, Packing], ranks: int
+) -> list[str]:
+    """What is wrong with the linears that are one product."""
+    found = {packings.get(spec.name) for spec in specs}
+    if len(found) > 1:
+        return ["the fused linears differ in scheme: " + ", ".join(sorted(p.name if p else "dense" for p in found))]
+    if key in ("gate_up", "down") and config.intermediate_size % ranks:
+        return [f"{config.intermediate_size} cannot be divided by {ranks}"]
+    packing = found.pop()
+    if packing is None:
+        return []
+    inputs, outputs = _per_rank(config, key, specs, ranks)
+    problems = []
+    if packing.bits not in MARLIN_BITS:
+        problems.append(f"{packing.bits} bits (Marlin takes 4 and 8)")
+    if inputs % MIN_K:
+        problems.append(f"{inputs} inputs per rank, not a multiple of {MIN_K}")
+    elif packing.group_size and inputs % packing.group_size:
+        problems.append(f"{inputs} inputs per rank, not a multiple of the group {packing.group_size}")
+    if outputs % MIN_N:
+        problems.append(f"{outputs} outputs per rank, not a multiple of {MIN_N}")
+    return problems
+
+
+def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) -> list[Obstacle]:
+    """Everything that keeps `ranks` GPUs from sharing the model; empty where it can be split.
+
+    The same problem of many layers is told once. `ranks` 1 asks whether one GPU can run it with those kernels.
+    """
+    counted: dict[tuple[str, str], int] = {}
+    for layer in range(config.layers):
+        for key, specs in config.block_linears(layer).items():
+            name = "+".join(spec.name.rpartition(".")[2] for spec in specs)
+            for problem in _set_problems(config, key, specs, packings, ranks):
+                counted[name, problem] = counted.get((name, problem), 0) + 1
+    linears = [Obstacle(where, problem, layers) for (where, problem), layers in counted.items()]
+    # The head is split by rows after its vocabulary was padded to a multiple of 64, so only its inputs can be wrong.
+    head = config.head()
+    if head.name in packings and head.in_features % MIN_K:
+        linears.append(Obstacle(head.name, f"{head.in_features} inputs, not a multiple of {MIN_K}"))
+    return _head_problems(config, ranks) + linears

@@ -1,0 +1,1 @@
+"""Running a loaded model: loading it, its fast paths, the token loop, and whole completions."""

@@ -1,0 +1,153 @@
+"""Replaying a fused pass: captured once as a CUDA graph, so that a token costs the host one launch instead of hundreds.
+
+A graph holds addresses. It is made for one cache, and for one number of sequences and tokens, the second time such a
+pass is asked for; tokens and lengths are written into its buffers before each replay. Knows passes and their shapes;
+what a pass computes is in `runtime.engine.decode_step`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.engine.decode_step import DecodeStep
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+
+Work = Callable[[], Tensor]  # launches, and where the result will be
+Capture = Callable[[Work], Work]
+MOST_GRAPHS = 16  # of one cache: each holds memory
+TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
+_CHECK_CONTEXT = 64
+
+
+class Step(Protocol):
+    """What is replayed; see `DecodeStep`."""
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        """Whether it can do a pass of this shape."""
+        ...
+
+    def __call__(
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+    ) -> Tensor:
+        """The logits."""
+        ...
+
+
+def cuda_graph(work: Work) -> Work:
+    """`work` captured on the current device; it ran before, so that everything it launches is compiled."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The buffers that a captured pass reads, and its replay."""
+
+    tokens: Tensor
+    lengths: Tensor
+    replay: Work
+
+
+class Replay:
+    """A fused pass for those passes of a model that it can do. `capture` None: launch by launch."""
+
+    def __init__(self, step: Step, capture: Capture | None) -> None:
+        self.step = step
+        self._capture = capture
+        # (sequences, new tokens, last logits only): None after the first pass of this shape.
+        self._graphs: WeakKeyDictionary[StaticCache, dict[tuple[int, int, bool], _Captured | None]]
+        self._graphs = WeakKeyDictionary()
+
+    def __call__(self, batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
+        """Logits [sequences, 1 or new, vocab], valid until the next call, or None where the plain model is to do it.
+
+        Does not advance the cache.
+        """
+        sequences, new = batch.tokens.shape
+        tables = rope.fixed(cache.capacity)
+        fits = batch.start == cache.length and batch.end <= cache.capacity
+        if batch.logits == "none" or tables is None or not fits or not self.step.takes(sequences, new):
+            return None
+        last = batch.logits == "last"
+        known = self._graphs.setdefault(cache, {})
+        shape = (sequences, new, last)
+        captured = known.get(shape)
+        if captured is None:
+            lengths = torch.full((sequences,), batch.end, dtype=torch.int32, device=batch.tokens.device)
+            if self._capture is None or shape not in known:
+                known[shape] = None
+                return self.step(batch.tokens, lengths, tables, cache, last)
+            if len(known) >= MOST_GRAPHS:
+                known.clear()
+            tokens = batch.tokens.clone()
+            replay = self._capture(lambda: self.step(tokens, lengths, tables, cache, last))
+            captured = known[shape] = _Captured(tokens, lengths, replay)
+        captured.tokens.copy_(batch.tokens)
+        captured.lengths.fill_(batch.end)
+        return captured.replay()
+
+
+def make_replay(model: Transformer, warn: Callable[[str], None]) -> Replay | None:
+    """For a model on a CUDA device, if all of its layers can be done this way.
+
+    The fused pass is compared with the plain one first, launched and replayed; where it fails or differs, `warn` is
+    told and there is none.
+    """
+    step = DecodeStep.make(model)
+    if isinstance(step, str):
+        return None
+    try:
+        trouble = difference(model, step, cuda_graph)
+    except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+        trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+    if trouble is not None:
+        warn(f"the fused kernels are not used, decoding is slower: {trouble}")
+        return None
+    return Replay(step, cuda_graph)
+
+
+@torch.inference_mode()
+def difference(model: Transformer, step: Step, capture: Capture | None = None) -> str | None:
+    """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
+    device, config = model.device, model.config
+    cache = model.make_cache(_CHECK_CONTEXT)
+    rope = Rope(config, _CHECK_CONTEXT, device, model.dtype)
+    tables = rope.fixed(_CHECK_CONTEXT)
+    if tables is None:
+        return None
+    prefix, most = 9, 4
+    tokens = (torch.arange(prefix + most, device=device) * 7919 % config.vocab_size)[None]
+    model(Batch(tokens[:, :prefix], 0, "none"), rope, cache)
+    for count in (1, most):
+        if not step.takes(1, count):
+            continue
+        new = tokens[:, prefix : prefix + count]
+        expected = model(Batch(new, prefix, "all"), rope, cache)
+        cache.truncate(prefix)
+        lengths = torch.full((1,), prefix + count, dtype=torch.int32, device=device)
+        found = step(new, lengths, tables, cache, last=False).float()
+        assert expected is not None
+        error = float((found - expected).norm() / expected.norm())
+        if not error < TOLERANCE:
+            return f"their logits differ by {error:.1%} from the plain model's"
+        if capture is None:
+            continue
+        again = capture(partial(step, new, lengths, tables, cache, last=False))()
+        if not torch.equal(again.float(), found):
+            return "replayed, they give other logits than launched"
+    return None

@@ -1,0 +1,147 @@
+"""A pass over a few tokens by fused Triton kernels: decoding, and judging what was drafted.
+
+The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
+that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
+can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
+rounded where the plain model rounds them, but for what comes out of a norm (`triton_fused`). Knows kernels and layers;
+not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.kernels.triton.decode import (
+    LayerCache,
+    Norm,
+    Projection,
+    activate,
+    add,
+    attend,
+    embed,
+    project,
+)
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.transformer import Block, Transformer
+
+MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
+MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer multiplies by, and how its queries and keys are made."""
+
+    input_norm: Norm
+    o: TritonMatmul
+    post_norm: Norm
+    down: TritonMatmul
+    projection: Projection
+    window: int | None
+
+    def largest(self) -> int:
+        """The most rows that one of its weights has."""
+        return max(self.input_norm.product.n, self.o.n, self.post_norm.product.n, self.down.n)
+
+
+def _only(linear: Linear) -> TritonMatmul | None:
+    """Its one product, where a Triton kernel does it."""
+    first = linear.matmuls[0]
+    return first if len(linear.matmuls) == 1 and isinstance(first, TritonMatmul) else None
+
+
+def _layer(block: Block) -> _Layer | str:
+    """The layer, or why there is none."""
+    products: dict[str, TritonMatmul] = {}
+    for name in Block.INPUTS:
+        linear = block.product(name)
+        product = _only(linear)
+        if product is None:
+            return f"{linear.specs[0].name} is not one packed product"
+        if name != "qkv" and linear.bias is not None:
+            return f"{linear.specs[0].name} has a bias"
+        products[name] = product
+    config = block.config
+    projection = Projection(
+        config.heads,
+        block.qkv.bias,
+        None if block.q_norm is None else block.q_norm.weight,
+        None if block.k_norm is None else block.k_norm.weight,
+        config.rms_norm_eps,
+    )
+    return _Layer(
+        Norm(block.input_norm.weight, block.input_norm.eps, products["qkv"]),
+        products["o"],
+        Norm(block.post_norm.weight, block.post_norm.eps, products["gate_up"]),
+        products["down"],
+        projection,
+        config.window(block.layer),
+    )
+
+
+class DecodeStep:
+    """The fused pass of one model. `make` says whether there is one."""
+
+    def __init__(self, model: Transformer, layers: tuple[_Layer, ...]) -> None:
+        self._model, self._layers = model, layers
+        self._head = _only(model.head)
+        final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
+        self._following = (*(layer.input_norm for layer in layers[1:]), final)
+        # More than any launch has pieces; each leaves them zero. One array: launches follow each other.
+        pieces = max(layer.largest() for layer in layers) // 16 + MOST_ROWS * model.config.kv_heads
+        self._counters = torch.zeros(pieces, dtype=torch.int32, device=model.device)
+
+    @classmethod
+    def make(cls, model: Transformer) -> "DecodeStep | str":
+        """For `model` as it is loaded, or the reason why it has none."""
+        if model.dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes in {model.dtype}"
+        layers = []
+        for block in model.layers():
+            layer = _layer(block)
+            if isinstance(layer, str):
+                return layer
+            layers.append(layer)
+        return cls(model, tuple(layers))
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        """Whether a pass over so many new tokens is one for this step."""
+        config = self._model.config
+        return sequences * tokens <= MOST_ROWS and tokens * (config.heads // config.kv_heads) <= MOST_QUERIES
+
+    def __call__(
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+    ) -> Tensor:
+        """Logits [sequences, 1 if last else new, vocab] in the model's dtype; keys and values go into the cache.
+
+        tokens int64 [sequences, new]; lengths int32 [sequences], the tokens of each once the new ones are there;
+        tables: cosines and sines [capacity, head_dim / 2]. Does not advance the cache.
+        """
+        sequences, new = tokens.shape
+        counters = self._counters
+        stream, first = embed(tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)
+        x: Activation | None = first
+        for index, (layer, following) in enumerate(zip(self._layers, self._following, strict=True)):
+            assert x is not None  # only a head that is not packed has no operand
+            keys, values = cache.all(index)
+            stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
+            qkv, gate_up = layer.input_norm.product, layer.post_norm.product
+            query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
+            attended = attend(query, stored, lengths, layer.window, layer.o, counters)
+            normed = add(attended, layer.o, stream, layer.post_norm, counters)
+            assert normed is not None
+            x = add(
+                activate(normed, gate_up, stream.dtype, layer.down, counters), layer.down, stream, following, counters
+            )
+        return self._logits(x, stream.view(sequences, new, -1), last)
+
+    def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:
+        """From the operand of the head, or for a dense one from the stream [sequences, new, hidden]."""
+        if self._head is None or x is None:
+            logits: Tensor = self._model.head(self._model.norm(stream[:, -1:] if last else stream))
+            return logits
+        logits = self._head.multiply(x, stream.dtype).view(*stream.shape[:2], -1)
+        return logits[:, -1:] if last else logits

@@ -1,0 +1,187 @@
+"""Decoding that stays on the device: a launch makes several tokens, each chosen there and fed to the next pass.
+
+A step is a fused pass (`runtime.engine.decode_step`) and the choice of its token (`triton.sample`); a launch is one
+step or `STEPS` of them, captured as a CUDA graph the second time it is wanted for a cache. Token, lengths, seed and
+temperature lie in buffers that it reads and writes, so the next launch needs nothing from the host: it is under way
+before the tokens of this one are looked at.
+
+Knows caches and choices; not stop tokens: what a launch made too much is for its reader to ignore. It lies beyond the
+length of the cache, which is the reader's to advance, and is written over.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.engine.cuda_graph import Capture, Step, Work, cuda_graph, make_replay
+from mycli.runtime.kernels.triton.sample import Feedback, choose_tokens
+from mycli.runtime.kernels.triton.top_k_top_p import Cuts
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.sampling.sampler import Choice
+
+STEPS = 4
+_Kind = tuple[int, int, bool, Cuts]  # steps, vocabulary, drawn, and from what
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The buffers of one cache, and what was captured on them; None after the first launch of a kind."""
+
+    feedback: Feedback
+    graphs: dict[_Kind, Work | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One that is under way: its tokens int64 [steps, sequences] on the host, there when the second event is."""
+
+    tokens: Tensor
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # begin and end; None on a CPU, where it is done
+
+    def read(self) -> tuple[list[list[int]], float]:
+        """The tokens, waited for, and the seconds that the device took."""
+        if self.events is None:
+            return self.tokens.tolist(), 0.0
+        began, ended = self.events
+        ended.synchronize()
+        return self.tokens.tolist(), began.elapsed_time(ended) / 1000
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's constructor has no types
+
+
+class DeviceLoop:
+    """Of one model. `capture` None: kernel by kernel."""
+
+    def __init__(self, step: Step, capture: Capture | None) -> None:
+        self._step = step
+        self._capture = capture
+        self._held: WeakKeyDictionary[StaticCache, _Held] = WeakKeyDictionary()
+
+    def launches(
+        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
+    ) -> Iterator[tuple[list[list[int]], float]] | None:
+        """The `count` tokens after `token` [sequences, 1], by launches: [steps][sequences], and the seconds they took.
+
+        `NO_NUMBER` in place of a token, and anything after it, where logits were not numbers. The caller sees to it
+        that `count` more tokens fit the cache. None where the model's own passes are to do it.
+        """
+        tables = rope.fixed(cache.capacity)
+        if tables is None or not self._step.takes(cache.sequences, 1):
+            return None
+        return self._run(token, choice, tables, cache, count)
+
+    def _run(
+        self, token: Tensor, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, count: int
+    ) -> Iterator[tuple[list[list[int]], float]]:
+        held = self._held.get(cache)
+        if held is None:
+            held = self._held[cache] = _Held(Feedback.make(STEPS, cache.sequences, token.device))
+        self._begin(held.feedback, token, choice, cache.length)
+
+        def launch() -> _Launch | None:
+            nonlocal count
+            steps = STEPS if count >= STEPS else min(count, 1)
+            count -= steps
+            return self._launch(held, choice, tables, cache, steps) if steps else None
+
+        began = time.perf_counter()
+        ahead = launch()
+        while ahead is not None:
+            current, ahead = ahead, launch()
+            tokens, seconds = current.read()
+            # What the device did while the consumer had the word counts, and so does a host that is slower than it.
+            yield tokens, max(seconds, time.perf_counter() - began)
+            began = time.perf_counter()
+
+    @torch.inference_mode()
+    def _begin(self, to: Feedback, token: Tensor, choice: Choice, length: int) -> None:
+        to.tokens.copy_(token)
+        to.lengths.fill_(length + 1)
+        to.seed.fill_(choice.seed)
+        to.temperature.fill_(choice.temperature)
+        to.top_k.fill_(choice.top_k)
+        to.top_p.fill_(choice.top_p)
+        to.min_p.fill_(choice.min_p)
+
+    @torch.inference_mode()
+    def _launch(
+        self, held: _Held, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
+    ) -> _Launch:
+        to, drawn = held.feedback, choice.temperature > 0
+        cuts = Cuts(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)
+
+        def work() -> Tensor:
+            for index in range(steps):
+                logits = self._step(to.tokens, to.lengths, tables, cache, last=True)[:, -1]
+                choose_tokens(logits, choice.vocab_size, drawn, to, index, cuts)
+            return to.chosen
+
+        run = self._captured(held, (steps, choice.vocab_size, drawn, cuts), work)
+        events = None
+        if to.chosen.is_cuda:
+            events = _event(), _event()
+            events[0].record()
+        tokens = run()[:steps].to("cpu", non_blocking=True, copy=True)  # to pinned memory, before the next launch
+        if events is not None:
+            events[1].record()
+        return _Launch(tokens, events)
+
+    def _captured(self, held: _Held, kind: _Kind, work: Work) -> Work:
+        """`work` itself the first time, so that all that it launches is compiled; then what was captured of it."""
+        captured = held.graphs.get(kind)
+        if captured is not None:
+            return captured
+        if self._capture is None or kind not in held.graphs:
+            held.graphs[kind] = None
+            return work
+        to = held.feedback
+        tokens, lengths = to.tokens.clone(), to.lengths.clone()
+        captured = held.graphs[kind] = self._capture(work)
+        to.tokens.copy_(tokens)  # capturing may have run it
+        to.lengths.copy_(lengths)
+        return captured
+
+
+def accelerate(model: Transformer, warn: Callable[[str], None]) -> None:
+    """Give a model on a CUDA device its fused passes and this loop, where all of its layers can be done this way.
+
+    `warn` is told where they cannot be used although they exist.
+    """
+    replay = model.short_pass = make_replay(model, warn)
+    if replay is None:
+        return
+    try:
+        trouble = _wrong_choices(model)
+    except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+        trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+    if trouble is not None:
+        warn(f"tokens are chosen by the host, decoding is slower: {trouble}")
+        return
+    model.loop = DeviceLoop(replay.step, cuda_graph)
+
+
+@torch.inference_mode()
+def _wrong_choices(model: Transformer) -> str | None:
+    """What is wrong with the likeliest tokens of random logits, and with draws from those alone; None if nothing is."""
+    vocab = model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, vocab, generator=generator).to(model.device, model.dtype)
+    to = Feedback.make(1, len(logits), model.device)
+    choose_tokens(logits, vocab, False, to, 0)
+    expected = logits.float().argmax(dim=-1)
+    if not to.chosen[0].equal(expected):
+        return f"the device chose {to.chosen[0].tolist()} where {expected.tolist()} are the likeliest"
+    to.top_p.fill_(0.5)  # of one that is left, or equals
+    choose_tokens(logits, vocab, True, to, 0, Cuts(top_k=True, top_p=True, min_p=True))
+    drawn = to.chosen[0].clamp(min=0)[:, None]
+    if not logits.gather(1, drawn).equal(logits.gather(1, expected[:, None])):
+        return f"the device drew {drawn[:, 0].tolist()} where {expected.tolist()} alone may be drawn"
+    return None

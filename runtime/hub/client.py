@@ -1,0 +1,254 @@
+"""What is asked of a hub over HTTP: the commit behind a revision, its files, and ranges of their bytes.
+
+Speaks the protocol of huggingface.co with the person's token, which goes to the hub's own address and nowhere else.
+Every failure becomes either `Transient`, worth another try, or a `UserError` that says which failure it is. Writes
+nothing; the cache is `runtime.hub.download`'s business. The HTTP library is imported on first use (60 ms).
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urljoin, urlsplit
+
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
+from mycli.runtime.hub.resolve import COMMIT, DATASETS, DIGEST, MAX_TREE_BYTES, HubFile
+from mycli.runtime.hub.retry import Patience, Transient, persist, retry_after, transport_problem
+from mycli.runtime.utils.json_fields import Fields, parse_object
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+MAX_INFO_BYTES = 16 << 20
+MAX_PAGES = 1000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request is about, for the words of its error."""
+
+    repo: str
+    revision: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class TreeEntry:
+    """A file of a commit, as listed by the hub; `record` is what the cache's `trees/` keeps of it."""
+
+    file: HubFile
+    record: Mapping[str, Any]
+
+
+def endpoint(environment: Mapping[str, str] = os.environ) -> str:
+    """The hub's address: $HF_ENDPOINT or https://huggingface.co. Raises UsageError for what is no address."""
+    address = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"HF_ENDPOINT={address}: not an address", "such as https://huggingface.co")
+    return address
+
+
+def token() -> str | None:
+    """The person's token from $HF_TOKEN or the token file, never shown. Raises UsageError if it cannot be one."""
+    if os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return None
+    import huggingface_hub
+
+    found = huggingface_hub.get_token()
+    if found is not None and not re.fullmatch(r"[\x21-\x7e]+", found):
+        raise UsageError("HF_TOKEN, or the token file, holds characters that no token has", "hf auth login")
+    return found
+
+
+class Hub:
+    """A connection to the hub, closed by `with`. `note` is told when something is tried again."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        note: Callable[[str], None],
+        patience: Patience | None = None,
+    ) -> None:
+        import httpx2
+
+        self.address = address
+        self.note = note
+        self.patience = patience or Patience()
+        self._host = urlsplit(address).hostname or ""
+        self._origin = urlsplit(address)[:2]
+        self._token = token
+        self._client = httpx2.Client(timeout=self.patience.timeout, follow_redirects=True)
+
+    @property
+    def logged_in(self) -> bool:
+        """Whether requests carry a token."""
+        return self._token is not None
+
+    @classmethod
+    def connect(cls, note: Callable[[str], None], patience: Patience | None = None) -> "Hub":
+        """With the address and token of the environment."""
+        return cls(endpoint(), token(), note, patience)
+
+    def __enter__(self) -> "Hub":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._client.close()
+
+    def commit(self, repo: str, revision: str) -> str:
+        """The commit that `revision` points to now."""
+        path = f"/api/{_kind(repo)}/revision/{quote(revision, safe='')}"
+        wanted = Wanted(repo, revision)
+        data, _ = self._retried(lambda: self._document(self.address + path, wanted, MAX_INFO_BYTES))
+        commit = parse_object(data, self._host, MAX_INFO_BYTES).text("sha")
+        if not COMMIT.fullmatch(commit):
+            raise ModelError(f"{self._host}: {commit!r:.60} is not a commit", "check HF_ENDPOINT")
+        return commit
+
+    def tree(self, repo: str, commit: str) -> list[TreeEntry]:
+        """All files of `commit`."""
+        url = f"{self.address}/api/{_kind(repo)}/tree/{commit}?recursive=true"
+        entries: list[TreeEntry] = []
+        for _ in range(MAX_PAGES):
+            data, following = self._retried(partial(self._document, url, Wanted(repo, commit), MAX_TREE_BYTES))
+            # The listing is an array: give it a name, to read it like every other JSON of a stranger.
+            listing = parse_object(b'{"files":' + data + b"}", self._host, MAX_TREE_BYTES + 10)
+            for index, item in enumerate(listing.array("files", dict)):
+                if item.get("type") == "file":
+                    entries.append(_entry(item, f"{self._host}: file {index} of the listing"))
+            if following is None:
+                return entries
+            url = following
+        raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is no model")
+
+    def read(self, repo: str, commit: str, name: str, start: int, length: int) -> bytes:
+        """`length` bytes of a file from `start`; fewer at its end."""
+
+        def attempt() -> bytes:
+            with self.open(repo, commit, name, start, start + length - 1) as response:
+                # A server that ignores the range sends all of it: what comes before is skipped, not kept.
+                skip = start if response.status_code == 200 else 0
+                data = bytearray()
+                for chunk in response.iter_bytes():
+                    data += chunk[skip:]
+                    skip = max(0, skip - len(chunk))
+                    if len(data) >= length:
+                        break
+                return bytes(data[:length])
+
+        return self._retried(attempt)
+
+    @contextmanager
+    def open(
+        self, repo: str, commit: str, name: str, start: int = 0, last: int | None = None
+    ) -> Iterator["httpx2.Response"]:
+        """The response to a request for a file from byte `start` (to `last`): status 200, 206 or 416, body unread.
+
+        Raises Transient, also for what goes wrong while the body is read inside the `with`, or a UserError.
+        """
+        url = f"{self.address}/{repo}/resolve/{commit}/{quote(name)}"
+        bounded = start or last is not None
+        headers = {"Range": f"bytes={start}-{'' if last is None else last}"} if bounded else {}
+        with self._get(url, headers, Wanted(repo, commit, name)) as response:
+            yield response
+
+    def _retried(self, action: Callable[[], T]) -> T:
+        return persist(action, replace(self.patience, attempts=self.patience.questions), self.note, lambda: 0)
+
+    def _document(self, url: str, wanted: Wanted, limit: int) -> tuple[bytes, str | None]:
+        """A whole JSON answer, and the address of the next page if there is one."""
+        with self._get(url, {}, wanted) as response:
+            data = bytearray()
+            for chunk in response.iter_bytes():
+                data += chunk
+                if len(data) > limit:
+                    raise ModelError(f"{self._host}: an answer of more than {limit} bytes", "check HF_ENDPOINT")
+            if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):
+                raise NotFoundError(
+                    f"{self._host} does not answer as a hub does", "log in to this network, or check HF_ENDPOINT"
+                )
+            following = response.links.get("next", {}).get("url")
+            return bytes(data), urljoin(url, following) if following else None
+
+    @contextmanager
+    def _get(self, url: str, headers: Mapping[str, str], wanted: Wanted) -> Iterator["httpx2.Response"]:
+        import httpx2
+
+        sent = {"User-Agent": "mycli", "Accept-Encoding": "identity", **headers}
+        if self._token and urlsplit(url)[:2] == self._origin:
+            sent["Authorization"] = f"Bearer {self._token}"
+        try:
+            # The client drops Authorization when a redirect leaves the origin (a test asserts it).
+            with self._client.stream("GET", url, headers=sent) as response:
+                self._check(response, wanted)
+                yield response
+        except httpx2.HTTPError as error:
+            raise transport_problem(error, self._host) from None
+
+    def _check(self, response: "httpx2.Response", wanted: Wanted) -> None:
+        status, headers = response.status_code, response.headers
+        if status in (200, 206, 416):
+            return
+        here = urlsplit(str(response.url))[:2] == self._origin
+        if not here or status in (408, 429) or status >= 500:
+            # A storage host refuses a link that has expired: asking the hub again brings a fresh one.
+            busy = ": too many requests" if status == 429 else ""
+            raise Transient(f"{response.url.host} answers {status}{busy}", retry_after(headers))
+        raise _refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), wanted, self)
+
+
+def _kind(repo: str) -> str:
+    """`repo` as the hub's API has it: models are not called so elsewhere, datasets are."""
+    return repo if repo.startswith(DATASETS) else f"models/{repo}"
+
+
+def _entry(item: Mapping[str, Any], source: str) -> TreeEntry:
+    raw = Fields(item, source)
+    size, blob = raw.integer("size", low=0, high=1 << 60), raw.text("oid")
+    record: dict[str, Any] = {"size": size, "blob_id": blob}
+    digest = blob
+    if raw.has("lfs"):
+        lfs = raw.object("lfs")
+        digest, size = lfs.text("oid"), lfs.integer("size", low=0, high=1 << 60)
+        record |= {"lfs_sha256": digest, "lfs_size": size}
+    if raw.has("xetHash") and re.fullmatch(r"[0-9a-f]{64}", raw.text("xetHash")):
+        record["xet_hash"] = raw.text("xetHash")
+    if not DIGEST.fullmatch(digest):
+        raise raw.fail("oid", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
+    return TreeEntry(HubFile(raw.text("path"), size, digest), record)
+
+
+def _refusal(status: int, code: str, reason: str, wanted: Wanted, hub: Hub) -> UserError:
+    """What a 4xx of the hub means to a person."""
+    repo, page = wanted.repo, f"{hub.address}/{wanted.repo}"
+    if code == "GatedRepo":
+        if hub.logged_in:
+            return NotFoundError(
+                f"{repo} is gated, and this account has no access to it (yet)", f"ask for it at {page}"
+            )
+        hint = f"accept its terms at {page}, then set HF_TOKEN or run: hf auth login"
+        return NotFoundError(f"{repo} is gated: its authors ask for a consent first", hint)
+    if code == "RevisionNotFound":
+        return NotFoundError(f"{repo} has no revision {wanted.revision}", f"its branches and tags: {page}/tree/main")
+    if code == "EntryNotFound":
+        return NotFoundError(f"{repo} has no file {wanted.name}", f"its files: {page}/tree/main")
+    if status == 401 and hub.logged_in and code != "RepoNotFound":
+        return NotFoundError(
+            f"{hub.address} does not accept the token of HF_TOKEN or the token file",
+            f"a new one: {hub.address}/settings/tokens",
+        )
+    if code == "RepoNotFound" or status in (401, 404):
+        visible = "this account may not see it" if hub.logged_in else "it is private: set HF_TOKEN or run hf auth login"
+        kind = "dataset" if repo.startswith(DATASETS) else "model"
+        return NotFoundError(f"{repo}: no such {kind} on {hub.address}", f"check the spelling; or {visible}")
+    because = f": {reason}" if reason else ""
+    if status == 403:
+        return NotFoundError(f"{repo}: {hub.address} forbids access{because}", "check what the token is allowed to do")
+    return NotFoundError(f"{repo}: {hub.address} answers {status}{because}", "check HF_ENDPOINT and the name")

@@ -1,0 +1,277 @@
+"""What is stored on this machine: listing it, checking it byte by byte, and removing it.
+
+Knows the two places of models, the Hugging Face cache and $MYCLI_HOME. Uses no network, and opens no weights except to
+hash them.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.hub.partial_file import exclusive, hasher
+from mycli.runtime.hub.resolve import (
+    BUILT_IN,
+    COMMIT,
+    DIGEST,
+    HubFile,
+    Source,
+    cache,
+    cached,
+    commits,
+    home,
+    missing_files,
+    quantized,
+    read_ref,
+    read_tree,
+    repo_folder,
+    resolve,
+    split_name,
+)
+from mycli.runtime.utils.json_fields import read_object
+
+RECORD = "mycli.json"
+MAX_RECORD_BYTES = 16 << 20
+_BLOCK = 1 << 20
+
+Kind = Literal["built-in", "quantized", "hub"]
+State = Literal["ok", "damaged", "missing", "unrecorded"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model on this machine. `problem` is empty when it can be used; `nbytes` counts what its files take on disk."""
+
+    name: str
+    kind: Kind
+    folder: Path
+    commit: str | None
+    nbytes: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What `remove` would delete. `commits` empty: the whole of `folder`, with everything unfinished in it."""
+
+    name: str
+    folder: Path
+    commits: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One file after `verify`; `state` "unrecorded": nothing says what its contents should be."""
+
+    name: str
+    nbytes: int
+    state: State
+
+
+def stored() -> list[Stored]:
+    """All models on this machine, usable or not, by kind and name."""
+    package = Path(__file__).parents[1] / "pico"
+    built_in = [Stored(name, "built-in", package / name, None, _size(package / name), "") for name in BUILT_IN]
+    folders = [home() / "models" / name for name in quantized()]
+    here = [Stored(p.name, "quantized", p, None, _size(p), _problem(p)) for p in folders]
+    return [*built_in, *here, *(entry for repo in cached() for entry in _stored_commits(repo))]
+
+
+def _stored_commits(repo: str) -> Iterator[Stored]:
+    folder = repo_folder(repo)
+    for commit, names in commits(folder).items():
+        name = repo if "main" in names else f"{repo}@{next(iter(names), commit)}"
+        snapshot = folder / "snapshots" / commit
+        problem = _problem(snapshot, read_tree(folder, commit))
+        unfinished = sum(_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
+        yield Stored(name, "hub", snapshot, commit, _size(snapshot) + unfinished, problem)
+
+
+def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
+    names = [file.name for file in tree or ()] + [path.name for path in folder.glob("*.safetensors")]
+    if not any(name.endswith(".safetensors") for name in names):
+        return "no safetensors"
+    try:
+        missing = missing_files(folder, tree)
+    except ModelError as error:
+        return error.message
+    return (
+        f"incomplete: {missing[0]} missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        if missing
+        else ""
+    )
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link whose blob is gone
+        return 0
+
+
+def _size(folder: Path) -> int:
+    real = {os.path.realpath(path) for path in folder.rglob("*") if path.is_file()}
+    return sum(_bytes(Path(path)) for path in real)
+
+
+def plan_removal(model: str) -> Removal:
+    """What `mycli rm model` would delete: a model quantized here, a repository of the cache, or one revision of it.
+
+    Raises UsageError for anything that mycli did not store, NotFoundError for what is not there.
+    """
+    target = home() / "models" / model
+    if model in BUILT_IN:
+        raise UsageError(f"{model} is a part of mycli", "it goes when mycli is uninstalled")
+    if model in quantized():
+        return Removal(model, target, (), _size(target))
+    if not model.startswith((".", "/", "~")) and "/" not in model and not Path(model).exists():
+        resolve(model)  # says which names are close
+    foreign = UsageError(f"{model}: only what mycli stored is removed by name", f"rm -r {model}")
+    if model.startswith((".", "/", "~")) or model.partition("@")[0].count("/") != 1:
+        raise foreign
+    repo, revision = split_name(model)
+    folder = repo_folder(repo)
+    if not folder.is_dir():
+        resolve(model)
+        raise foreign
+    held = commits(folder)
+    if revision is None:
+        return Removal(repo, folder, (), _size(folder))
+    commit = read_ref(folder, revision)
+    if commit not in held or commit is None:
+        raise NotFoundError(f"{model} is not on this machine", "mycli list")
+    others = [path for c in held if c != commit for path in (folder / "snapshots" / c).rglob("*")]
+    kept = {os.path.realpath(path) for path in others}
+    own = {os.path.realpath(path) for path in (folder / "snapshots" / commit).rglob("*") if path.is_file()}
+    return Removal(model, folder, (commit,), sum(_bytes(Path(path)) for path in own - kept))
+
+
+def remove(removal: Removal, note: Callable[[str], None]) -> None:
+    """Delete what `plan_removal` found; a download of it that is running is waited for.
+
+    Blobs that other revisions, or through the cache's shared store other repositories, use are kept.
+    """
+    if removal.folder.parent == home() / "models":
+        _delete_folder(removal.folder)
+        return
+    with exclusive(cache() / ".locks" / removal.folder.name / "mycli.lock", removal.name, note):
+        import huggingface_hub
+
+        scanned = huggingface_hub.scan_cache_dir(cache())
+        known = {r.commit_hash for repo in scanned.repos if repo.repo_path == removal.folder for r in repo.revisions}
+        wanted = set(removal.commits) or set(commits(removal.folder))
+        if wanted & known:
+            scanned.delete_revisions(*(wanted & known)).execute()
+        for commit in wanted:
+            if (snapshot := removal.folder / "snapshots" / commit).exists():
+                shutil.rmtree(snapshot)  # the library only logs what it could not delete; this says why
+            (removal.folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
+        if not removal.commits:
+            _delete_folder(removal.folder)
+    if not removal.commits:
+        shutil.rmtree(cache() / ".locks" / removal.folder.name, ignore_errors=True)
+
+
+def _delete_folder(folder: Path) -> None:
+    """All or nothing to whoever looks: the folder leaves its name before its files go."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        leaving = folder.with_name(f".removed-{os.getpid()}-{folder.name}")
+        folder.rename(leaving)
+        shutil.rmtree(leaving)
+
+
+def _recorded(source: Source) -> dict[str, HubFile]:
+    """Names, sizes and digests that a local model's own record holds. Raises ModelError where there is none."""
+    path = source.folder / RECORD
+    if not path.exists():
+        hint = "models that were pulled or quantized by mycli can be verified"
+        raise ModelError(f"{source.folder}: no {RECORD}, so nothing says what its files should hold", hint)
+    entries = read_object(path, MAX_RECORD_BYTES).object("files")
+    found = {}
+    for name in entries.values:
+        entry = entries.object(name)
+        digest = entry.text("sha256")
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or "/" in name or name in ("", ".", ".."):
+            raise entry.fail("sha256", "is not a hash of a file beside it")
+        found[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
+    return found
+
+
+def _linked(source: Source) -> dict[str, HubFile]:
+    """Of a snapshot in the cache: the record of its commit, and for other files the name of the blob, its hash."""
+    tree = {file.name: file for file in read_tree(source.folder.parent.parent, source.folder.name) or ()}
+    found = {}
+    for path in source.folder.iterdir():
+        if path.name in tree:
+            found[path.name] = tree[path.name]
+        elif path.is_symlink() and DIGEST.fullmatch(path.readlink().name):
+            found[path.name] = HubFile(path.name, _bytes(path), path.readlink().name)
+    with suppress(ModelError):  # an index that cannot be read: its own hash will say so
+        for name in missing_files(source.folder, tree.values() or None):
+            found.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))
+    return found
+
+
+def find_stored(model: str) -> Source:
+    """Like `resolve`, but also a model of the cache that lacks files: `verify` is there to say which."""
+    try:
+        return resolve(model)
+    except (NotFoundError, ModelError):
+        if model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+            raise
+        repo, revision = split_name(model)
+        folder = repo_folder(repo)
+        commit = read_ref(folder, revision or "main")
+        if commit is None or not (folder / "snapshots" / commit).is_dir():
+            raise
+        return Source(model, folder / "snapshots" / commit, repo, commit)
+
+
+def files_to_verify(source: Source) -> dict[str, HubFile]:
+    """What is known of the files of a stored model, by name. Raises ModelError where nothing is known."""
+    in_cache = source.folder.parent.name == "snapshots" and COMMIT.fullmatch(source.folder.name)
+    return _linked(source) if in_cache else _recorded(source)
+
+
+def verify(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[Checked]:
+    """Compare size and hash of each file with what is known of it; `advance` is told the bytes read."""
+    checked = [_check(source.folder / name, file, advance) for name, file in sorted(files.items())]
+    others = sorted(p for p in source.folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
+    return [*checked, *(Checked(path.name, _bytes(path), "unrecorded") for path in others)]
+
+
+def _check(path: Path, file: HubFile, advance: Callable[[float], None]) -> Checked:
+    if not path.is_file():
+        return Checked(file.name, 0, "missing")
+    size = _bytes(path)
+    if size != file.size:
+        return Checked(file.name, size, "damaged")
+    digest = hasher(file)
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+            advance(len(block))
+    return Checked(file.name, size, "ok" if digest.hexdigest() == file.digest else "damaged")
+
+
+def drop(source: Source, checked: list[Checked]) -> list[str]:
+    """Delete the damaged files of a snapshot in the cache, so that the next pull fetches them; returns their names.
+
+    Raises UsageError for a model that no pull can bring back.
+    """
+    damaged = [file.name for file in checked if file.state == "damaged"]
+    if damaged and source.folder.parent.name != "snapshots":
+        raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", "quantize it again")
+    for name in damaged:
+        path = source.folder / name
+        Path(os.path.realpath(path)).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    return damaged

@@ -1,0 +1,132 @@
+"""What can be said of a model without loading it: its shape, size, end tokens, defaults, template, origin and card.
+
+Reads configuration files and the headers of the weights, from a folder or, by ranges, from a hub. No torch.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import plan, read_small
+from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
+from mycli.runtime.hub.resolve import Source, custom_code
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config, stop_ids
+from mycli.runtime.quantization.scheme import Packing, describe
+from mycli.runtime.tokenizer.chat_template import ChatTemplate
+from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
+from mycli.runtime.utils.json_fields import Fields, read_object
+
+# Small files that say what a model is; tokenizer.json is too large for a look.
+_TELLING = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    RECORD,
+)
+_FIRST_READ = 1 << 16  # bytes of a shard: holds most headers whole
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything `mycli show` can say. `record` is the content of mycli.json, None where the model has none."""
+
+    source: Source
+    config: ModelConfig
+    packings: Mapping[str, Packing]
+    tensors: Mapping[str, TensorEntry]
+    defaults: GenerationDefaults
+    eos: tuple[int, ...]
+    template: str | None
+    record: Fields | None
+    warnings: tuple[str, ...]
+    remote: bool  # the folder of `source` was for a moment only
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Over all parameters, embeddings and scales included."""
+        return 8 * self.nbytes / self.config.parameters()
+
+    @property
+    def scheme(self) -> str:
+        """int4-g128, several joined by +, or the dtype of a model that is not quantized."""
+        return "+".join(sorted({packing.name for packing in self.packings.values()})) or self.config.dtype
+
+
+def read_facts(source: Source) -> Facts:
+    """The facts of a model on this machine. Raises ModelError for what is wrong with its files."""
+    manifest = Manifest.open(source.folder)
+    config, packings = describe(source.folder)
+    warnings = list(manifest.warnings)
+    try:
+        manifest.check(config, packings)
+    except ModelError as error:
+        warnings.append(f"{error.message}: the model will not load")
+    return _gather(source, source.folder, manifest.tensors, warnings, remote=False)
+
+
+def fetch_facts(hub: Hub, model: str) -> Facts:
+    """The facts of a model on the hub, from its small files and the headers of its weights; nothing is kept.
+
+    Raises what `runtime.hub.download.plan` raises, and ModelError for what is wrong with the files.
+    """
+    job = plan(hub, model)
+    tensors: dict[str, TensorEntry] = {}
+    with tempfile.TemporaryDirectory(prefix="mycli-") as name:
+        folder = Path(name)
+        for file in job.files:
+            if file.name in _TELLING:
+                (folder / file.name).write_bytes(read_small(hub, job.repo, job.commit, file))
+            elif file.name.endswith(".safetensors"):
+                start = hub.read(job.repo, job.commit, file.name, 0, min(_FIRST_READ, file.size))
+                length = header_bytes(start, file.size, file.name)
+                if length > len(start):
+                    start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
+                tensors.update(parse_header(start[:length], file.size, file.name))
+        source = Source(model, folder, job.repo, job.commit)
+        return _gather(source, folder, tensors, list(job.warnings), remote=True)
+
+
+def _gather(
+    source: Source, folder: Path, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
+) -> Facts:
+    config, packings = describe(folder)
+    code = custom_code(folder)
+    defaults, dropped = read_generation_config(folder, config.vocab_size)
+    warnings += [*([code] if code else []), *dropped]
+    own: tuple[int, ...] = ()
+    template = None
+    try:
+        settings = folder / "tokenizer_config.json"
+        fields = read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
+        found = ChatTemplate.load(folder, fields)
+        template = None if found is None else found.source()
+        if (folder / "tokenizer.json").exists():
+            own = Tokenizer.load(folder, config.vocab_size).eos
+    except ModelError as error:  # a tokenizer that cannot be used says nothing, but the rest is worth showing
+        warnings.append(error.message)
+    eos, lacking = stop_ids(defaults.eos, config.eos, own, config.vocab_size)
+    record = folder / RECORD
+    return Facts(
+        source,
+        config,
+        packings,
+        tensors,
+        defaults,
+        eos,
+        template,
+        read_object(record, MAX_RECORD_BYTES) if record.exists() else None,
+        tuple([*warnings, *lacking]),
+        remote,
+    )

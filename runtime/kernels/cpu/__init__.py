@@ -1,0 +1,1 @@
+"""Native code for CPUs, compiled for the machine it runs on."""

@@ -1,0 +1,66 @@
+"""Attention of a few tokens over the cache on the CPU by our own code: a reply's step, and the checking of guesses.
+
+Codes are read where they lie, nothing is made dense. What this does not take is torch's. The code is attention.h.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.errors import ResourceError
+from mycli.runtime.kernels.cpu.build import CAttention, Native, native
+
+_QUERY = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+_CACHE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention.h
+_LANES = 16
+TOKENS = 8  # at most; more are a prompt, for which torch's products are better
+
+
+def attend_few(
+    query: Tensor, keys: Stored, values: Stored, window: int | None, library: Native | None = None
+) -> Tensor | None:
+    """As `runtime.layers.attention.attend`, for up to `TOKENS` tokens; None where this code cannot.
+
+    query: [batch, tokens, heads, head_dim] bf16 or fp32, contiguous; keys and values: views of one cache, the new
+    tokens last. Sums are fp32; a row's bits depend on neither the rows beside it nor the number of threads.
+    `library` takes the place of this machine's.
+    """
+    batch, tokens, heads, head_dim = query.shape
+    data = keys.data
+    if data.device.type != "cpu" or tokens > TOKENS or head_dim % _LANES or query.dtype not in _QUERY:
+        return None
+    if data.dtype not in _CACHE or data.stride() != values.data.stride() or data.stride()[2:] != (head_dim, 1):
+        return None
+    for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
+        if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != data.stride()[:3]:
+            return None
+    found = library or native()
+    if isinstance(found, str):
+        return None
+    kv_heads, length = data.shape[1], data.shape[2]
+    query = query.contiguous()
+    out = torch.empty(batch, tokens, heads * head_dim, dtype=query.dtype)
+    task = CAttention(
+        query.data_ptr(),
+        data.data_ptr(),
+        values.data.data_ptr(),
+        None if keys.scales is None else keys.scales.data_ptr(),
+        None if values.scales is None else values.scales.data_ptr(),
+        out.data_ptr(),
+        batch,
+        kv_heads,
+        heads // kv_heads,
+        tokens,
+        head_dim,
+        length,
+        length if window is None else window,
+        data.stride(0),
+        data.stride(1),
+        _QUERY[query.dtype],
+        _CACHE[data.dtype],
+    )
+    if found.attend(ctypes.byref(task), torch.get_num_threads()):
+        raise ResourceError(f"no memory for attention over {length} tokens", "choose a smaller context with --ctx")
+    return out

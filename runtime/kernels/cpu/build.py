@@ -1,0 +1,226 @@
+"""Builds packed_cpu.cpp and its headers for this machine with the system's compiler, once, and loads it.
+
+The library is kept under `$XDG_CACHE_HOME/mycli/kernels`, named by a hash of everything it depends on, and moved into
+place whole, so that processes may race. Knows compilers, files and C signatures; not what a product is.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+SOURCE = "packed_cpu.cpp"
+HEADERS = (
+    "attention.h",
+    "attention_float.h",
+    "attention_int8.h",
+    "draw.h",
+    "packed_layout.h",
+    "packed_integer.h",
+    "packed_tiles.h",
+    "steps.h",
+)
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
+
+
+class BuildError(Exception):
+    """Why there is no native library here."""
+
+
+class CWeight(ctypes.Structure):
+    """`Weight` of packed_cpu.cpp."""
+
+    _fields_ = [
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("rows", c_int64),
+        ("inputs", c_int64),
+        ("group", c_int64),
+        ("bits", c_int32),
+        ("scale_type", c_int32),
+    ]
+
+
+class CAttention(ctypes.Structure):
+    """`Attention` of attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "out")),
+        *((name, c_int64) for name in ("sequences", "kv_heads", "group", "tokens", "head_dim", "length", "window")),
+        *((name, c_int64) for name in ("sequence_stride", "head_stride")),
+        *((name, c_int32) for name in ("query_type", "cache_type")),
+    ]
+
+
+class CRotation(ctypes.Structure):
+    """`Rotation` of steps.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, c_int64) for name in ("sequences", "tokens", "heads", "half", "sequence_stride", "token_stride")),
+    ]
+
+
+@dataclass(frozen=True)
+class Native:
+    """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
+
+    shuffle: Callable[..., int | None]
+    dequantize: Callable[..., int | None]
+    matmul: Callable[..., int]
+    dense: Callable[..., int | None]
+    attend: Callable[..., int]
+    softmax_draw: Callable[..., int]
+    norm: Callable[..., int | None]
+    gate: Callable[..., int | None]
+    rotate: Callable[..., int | None]
+    read: Callable[..., int]
+    bf16: bool  # `matmul` takes bf16 activations
+    amx: bool  # and many rows of them
+    dense_bf16: bool  # `dense` works, and torch multiplies bf16 fast
+
+
+def load_library(path: Path) -> Native:
+    """The library at `path`; torch's OpenMP is in the process already. Raises OSError where it cannot be loaded."""
+    library = ctypes.CDLL(str(path))
+
+    def function(name: str, result: type[c_int] | type[c_int64] | None, *arguments: object) -> Callable[..., int]:
+        found = getattr(library, name)
+        found.restype, found.argtypes = result, arguments
+        return found  # type: ignore[no-any-return]  # ctypes' functions have no static type
+
+    weight = ctypes.POINTER(CWeight)
+    features = function("packed_features", c_int)()
+    return Native(
+        function("packed_shuffle", None, weight, c_void_p, c_int64, c_int),
+        function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
+        function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
+        function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
+        function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
+        function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
+        function("rotate", None, ctypes.POINTER(CRotation)),
+        function("read_memory", c_int64, c_void_p, c_int64, c_int),
+        bool(features & 1),
+        bool(features & 2),
+        bool(features & 4),
+    )
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """(path, version text) of GNU C++: $CXX, else g++, else c++. Raises BuildError.
+
+    Clang does not share GNU's OpenMP library, which is the one torch brings: its threads would be a second pool.
+    """
+    for name in (environment.get("CXX"), "g++", "c++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
+        if "Free Software Foundation" in version:
+            return path, version
+    raise BuildError("no GNU C++ compiler found (install g++, or set CXX)")
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch has loaded into this process."""
+    with open("/proc/self/maps") as maps:
+        loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
+    torch_folder = str(Path(torch.__file__).parent)
+    for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
+        return path
+    raise BuildError("torch uses no OpenMP library here")
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    with open("/proc/cpuinfo") as info:
+        lines = info.read().splitlines()
+    return "\n".join(sorted({one for one in lines if re.match(r"(flags|Features|model|CPU (part|implementer))", one)}))
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a build is made of, and the name it gets."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    openmp: str
+    sources: Mapping[str, bytes]
+    name: str
+
+
+def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
+    """For this machine. Raises BuildError saying what is missing."""
+    if platform.system() != "Linux":
+        raise BuildError(f"built on Linux only, not on {platform.system()}")
+    compiler, version = find_compiler()
+    package, openmp = files("mycli.runtime.kernels.cpu"), _openmp()
+    sources = {name: package.joinpath(name).read_bytes() for name in (SOURCE, *HEADERS)}
+    flags = (*FLAGS, *extra_flags)
+    depends = (version, _processor(), torch.__version__, openmp, *flags)
+    key = hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
+    return _Recipe(compiler, flags, openmp, sources, f"packed_cpu-{key}.so")
+
+
+def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+    recipe = _recipe(tuple(extra_flags))
+    compiler, target = recipe.compiler, folder / recipe.name
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
+        for name, text in recipe.sources.items():
+            (Path(work) / name).write_bytes(text)
+        # Two steps: with -fopenmp the link would bring the system's OpenMP beside torch's.
+        for command in (
+            [compiler, *recipe.flags, "-c", SOURCE, "-o", "packed_cpu.o"],
+            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", recipe.openmp, "-o", "packed_cpu.so"],
+        ):
+            try:
+                done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise BuildError(f"{compiler} took more than {TIMEOUT} s") from None
+            if done.returncode:
+                words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                raise BuildError(f"{compiler} failed: {words[0] if words else done.returncode:.200}")
+        os.replace(Path(work) / "packed_cpu.so", target)
+    return target
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where built libraries are kept: `mycli/kernels` under $XDG_CACHE_HOME."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
+
+
+@cache  # one library a process: finding the compiler takes longer than a product
+def native() -> Native | str:
+    """The functions for this machine, or the reason why there are none."""
+    try:
+        return load_library(compile_library(cache_folder()))
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+def must_be_built() -> bool:
+    """Whether the first call of `native` will take seconds, because it compiles."""
+    try:
+        return not (cache_folder() / _recipe(()).name).exists()
+    except (BuildError, OSError, subprocess.SubprocessError):
+        return False  # and `native` says why

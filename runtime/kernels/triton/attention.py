@@ -1,0 +1,157 @@
+"""Attention of few new tokens to a cache of keys and values, as Triton device code.
+
+The keys of a sequence are split among programs, each of which keeps a running maximum and sum (flash decoding); the
+last to finish combines them in a fixed order into the operand of the product that follows. Keys take the place of the
+MMA's rows, the queries that share a key-value head (grouped heads, and the tokens of a speculation) are its columns.
+Positions and lengths are read from the device, so a captured graph stays valid as the cache grows. Keys are reached
+block by block through one address, which is where a table of blocks would step in. int8 keys and values carry one scale
+per token and head, applied to scores and probabilities. Knows no tensors; `triton_decode` launches.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+import triton
+import triton.language as tl
+
+from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.pdl import take_over
+from mycli.runtime.kernels.triton.split_k import last_to_arrive
+
+
+@triton.jit(noinline=True)  # or its addresses take registers from the loop
+def _combine(
+    outputs,  # of one sequence: fp32 [kv_heads, splits, BLOCK_Q, HEAD_DIM], and stats [.., 2]
+    stats,
+    row,  # of the first token
+    tile,  # the first of TILES
+    end,  # of the tiles whose heads are done
+    heads,
+    splits,
+    into,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least TOKENS
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,  # read at a time
+    DTYPE: tl.constexpr,
+):
+    """Adds the splits of some heads in order; a split that saw no key has a maximum of -inf."""
+    token, tile = some_tiles(tile, ROWS, TILES)
+    present = (token < TOKENS) & (tile < end)
+    column = columns_of(tile, into)
+    head, lane = column // HEAD_DIM, column % HEAD_DIM
+    inside = (present[:, None] & (head < heads))[None]
+    place = head // GROUP * splits * BLOCK_Q + token[:, None] * GROUP + head % GROUP
+    top = tl.full(place.shape, float("-inf"), tl.float32)
+    total = tl.zeros(place.shape, tl.float32)
+    out = tl.zeros(place.shape, tl.float32)
+    for first in tl.range(0, splits, SPLITS):
+        split = (first + tl.arange(0, SPLITS))[:, None, None]
+        one, some = place[None] + split * BLOCK_Q, inside & (split < splits)
+        tops = tl.load(stats + one * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + one * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
+        outs = tl.load(outputs + one * HEAD_DIM + lane[None], mask=some, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink, weight = tl.exp2(top - base), tl.exp2(tops - base[None])
+        total = total * shrink + tl.sum(weight * totals, axis=0)
+        out = out * shrink + tl.sum(weight * outs, axis=0)
+        top = new_top
+    result = tl.where(present[:, None] & (head < heads), out / total, 0.0).to(DTYPE).to(tl.float32)
+    store_activation(result, row + token, tile, present, into)
+
+
+@triton.jit
+def attend_kernel(
+    query,  # [sequences, TOKENS, heads, HEAD_DIM]
+    keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8 or as query
+    values,
+    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, else None
+    value_scales,
+    lengths,  # int32 [sequences]: keys present, those of the new tokens included
+    outputs,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, HEAD_DIM]
+    stats,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, 2]: maximum and sum of exponentials, base 2
+    sequence_stride,
+    head_stride,
+    capacity,
+    window,
+    scale,  # of the scores, times log2(e)
+    counters,  # one for each sequence and UNIT key-value heads
+    into,  # `Operand` of the product that follows
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads that share a key-value head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOT: tl.constexpr,  # the type of what is multiplied
+    UNIT: tl.constexpr,  # key-value heads whose columns are whole tiles of the operand
+    ROWS: tl.constexpr,  # a power of two, at least TOKENS
+    TILES: tl.constexpr,  # combined at a time
+    SPLITS: tl.constexpr,  # likewise
+    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
+):
+    """Grid (splits, kv_heads, sequences)."""
+    if OVERLAP:
+        take_over()
+    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
+    length = tl.load(lengths + sequence)
+    column = tl.arange(0, BLOCK_Q)
+    token, lane = column // GROUP, tl.arange(0, BLOCK_D)
+    position = length - TOKENS + token
+    head = (sequence * TOKENS + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
+    q_mask = (column[:, None] < TOKENS * GROUP) & (lane[None, :] < HEAD_DIM)
+    q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
+    base = sequence.to(tl.int64) * sequence_stride + kv_head.to(tl.int64) * head_stride
+    scale_base = (sequence * kv_heads + kv_head).to(tl.int64) * capacity
+    first = tl.maximum(length - TOKENS - window + 1, 0) // BLOCK_K if WINDOW else 0
+    blocks = tl.cdiv(length, BLOCK_K)
+    each = tl.cdiv(blocks - first, splits)
+    start = first + split * each
+    top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    out = tl.zeros((BLOCK_D, BLOCK_Q), tl.float32)
+    for block in tl.range(start, tl.minimum(start + each, blocks)):
+        key = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        place = base + block * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
+        cell = tl.arange(0, BLOCK_K)[:, None] * HEAD_DIM + lane[None, :]
+        present = (key[:, None] < length) & (lane[None, :] < HEAD_DIM)
+        k = tl.load(keys + place + cell, mask=present, other=0)
+        v = tl.load(values + place + cell, mask=present, other=0)
+        score = tl.dot(k.to(DOT), q.trans()) * scale
+        if key_scales is not None:
+            score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
+        seen = key[:, None] <= position[None, :]
+        if WINDOW:
+            seen = seen & (position[None, :] - key[:, None] < window)
+        score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=0))
+        base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - base_top[None, :])
+        shrink = tl.exp2(top - base_top)
+        total = total * shrink + tl.sum(weight, axis=0)
+        if key_scales is not None:
+            weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
+        out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
+        top = new_top
+    part = ((sequence * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
+    tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
+    tl.store(stats + part * 2, top)
+    tl.store(stats + part * 2 + 1, total)
+
+    unit, units = kv_head // UNIT, tl.cdiv(kv_heads, UNIT)
+    sharing = tl.minimum(UNIT, kv_heads - unit * UNIT)
+    if last_to_arrive(counters + sequence * units + unit, sharing * splits):
+        SPAN: tl.constexpr = UNIT * GROUP * HEAD_DIM // into.TILE_K
+        begun = sequence.to(tl.int64) * kv_heads * splits * BLOCK_Q
+        end = tl.minimum((unit + 1) * SPAN, into.tiles)
+        for tile in tl.range(unit * SPAN, end, TILES):
+            _combine(
+                outputs + begun * HEAD_DIM, stats + begun * 2, sequence * TOKENS, tile, end, kv_heads * GROUP, splits,
+                into, TOKENS, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+            )  # fmt: skip

@@ -1,0 +1,298 @@
+"""The product of packed weights and few rows of activations, y = x W^T, as Triton device code.
+
+Weight and activation change places: the weight tile [BLOCK_N, TILE_K] is the 16-row operand of the MMA, unpacked in
+registers from the order of `triton_shuffle`, and the activations are its 8 columns, so 1 to 8 rows cost the same. What
+the unpacking leaves in (bias, power of two) is taken off once per group:
+
+    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
+
+with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
+fits exactly; their sums come with them (`triton_activation`). Sums over K are fp32 and in a fixed order: parts of K are
+written apart, and added in turn by `reduce_kernel` or by the program that a `Tail` falls to. Knows no tensors;
+`triton_packed` launches.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mycli.runtime.kernels.triton.pdl import fetch_early, take_over
+from mycli.runtime.kernels.triton.split_k import finish
+from mycli.runtime.kernels.triton.unpack import unpack2, unpack3, unpack4, unpack8
+
+
+class Root(NamedTuple):
+    """What the rows of x are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+
+    squares: Any  # fp32 [pieces, rows]: sums of squares
+    pieces: Any
+    size: Any
+    eps: Any
+    PIECES: Any  # a power of two, at least `pieces`
+
+
+@triton.jit
+def _tile_blocks(block, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
+    """Which 16 rows of the matrix each 16 rows of a tile are: a warp's rows are those of whole chunks."""
+    place = tl.arange(0, BLOCK_N // 16)  # (chunk, repeat, warp): MMA tiles go to warps in turn
+    turn = place // (WARPS * REPEATS) * WARPS + place % WARPS
+    return block * (BLOCK_N // 16) + turn * REPEATS + place // WARPS % REPEATS
+
+
+@triton.jit
+def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
+    """By what power of two the codes of each row of a tile come out."""
+    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
+    row = tl.arange(0, BLOCK_N)
+    field = row // 16 // WARPS % REPEATS % (FIELD_ROWS // 2) * 2 + row // 8 % 2
+    if BITS == 8:
+        return tl.full((BLOCK_N,), 1, tl.int32)
+    elif BITS == 3:
+        return 1 << (field // 3 * 3)
+    else:
+        return 1 << (field * BITS)
+
+
+@triton.jit
+def _load_weights(
+    codes,
+    chunks,  # which chunk each of the tile's is, int64
+    k_chunks,
+    tile,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order.
+
+    The permutations only rename registers: read them as (chunk, lane / 4 = 8, lane % 4 = 4, 8 fields, fields apart).
+    """
+    NARROW: tl.constexpr = CHUNK_K == 32 and BITS != 8
+    WIDE_K: tl.constexpr = TILE_K // CHUNK_K
+    TURNS: tl.constexpr = BLOCK_N // (16 * REPEATS) // WARPS
+    WORDS: tl.constexpr = 3 if BITS == 3 else 1
+    run = tl.arange(0, WIDE_K)[None, :, None] * (WORDS * 256) + tl.arange(0, 256)[None, None, :]
+    source = codes + tile * (WIDE_K * WORDS * 256) + chunks[:, None, None] * (k_chunks * WORDS * 256) + run
+    a = tl.load(source)
+    if BITS == 8:
+        w = unpack8(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
+        w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
+    elif BITS == 4:
+        w = unpack4(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
+        w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
+    elif BITS == 2:
+        w = unpack2(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
+        w = w.permute(0, 5, 9, 1, 8, 3, 2, 10, 4, 6, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 10, 4, 6, 7)
+    else:
+        b, c = tl.load(source + 256), tl.load(source + 512)
+        w = unpack3(a, b, c, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2, 2)
+        if NARROW:
+            w = w.permute(0, 5, 10, 9, 1, 8, 3, 2, 11, 4, 6, 7)
+        else:
+            w = w.permute(0, 10, 9, 1, 8, 3, 2, 5, 11, 4, 6, 7)
+    return w.reshape(BLOCK_N, TILE_K)
+
+
+@triton.jit
+def _load_scales(scales, tile, n_kept, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
+    """The raw words of a group's scales: int32 [BLOCK_N / 2], two 16-bit scales each, or fp32 [BLOCK_N]."""
+    if SCALE == "fp32":
+        rows = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
+        words = tl.load(scales + tile * n_kept + rows)
+    else:
+        pairs = (blocks[:, None] * 8 + tl.arange(0, 8)[None, :]).reshape(BLOCK_N // 2)
+        words = tl.load(scales + tile * (n_kept // 2) + pairs)
+    return words
+
+
+@triton.jit
+def _to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
+    """fp32 [BLOCK_N] from what `_load_scales` returned."""
+    if SCALE == "fp32":
+        result = words
+    else:
+        if SCALE == "bf16":  # the upper half of an fp32
+            low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = (words & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        result = tl.join(low, high).reshape(BLOCK_N // 16, 8, 2).permute(0, 2, 1).reshape(BLOCK_N)
+    return result
+
+
+@triton.jit
+def _scale_words(scales, tile, end, n_kept, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
+    """The scale words of the next UNROLL tiles; past the end, those of the last."""
+    words: tl.tuple = ()
+    for step in tl.static_range(UNROLL):
+        words = words + (_load_scales(scales, tl.minimum(tile + step, end - 1), n_kept, blocks, BLOCK_N, SCALE),)
+    return words
+
+
+@triton.jit
+def _row_sums(sums, tile, end, columns, rows_kept, UNROLL: tl.constexpr):
+    """(scale, sum) fp32 [BLOCK_M, 2] of the activations of the next UNROLL tiles."""
+    pairs: tl.tuple = ()
+    for step in tl.static_range(UNROLL):
+        start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_kept)
+        pairs = pairs + (tl.load(start + columns[:, None] * 2 + tl.arange(0, 2)[None, :]),)
+    return pairs
+
+
+@triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
+def multiply_kernel(
+    codes,  # int16, shuffled
+    scales,  # int32 pairs of 16-bit scales, or fp32
+    x,  # fp16 [rows, k_kept], scaled
+    sums,  # fp32 [k_kept / TILE_K, rows_kept, 2]: the power of two taken out of x, and the sum of x as it was
+    y,  # [parts, rows, n]
+    rows,
+    n,
+    n_kept,
+    k_kept,
+    rows_kept,
+    tiles_per_part,
+    root,  # `Root` or None
+    tail,  # `Tail` or None
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WARPS: tl.constexpr,
+    REPEATS: tl.constexpr,  # MMA tiles of 16 rows in a chunk
+    CHUNK_K: tl.constexpr,
+    SCALE: tl.constexpr,  # dtype of the scales: bf16, fp16, fp32
+    CHANNEL: tl.constexpr,  # one scale a row
+    PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
+    ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
+):
+    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
+    CHUNK_N: tl.constexpr = 16 * REPEATS
+    block, part = tl.program_id(0), tl.program_id(1)
+    # Chunks past the end read the last: their rows are never stored.
+    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
+    chunks = chunks.to(tl.int64)
+    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
+    k_chunks = k_kept // CHUNK_K
+    columns = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_rows = x + columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
+    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
+    factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
+    start = part * tiles_per_part
+    end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
+    if OVERLAP:
+        RUNS: tl.constexpr = BLOCK_N // CHUNK_N
+        TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
+        run_bytes = (k_kept // TILE_K).to(tl.int64) * TILE_BYTES
+        begun = codes + start * (TILE_BYTES // 2)
+        fetch_early(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
+        take_over()
+    # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
+    AHEAD: tl.constexpr = BLOCK_M <= 8
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if root is not None:
+        piece = tl.arange(0, root.PIECES)[:, None]
+        known = (piece < root.pieces) & (columns[None, :] < rows)
+        squares = tl.load(root.squares + piece * rows + columns[None, :], mask=known, other=0.0)
+    words = _scale_words(
+        scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
+    )
+    pairs = _row_sums(sums, start, end, columns, rows_kept, UNROLL)
+    for tile in tl.range(start, end, UNROLL):
+        if AHEAD:
+            if not CHANNEL:
+                next_words = _scale_words(scales, tile + UNROLL, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
+            next_pairs = _row_sums(sums, tile + UNROLL, end, columns, rows_kept, UNROLL)
+        else:
+            if not CHANNEL:
+                words = _scale_words(scales, tile, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
+            pairs = _row_sums(sums, tile, end, columns, rows_kept, UNROLL)
+        for turn in tl.static_range(UNROLL):
+            now = tile + turn
+            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM)
+            xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < rows, other=0.0)
+            if not PERMUTED:
+                xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(BLOCK_M, TILE_K)
+            acc = tl.dot(w, xt.trans())
+            x_scale, x_sum = tl.split(pairs[turn])
+            part_sum = acc * x_scale[None, :] - bias[:, None] * x_sum[None, :]
+            if CHANNEL:
+                total += part_sum
+            else:
+                total += (_to_scales(words[turn], BLOCK_N, SCALE) * factor)[:, None] * part_sum
+        if AHEAD:
+            if not CHANNEL:
+                words = next_words
+            pairs = next_pairs
+    if CHANNEL:
+        total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+    if root is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / root.size + root.eps)[None, :]
+    out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
+    place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
+    if tail is not None:
+        finish(tail, y, rows, n, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
+    """y[size] = sum of parts[count, size], fp32, in order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    source = parts + place
+    for _ in tl.range(count):
+        total += tl.load(source, mask=inside, other=0.0)
+        source += size
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def dequantize_kernel(
+    codes,
+    scales,
+    y,  # [n - first, k]
+    first,  # row at which y begins: a multiple of BLOCK_N
+    n,
+    k,
+    n_kept,
+    k_kept,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNK_K: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Grid (blocks of n, tiles of K). y = (u - 2^(bits-1)) * s, rounded once."""
+    CHUNK_N: tl.constexpr = 16 * REPEATS
+    block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
+    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
+    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    w = _load_weights(
+        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM
+    )
+    w = w.reshape(BLOCK_N, TILE_K // 32, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, TILE_K)
+    words = _load_scales(scales, 0 if CHANNEL else tile, n_kept, tl.minimum(blocks, n_kept // 16 - 1), BLOCK_N, SCALE)
+    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
+    signed = (w.to(tl.float32) - (1024.0 + step * (1 << (BITS - 1)))[:, None]) / step[:, None]
+    row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
+    column = tile * TILE_K + tl.arange(0, TILE_K)
+    place = y + (row - first).to(tl.int64)[:, None] * k + column[None, :]
+    dense = signed * _to_scales(words, BLOCK_N, SCALE)[:, None]
+    tl.store(place, dense.to(y.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < k))

@@ -1,0 +1,300 @@
+"""Packed weights multiplied by Triton kernels: one tile shape per number of rows, and a dense product for many rows.
+
+Launches what `triton_matmul` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
+some platforms, and slow to load where nothing will use it.
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.kernels.triton import tiles as triton_tiles
+from mycli.runtime.kernels.triton.tiles import Chip, Tile
+from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, shuffle, shuffle_scales, tile_k
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+
+if TYPE_CHECKING:
+    from mycli.runtime.kernels.triton.activation import Operand
+    from mycli.runtime.kernels.triton.gemm import Root
+    from mycli.runtime.kernels.triton.split_k import Tail
+
+_DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
+_OVERLAP_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
+_ACTIVATIONS = (torch.bfloat16, torch.float16)
+_SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _driver() -> int:
+    """Version of CUDA that the driver is for, 12030 for 12.3; 0 if there is none."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def chip_of(device: torch.device) -> Chip:
+    """What the choice of kernels needs to know of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    overlap = capability >= (9, 0) and _driver() >= _OVERLAP_DRIVER and torch.version.hip is None
+    return Chip(capability, properties.multi_processor_count, overlap)
+
+
+def uses_ptx() -> bool:
+    """Whether kernels may hold inline PTX: not in the interpreter, not on AMD."""
+    import triton
+
+    from mycli.runtime.kernels.triton.gemm import multiply_kernel
+
+    return isinstance(multiply_kernel, triton.runtime.JITFunction) and torch.version.hip is None
+
+
+def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str, Any]:
+    """What `multiply_kernel` and `dequantize_kernel` are compiled for, besides a tile."""
+    layout = layout_of(packing)
+    return {
+        "BITS": packing.bits,
+        "TILE_K": tile_k(packing),
+        "REPEATS": layout.repeats,
+        "CHUNK_K": layout.chunk_k,
+        "SCALE": _SCALES[scale_dtype],
+        "CHANNEL": packing.group_size is None,
+        "ASM": ptx,
+    }
+
+
+def dequantize_warps(packing: Packing) -> int:
+    """Warps of a program of `dequantize_kernel`, each with the rows of one chunk."""
+    return 2 if layout_of(packing).chunk_n == 128 else 4
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Sums of squares of rows of `size`, in pieces, fp32 [pieces, rows]: RMSNorm divides by the root of their mean."""
+
+    sums: Tensor
+    size: int
+    eps: float
+
+    def root(self) -> "Root":
+        """What the product takes."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton.gemm import Root
+
+        pieces = self.sums.shape[0]
+        return Root(self.sums, pieces, self.size, self.eps, constexpr(1 << (pieces - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
+
+    sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
+    squares: of rows that the product is to divide by their root.
+    """
+
+    values: Tensor
+    sums: Tensor
+    tile: Tile
+    squares: Squares | None = None
+
+    @property
+    def tiles(self) -> int:
+        """Groups of columns."""
+        return self.sums.shape[0]
+
+    @property
+    def tile_k(self) -> int:
+        """Columns of a group."""
+        return self.values.shape[1] // self.tiles
+
+    def operand(self) -> "Operand":
+        """What kernels take to write it."""
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton.activation import Operand
+
+        constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
+        return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
+
+
+def _check(x: Tensor, columns: int) -> None:
+    """The kernels take what follows for granted."""
+    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in _ACTIVATIONS:
+        raise ValueError(
+            f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
+        )
+
+
+def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """parts fp32 [count, rows, N], added in order, in `dtype`."""
+    from mycli.runtime.kernels.triton.gemm import reduce_kernel
+
+    y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    reduce_kernel[(-(-y.numel() // 1024),)](parts, y, parts.shape[0], y.numel(), BLOCK=1024)
+    return y
+
+
+class TritonMatmul:
+    """A weight in the order of `triton_shuffle`."""
+
+    def __init__(self, weight: PackedWeight, chip: Chip) -> None:
+        self.packing, self.chip = weight.packing, chip
+        self.n, self.k = weight.out_features, weight.in_features
+        self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
+        self._k_kept = padded_k(self.packing, self.k)
+        self._codes, self._scales = shuffle(weight), shuffle_scales(weight)
+        self._n_kept = self._codes.shape[0] * self._layout.chunk_n
+        self._scale_dtype = weight.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def _constants(self) -> dict[str, Any]:
+        return constants(self.packing, self._scale_dtype, uses_ptx())
+
+    def activation(self, rows: int) -> Activation:
+        """Room for `rows` rows, for `prepare` or for a kernel that makes them."""
+        shape = triton_tiles.tile(self.chip, self.packing, rows)
+        rows_kept = -(-rows // shape.block_m) * shape.block_m
+        device, tiles = self._codes.device, self._k_kept // self._tile_k
+        values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=device)
+        return Activation(values, torch.empty((tiles, rows_kept, 2), dtype=torch.float32, device=device), shape)
+
+    def prepare(self, x: Tensor) -> Activation:
+        """x [rows, K] for `multiply`."""
+        from mycli.runtime.kernels.triton.activation import prepare_kernel
+
+        _check(x, self.k)
+        into = self.activation(x.shape[0])
+        at_once = 1024 // into.tile_k
+        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
+        return into
+
+    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, tail: "Tail | None" = None) -> Tensor:
+        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
+
+        `tail`: what else the launch does with each piece of it, for rows of one tile.
+        """
+        from mycli.runtime.kernels.triton.gemm import multiply_kernel
+
+        shape, rows = x.tile, x.values.shape[0]
+        parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
+        y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
+        grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
+        if tail is not None and (grid[2] > 1 or tail.counters.numel() * tail.SPAN.value * tail.RANGES.value < self.n):
+            raise ValueError(f"{rows} rows, or pieces of {self.n} for {tail.counters.numel()} counters")
+        multiply_kernel[grid](
+            self._codes, self._scales, x.values, x.sums, y,
+            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            None if x.squares is None else x.squares.root(), tail,
+            **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
+            UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
+            OVERLAP=self.chip.overlap, launch_pdl=self.chip.overlap,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        return y
+
+    def multiply(self, x: Activation, dtype: torch.dtype) -> Tensor:
+        """The product [rows, N] in `dtype`, rounded once from fp32."""
+        y = self.partial(x, dtype)
+        return y[0] if y.shape[0] == 1 else _add(y, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] to [rows, N] in the dtype of x."""
+        _check(x, self.k)
+        if x.shape[0] == 0:
+            return x.new_empty((0, self.n))
+        if x.shape[0] <= triton_tiles.dense_rows(self.chip):
+            return self.multiply(self.prepare(x), x.dtype)
+        rows = self._dense_rows(x.element_size())
+        pieces = [functional.linear(x, self._dense(a, min(a + rows, self.n), x.dtype)) for a in range(0, self.n, rows)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def _dense_rows(self, element_size: int) -> int:
+        """Weight rows unpacked at once: whole blocks of the dequantize kernel."""
+        return max(512, _DENSE_BYTES // (self.k * element_size) // 512 * 512)
+
+    def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        from mycli.runtime.kernels.triton.gemm import dequantize_kernel
+
+        warps = dequantize_warps(self.packing)
+        block = self._layout.chunk_n * warps
+        y = torch.empty((last - first, self.k), dtype=dtype, device=self._codes.device)
+        dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
+            self._codes, self._scales, y, first, last, self.k, self._n_kept, self._k_kept,
+            **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
+        )  # fmt: skip
+        return y
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in the dtype of its scales."""
+        return self._dense(0, self.n, self._scale_dtype)
+
+
+def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
+    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
+    generator = torch.Generator().manual_seed(rows)
+    columns = 2 * (packing.group_size or 128)
+    codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
+    scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
+    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    expected = x.double() @ dequantize(weight).double().t()
+    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device))
+    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@cache  # compiling takes a second, and the answer does not change
+def self_check(device: torch.device, packing: Packing) -> str | None:
+    """Why the kernels are not to be used here, None if small products come out right."""
+    for rows in (1, 12):
+        try:
+            error = small_product(device, packing, chip_of(device), rows)
+        except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            return f"failed on this machine: {type(trouble).__name__}: {str(trouble).splitlines()[0]:.200}"
+        if not error < 5e-3:
+            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
+    return None
+
+
+class TritonPacked:
+    """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
+
+    name = "triton"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Anything but bf16 or fp16 activations on a CUDA device of capability 8.0 or more, with Triton installed."""
+        if device.type != "cuda":
+            return f"runs on CUDA devices, not on {device.type}"
+        if torch.version.hip is not None:
+            return "has never been run on an AMD GPU"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        if dtype not in _ACTIVATIONS:
+            return f"takes bf16 or fp16 activations, not {dtype}"
+        if packing.bits not in BITS or packing.group_size not in (None, *GROUP_SIZES):
+            return f"does not take {packing.name}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        return self_check(device, packing)
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        """Shuffle the codes on their device; the caller then drops the tensors they came from."""
+        return TritonMatmul(weight, chip_of(weight.packed.device))

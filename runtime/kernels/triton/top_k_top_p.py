@@ -1,0 +1,201 @@
+"""Which tokens may be drawn, on the device: the least logit that top-k and top-p leave, without sorting.
+
+A search over the bits of the logits, four at a time: every program weighs its block of the vocabulary from `WAYS`
+pivots on, by counting (top-k) or by probability (top-p of what top-k left), and the next launch sums the weights and
+goes on from the largest pivot that reaches the goal. As many launches as the logits have bits to tell, each parallel
+over the vocabulary; no atomics, so the same logits give the same limit. Equal logits stay or go together, as in
+`runtime.sampling.sampler`. Does not draw, and does not know models.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WAYS = 16
+LOWEST = -(1 << 31)  # key of nothing
+# Rounds until a pivot tells any two values apart: half of 8, 8 and 13 significant bits of a key stay open.
+ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which there are; their values are in buffers, so that a captured launch serves all."""
+
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether not every token may be drawn."""
+        return self.top_k or self.top_p or self.min_p
+
+
+@triton.jit
+def key_of(x):
+    """int32 in the order of fp32 x; both zeros are one."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def largest_of(peaks, sequence, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of a sequence."""
+    place = tl.arange(0, BLOCKS)
+    return tl.max(tl.load(peaks + sequence * blocks + place, mask=place < blocks, other=float("-inf")), 0)
+
+
+@triton.jit
+def settle(weights, lows, goal, top_p, step, sequence, blocks, WHOLE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where the search of a sequence stands after a round in steps of `step`, and its goal.
+
+    `WHOLE`: that round's first pivot weighed everything, of which `top_p` is the goal.
+    """
+    way, place = tl.arange(0, 16), tl.arange(0, BLOCKS)
+    where = (sequence * blocks + place)[:, None] * 16 + way[None, :]
+    total = tl.sum(tl.load(weights + where, mask=(place < blocks)[:, None], other=0.0), 0)
+    if WHOLE:
+        goal = tl.maximum(top_p * tl.sum(tl.where(way == 0, total, 0.0), 0), 1e-30)  # the largest always stays
+    reached = tl.sum((total >= goal).to(tl.int32), 0)
+    return tl.load(lows + sequence) + tl.maximum(reached - 1, 0) * step, goal
+
+
+@triton.jit
+def peak_kernel(logits, peaks, stride, vocab, BLOCK: tl.constexpr):
+    """peaks fp32 [sequences, blocks]: the largest of each block of logits [sequences, stride]."""
+    sequence, block = tl.program_id(0), tl.program_id(1)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    tl.store(peaks + sequence * tl.num_programs(1) + block, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize=["step", "step_before"])
+def narrow_kernel(
+    logits,  # [sequences, stride]
+    peaks,  # fp32 [sequences, blocks]
+    weights_before,  # fp32 [sequences, blocks, 16] of the round before
+    weights,  # the same of this one
+    lows_before,  # int32 [sequences]: where the search stood before that round
+    lows,  # the same before this one
+    goals,  # fp32 [sequences]: of top-p
+    least,  # int32 [sequences]: what top-k left
+    temperature,  # fp32 [1]
+    top_k,  # fp32 [1]
+    top_p,  # fp32 [1]
+    stride,
+    vocab,
+    step_before,
+    step,
+    ROUND: tl.constexpr,  # 0, 1 or 2 for all that follow
+    MASS: tl.constexpr,  # weigh by probability
+    AFTER: tl.constexpr,  # a search by counts came before
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    sequence, block = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(1)
+    low = tl.full((), -2147483648, tl.int32)
+    kept = low
+    if ROUND == 0:
+        if MASS and AFTER:
+            kept, goal = settle(
+                weights_before, lows_before, tl.load(top_k), 0.0, step_before, sequence, blocks, False, BLOCKS
+            )
+            if block == 0:
+                tl.store(least + sequence, kept)
+    else:
+        if MASS and AFTER:
+            kept = tl.load(least + sequence)
+        goal = tl.load(top_k)
+        if MASS and ROUND == 2:
+            goal = tl.load(goals + sequence)
+        low, goal = settle(
+            weights_before,
+            lows_before,
+            goal,
+            tl.load(top_p),
+            step_before,
+            sequence,
+            blocks,
+            MASS and ROUND == 1,
+            BLOCKS,
+        )
+        if MASS and ROUND == 1 and block == 0:
+            tl.store(goals + sequence, goal)
+    if block == 0:
+        tl.store(lows + sequence, low)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    key = key_of(x)
+    weight = tl.where(place < vocab, 1.0, 0.0)
+    if MASS:
+        weight = tl.exp((x - largest_of(peaks, sequence, blocks, BLOCKS)) / tl.load(temperature))
+        weight = tl.where((key >= kept) & (place < vocab), weight, 0.0)
+    way = tl.arange(0, 16)
+    above = key[:, None] >= (low + way * step)[None, :]
+    tl.store(weights + (sequence * blocks + block) * 16 + way, tl.sum(tl.where(above, weight[:, None], 0.0), 0))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What `settle` needs for the limit of every sequence, and the largest logits of each block."""
+
+    peaks: Tensor
+    weights: Tensor
+    lows: Tensor
+    goals: Tensor
+    step: int
+
+
+def find_limit(
+    logits: Tensor, vocab: int, cuts: Cuts, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
+) -> Limit:
+    """The launches of the searches that `cuts` asks for, over logits [sequences, vocab or more].
+
+    fp32 [1]: temperature; top_k of 1 to vocab; top_p. `block` of the vocabulary is a program's.
+    """
+    sequences, device = logits.shape[0], logits.device
+    blocks = triton.cdiv(vocab, block)
+    grid, most = (sequences, blocks), triton.next_power_of_2(blocks)
+    peaks = torch.empty(sequences, blocks, dtype=torch.float32, device=device)
+    weights = torch.empty(2, sequences, blocks, WAYS, dtype=torch.float32, device=device)
+    lows = torch.empty(2, triton.cdiv(sequences, 4) * 4, dtype=torch.int32, device=device)  # both at multiples of 16
+    goals = torch.empty(sequences, dtype=torch.float32, device=device)
+    least = torch.empty(sequences, dtype=torch.int32, device=device)
+    peak_kernel[grid](logits, peaks, logits.stride(0), vocab, BLOCK=block)
+    now, step = 0, 0
+    for mass in (False, True):
+        if not (cuts.top_p if mass else cuts.top_k):
+            continue
+        for index in range(ROUNDS[logits.dtype]):
+            before, now = now, 1 - now
+            step_before, step = step, 1 << (28 - 4 * index)
+            narrow_kernel[grid](
+                logits,
+                peaks,
+                weights[before],
+                weights[now],
+                lows[before],
+                lows[now],
+                goals,
+                least,
+                temperature,
+                top_k,
+                top_p,
+                logits.stride(0),
+                vocab,
+                step_before,
+                step,
+                ROUND=min(index, 2),
+                MASS=mass,
+                AFTER=cuts.top_k,
+                BLOCK=block,
+                BLOCKS=most,
+            )
+    return Limit(peaks, weights[now], lows[now], goals, step)

@@ -1,0 +1,182 @@
+"""The order in which the Triton kernels keep weights: what one thread of an MMA needs lies in 16 contiguous bytes.
+
+Pure torch, on any device, with an inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the 16-row
+operand) and where the magic-number unpacking of `triton_unpack` finds each code; knows nothing of launches.
+
+A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes * 16 bytes. Within a chunk
+    row    = ([repeat], field row, lane / 4)
+    column = ([32-column step], lane % 4, pair of pairs, k half, even or odd)
+and the codes that differ only in (field row, k half) share one 16-bit field; the rest are 8 such fields a lane, whose
+first axis is the step or, where a group has only 32 columns, the repeat. The k halves are those of an MMA's operand:
+columns 8 apart there, 2 apart in memory, so that a thread reads its activations as 16 contiguous bytes too.
+The rows that share a field lie at different bits of it and thus come out scaled by a power of two; that power depends
+on the row alone, so the kernel folds it into the row's scale and never touches the activations for it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
+from mycli.runtime.quantization.scheme import Packing
+
+_ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the codes of one width lie. `fields[row][k_half]` is (word, shift) of the code at bit 0 of its field.
+
+    A word of None is the split field of 3-bit codes: bit 15 of each of the 3 words. `narrow`: the step is a repeat.
+    """
+
+    bits: int
+    words: int
+    chunk_k: int
+    fields: tuple[tuple[tuple[int | None, int], ...], ...]
+    narrow: bool = False
+
+    @property
+    def repeats(self) -> int:
+        """MMA tiles of 16 rows in a chunk."""
+        return len(self.fields) // 2 * (2 if self.narrow else 1)
+
+    @property
+    def chunk_n(self) -> int:
+        """Rows of a chunk."""
+        return 16 * self.repeats
+
+
+_SPLIT: tuple[None, int] = (None, 15)
+
+_WIDE = {
+    8: Layout(8, 1, 32, (((0, 0),), ((0, 8),))),
+    4: Layout(4, 1, 64, (((0, 0), (0, 8)), ((0, 4), (0, 12)))),
+    3: Layout(
+        3,
+        3,
+        64,
+        (
+            ((0, 0), (0, 9)),
+            ((1, 0), (1, 9)),
+            ((2, 0), (2, 9)),
+            ((0, 3), (0, 12)),
+            ((1, 3), (1, 12)),
+            ((2, 3), (2, 12)),
+            ((0, 6), (1, 6)),
+            ((2, 6), _SPLIT),
+        ),
+    ),
+    2: Layout(2, 1, 64, tuple(((0, 2 * row), (0, 2 * row + 8)) for row in range(4))),
+}
+
+
+def layout_of(packing: Packing) -> Layout:
+    """The layout for a packing: with groups of 32, chunks must not be wider than a group."""
+    wide = _WIDE[packing.bits]
+    if packing.group_size != 32 or wide.chunk_k == 32:
+        return wide
+    return replace(wide, chunk_k=32, narrow=True)
+
+
+def tile_k(packing: Packing) -> int:
+    """Columns that one dot product of the kernels covers: a group; 128 where a scale spans the row."""
+    return packing.group_size or 128
+
+
+def padded_k(packing: Packing, in_features: int) -> int:
+    """Columns kept: whole tiles, and whole chunks."""
+    multiple = max(tile_k(packing), layout_of(packing).chunk_k)
+    return -(-in_features // multiple) * multiple
+
+
+def _axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and their order kept."""
+    repeat, step = (2, 1) if layout.narrow else (1, layout.chunk_k // 32)
+    sizes = (-1, repeat, len(layout.fields), 8, 0, step, 4, 2, 2, 2)
+    if layout.bits == 8:  # the k half is an axis of its own: the first of the 8 fields
+        return sizes, (0, 4, 2, 5, 3, 6, 1, 8, 7, 9)
+    return sizes, (0, 4, 2, 8, 3, 6, 1, 5, 7, 9)
+
+
+def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
+    """Codes [rows, K] to [n chunk, k chunk, field row, k half, g, t, 8 fields]."""
+    sizes, order = _axes(layout)
+    ordered = codes.view(*sizes[:4], codes.shape[1] // layout.chunk_k, *sizes[5:]).permute(order)
+    return ordered.reshape(*ordered.shape[:3], len(layout.fields[0]), 8, 4, 8)
+
+
+def _from_fields(codes: Tensor, layout: Layout) -> Tensor:
+    """The inverse of `_to_fields`."""
+    sizes, order = _axes(layout)
+    sizes = (codes.shape[0], *sizes[1:4], codes.shape[1], *sizes[5:])
+    split = codes.reshape([sizes[axis] for axis in order])
+    natural = split.permute([order.index(axis) for axis in range(len(order))])
+    return natural.reshape(codes.shape[0] * layout.chunk_n, codes.shape[1] * layout.chunk_k)
+
+
+def shuffle(weight: PackedWeight) -> Tensor:
+    """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up decodes to zero."""
+    packing, k = weight.packing, weight.in_features
+    layout, kept = layout_of(packing), padded_k(packing, k)
+    chunks = -(-weight.out_features // layout.chunk_n)
+    out = weight.packed.new_empty((chunks, kept // layout.chunk_k, layout.words, 256), dtype=torch.int16)
+    step = _ROWS_AT_ONCE // layout.chunk_n
+    for first in range(0, chunks, step):
+        codes = unpack(weight.packed[first * layout.chunk_n : (first + step) * layout.chunk_n], packing.bits, k)
+        fill = (0, kept - k, 0, -codes.shape[0] % layout.chunk_n)
+        codes = _to_fields(torch.nn.functional.pad(codes, fill, value=1 << (packing.bits - 1)), layout)
+        words = codes.new_zeros((*codes.shape[:2], layout.words, 8, 4, 8), dtype=torch.int32)
+        for row, halves in enumerate(layout.fields):
+            for half, (word, shift) in enumerate(halves):
+                value = codes[:, :, row, half].to(torch.int32)
+                if word is None:
+                    for bit in range(layout.words):
+                        words[:, :, bit] |= (value >> bit & 1) << shift
+                else:
+                    words[:, :, word] |= value << shift
+        # The low 16 bits as a signed number, without overflow in the conversion.
+        out[first : first + step] = (words - ((words >> 15) << 16)).to(torch.int16).flatten(3)
+    return out
+
+
+def unshuffle(shuffled: Tensor, packing: Packing, out_features: int, in_features: int) -> Tensor:
+    """The inverse of `shuffle`, as codes uint8 [out_features, in_features]."""
+    layout = layout_of(packing)
+    chunks, k_chunks = shuffled.shape[:2]
+    words = shuffled.view(chunks, k_chunks, layout.words, 8, 4, 8).to(torch.int32) & 0xFFFF
+    shape = (chunks, k_chunks, len(layout.fields), len(layout.fields[0]), 8, 4, 8)
+    codes = shuffled.new_empty(shape, dtype=torch.uint8)
+    for row, fields in enumerate(layout.fields):
+        for half, (word, shift) in enumerate(fields):
+            if word is None:
+                bits = [(words[:, :, bit] >> shift & 1) << bit for bit in range(layout.words)]
+                value = torch.stack(bits).sum(0)
+            else:
+                value = words[:, :, word] >> shift & ((1 << packing.bits) - 1)
+            codes[:, :, row, half] = value.to(torch.uint8)
+    return _from_fields(codes, layout)[:out_features, :in_features].contiguous()
+
+
+def shuffle_scales(weight: PackedWeight) -> Tensor:
+    """Scales as [K' / tile, N'], N' the rows kept; per channel [1, N']. Zeros where there was nothing.
+
+    16-bit scales come as int32 [.., N' / 2]: the two rows of an MMA register pair (r, r + 8) in one word, low first.
+    """
+    packing, scales = weight.packing, weight.scales
+    groups = padded_k(packing, weight.in_features) // packing.group_size if packing.group_size else 1
+    fill = (0, groups - scales.shape[1], 0, -scales.shape[0] % layout_of(packing).chunk_n)
+    padded = torch.nn.functional.pad(scales, fill).t().contiguous()
+    if scales.element_size() == 4:
+        return padded
+    paired = padded.view(groups, -1, 2, 8).transpose(2, 3).contiguous()
+    return paired.view(groups, -1).view(torch.int32)
+
+
+def unshuffle_scales(shuffled: Tensor, dtype: torch.dtype, out_features: int, groups: int) -> Tensor:
+    """The inverse of `shuffle_scales`: [out_features, groups] in `dtype`."""
+    if shuffled.dtype == torch.int32:
+        rows = shuffled.view(dtype).view(shuffled.shape[0], -1, 8, 2).transpose(2, 3)
+        shuffled = rows.reshape(shuffled.shape[0], -1)
+    return shuffled[:groups, :out_features].t().contiguous()

@@ -1,0 +1,1 @@
+"""The decoder as pure functions of its inputs: no idea how, or for whom, it is run."""

@@ -1,0 +1,299 @@
+"""How much memory a model takes, what of it fits, and how fast it could decode at best: numbers in, numbers out.
+
+One small function per part, each with its formula; the preflight of every load (`runtime.memory.fit`) runs the same.
+Sizes are bytes; R is the rows of the largest pass, the tokens of a prefill chunk times the batch. Knows shapes,
+packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+from mycli.runtime.quantization.scheme import Packing
+
+GIB = 1 << 30
+BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
+CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
+DEFAULT_CONTEXT = 8192
+CPU_PART = 1 << 24  # weights that the CPU's kernels unpack for one dense product
+# What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
+# context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
+CPU_RUNTIME = 252 << 20
+CUDA_RUNTIME = 512 << 20
+CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its largest mmap threshold
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
+
+    `shadow`: packed weights of the blocks are also kept in `dtype`. `tiles`: the CPU multiplies many rows of bf16 by
+    packed weights as they are (AMX).
+    """
+
+    config: ModelConfig
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+    context: int = DEFAULT_CONTEXT
+    batch: int = 1
+    dtype: Dtype | None = None
+    gpu: bool = False
+    draft: "Plan | None" = None
+    kv: Kv = "auto"
+    shadow: bool = False
+    tiles: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one activation or dense weight."""
+        return BYTES[self.dtype or self.config.dtype]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale of packed weights: as stored, in any dtype of activations."""
+        return BYTES[self.config.dtype]
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one head's keys or values of one token in the cache: head_dim values, or codes and a scale of 4."""
+        size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
+        return self.config.head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0)
+
+    @property
+    def rows(self) -> int:
+        """R: rows of the largest pass."""
+        return self.chunk * self.batch
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the largest pass, of each sequence."""
+        return min(self.context, prefill_chunk(self.gpu))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What one pass needs beside weights and cache, in bytes: the parts that live at its peak."""
+
+    activations: int
+    dequantization: int
+    cache: int
+    logits: int
+    mask: int
+    rope: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.dequantization + self.cache + self.logits + self.mask + self.rope + self.kept
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted memory in bytes. `weights`: the blocks with scales, norms, biases; `draft`: a whole second model.
+
+    `runtime` is the process itself: Python and torch on the CPU, the CUDA context on a GPU.
+    """
+
+    weights: int
+    embeddings: int
+    cache: int
+    draft: int
+    workspace: Workspace
+    runtime: int
+
+    @property
+    def needed(self) -> int:
+        """What a process that already runs torch must still allocate."""
+        return self.weights + self.embeddings + self.cache + self.draft + self.workspace.total
+
+    @property
+    def total(self) -> int:
+        """Everything, from a machine where nothing runs yet."""
+        return self.needed + self.runtime
+
+
+def block_bytes(plan: Plan, layer: int) -> int:
+    """One block: its linears, norms and biases.
+
+    A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales.
+    """
+    size, total = plan.value_bytes, 0
+    for name, shape in plan.config.block_tensors(layer):
+        packing = plan.packings.get(name.removesuffix(".weight"))
+        total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
+    return total
+
+
+def weight_bytes(plan: Plan) -> int:
+    """All blocks and the last norm."""
+    return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm(plan)
+
+
+def shadow_bytes(plan: Plan) -> int:
+    """The packed linears of the blocks once more, dense; of those that share an input all or none."""
+    if not plan.shadow:
+        return 0
+    groups = (group for layer in range(plan.config.layers) for group in plan.config.block_linears(layer).values())
+    packed = (group for group in groups if all(spec.name in plan.packings for spec in group))
+    return sum(spec.out_features * spec.in_features for group in packed for spec in group) * plan.value_bytes
+
+
+def _norm(plan: Plan) -> int:
+    return plan.config.hidden_size * plan.value_bytes
+
+
+def head_bytes(plan: Plan) -> int:
+    """The output projection [vocab, hidden], read whole for every token; with tied embeddings, the embedding itself."""
+    head = plan.config.head()
+    packing = plan.packings.get(head.name)
+    if packing:
+        return packing.bytes(head.out_features, head.in_features, plan.scale_bytes)
+    return head.out_features * head.in_features * plan.value_bytes
+
+
+def embedding_bytes(plan: Plan) -> int:
+    """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor."""
+    table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
+    return table if plan.config.tie_embeddings else table + head_bytes(plan)
+
+
+def prefill_chunk(gpu: bool) -> int:
+    """Tokens of a prompt that go through the model at once: bounds the activations, and Ctrl-C is heard between two.
+
+    A GPU unpacks every weight for each chunk: 2.5 bytes to move beside 2 x chunk operations, a ninth of them on an H200
+    at 2048.
+    """
+    return 2048 if gpu else 512
+
+
+def cache_positions(context: int) -> int:
+    """`context` rounded up to whole blocks of the cache."""
+    return -(-context // CACHE_BLOCK) * CACHE_BLOCK
+
+
+def cache_bytes(plan: Plan) -> int:
+    """2 (keys, values) x layers x kv_heads x positions x batch x bytes of a position.
+
+    A sliding window does not make it smaller: the cache keeps every position.
+    """
+    vectors = 2 * plan.config.layers * plan.config.kv_heads * cache_positions(plan.context) * plan.batch
+    return vectors * plan.position_bytes
+
+
+def activation_bytes(plan: Plan) -> int:
+    """The larger of the two halves of a block, R rows of: residual, normed copy, and
+
+    attention: q, k, v as projected; q and k rotated; the heads' output; the projected output.
+    MLP: gate and up; silu(gate); their product; the output.
+    """
+    config = plan.config
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = (query + 2 * key) + (query + key) + query + config.hidden_size
+    mlp = 4 * config.intermediate_size + config.hidden_size
+    return plan.rows * (2 * config.hidden_size + max(attention, mlp)) * plan.value_bytes
+
+
+def dequantization_bytes(plan: Plan) -> int:
+    """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
+
+    The CPU unpacks at most `CPU_PART` weights at a time, with AMX none; a shadow leaves nothing to unpack.
+    """
+    if plan.shadow or (plan.tiles and not plan.gpu and (plan.dtype or plan.config.dtype) == "bfloat16"):
+        return 0
+    largest = 0
+    for layer in range(plan.config.layers):
+        for group in plan.config.block_linears(layer).values():
+            packed = [spec for spec in group if spec.name in plan.packings]
+            largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
+    return (largest if plan.gpu else min(largest, CPU_PART)) * plan.value_bytes
+
+
+def dense_cache_bytes(plan: Plan) -> int:
+    """Keys and values of one layer in the dtype of activations: what a prompt's attention makes of another kind."""
+    dense = plan.config.head_dim * plan.value_bytes
+    if plan.position_bytes == dense:
+        return 0
+    return 2 * plan.config.kv_heads * cache_positions(plan.context) * plan.batch * dense
+
+
+def logits_bytes(plan: Plan) -> int:
+    """Last token only: batch x vocab logits, as computed and in fp32, and four fp32-sized copies while drawing."""
+    return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
+
+
+def mask_bytes(plan: Plan) -> int:
+    """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values."""
+    if plan.context == plan.chunk:
+        return 0
+    return plan.chunk * plan.context * (1 + plan.value_bytes)
+
+
+def rope_bytes(plan: Plan) -> int:
+    """Cosines and sines: 2 x context x head_dim / 2 values."""
+    return plan.context * plan.config.head_dim * plan.value_bytes
+
+
+def kept_bytes(plan: Plan) -> int:
+    """What the C library keeps of activations that were freed, in pieces: as much again as lives, up to `CPU_KEPT`.
+
+    On a GPU torch's pool keeps what it has, and gives it to the next pass.
+    """
+    return 0 if plan.gpu else min(activation_bytes(plan), CPU_KEPT)
+
+
+def estimate(plan: Plan) -> Estimate:
+    """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
+    draft = 0
+    if plan.draft is not None:
+        second = replace(plan.draft, context=plan.context, batch=plan.batch)
+        draft = weight_bytes(second) + embedding_bytes(second) + cache_bytes(second)
+    workspace = Workspace(
+        activations=activation_bytes(plan),
+        dequantization=dequantization_bytes(plan),
+        cache=dense_cache_bytes(plan),
+        logits=logits_bytes(plan),
+        mask=mask_bytes(plan),
+        rope=rope_bytes(plan),
+        kept=kept_bytes(plan),
+    )
+    runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
+    weights = weight_bytes(plan) + shadow_bytes(plan)
+    return Estimate(weights, embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
+
+
+def longest_context(plan: Plan, free: int, started: bool = False) -> int:
+    """The longest context, at most the model's, that fits into `free` bytes; 0 where not one block does.
+
+    `started`: the process runs already, so what it takes itself is no longer in `free`.
+    """
+
+    def fits(context: int) -> bool:
+        result = estimate(replace(plan, context=context))
+        return (result.needed if started else result.total) <= free
+
+    low, high = 0, plan.config.max_context  # every part grows with the context, so bisect
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low if low == plan.config.max_context else low // CACHE_BLOCK * CACHE_BLOCK
+
+
+def bytes_per_step(plan: Plan, depth: int) -> int:
+    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
+    config = plan.config
+    positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
+    cached = 2 * config.kv_heads * positions * plan.batch * plan.position_bytes
+    return weight_bytes(plan) + head_bytes(plan) + cached
+
+
+def tokens_per_second(plan: Plan, depth: int, gigabytes_per_second: float) -> float:
+    """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
+    return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them, with enough digits for small things: 5.11 GiB, 0.0107 GiB."""
+    value = size / GIB
+    return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"

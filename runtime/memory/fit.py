@@ -1,0 +1,141 @@
+"""What to change so that a model fits: the preflight of every load, its hint, and the choices of `estimate --fit`.
+
+Knows plans and their estimates. Does not import torch and does not know how much memory is free: the caller says.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, gib, longest_context
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+
+SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way of holding the linears of the blocks, and of the head; None: dense."""
+
+    packing: Packing | None = None
+    head: Packing | None = None
+
+    def name(self, config: ModelConfig) -> str:
+        """int4-g128, or the dtype of a dense model."""
+        return self.packing.name if self.packing else config.dtype
+
+    def packings(self, config: ModelConfig) -> dict[str, Packing]:
+        """The packing of each linear.
+
+        Raises UsageError naming the first that the group size does not divide, or for a tied head: it is the embedding.
+        """
+        result: dict[str, Packing] = {}
+        for layer in range(config.layers if self.packing else 0):
+            for spec in (spec for group in config.block_linears(layer).values() for spec in group):
+                result[spec.name] = _checked(self.packing, spec.name, spec.in_features)
+        if self.head and config.tie_embeddings:
+            raise UsageError("the head of this model is its embedding, which is kept", "leave out --head")
+        if self.head:
+            result[config.head().name] = _checked(self.head, config.head().name, config.hidden_size)
+        return result
+
+
+def _checked(packing: Packing | None, name: str, in_features: int) -> Packing:
+    assert packing is not None
+    if packing.group_size and in_features % packing.group_size:
+        raise UsageError(
+            f"{packing.name}: a group of {packing.group_size} does not divide the {in_features} inputs of {name}",
+            "choose a smaller group, or channel",
+        )
+    return packing
+
+
+def schemes(config: ModelConfig) -> list[Scheme]:
+    """Dense first, then fewer and fewer bits, each with the largest group that divides every linear's inputs."""
+    inputs = {spec.in_features for group in config.block_linears(0).values() for spec in group}
+    groups = [size for size in sorted(GROUP_SIZES, reverse=True) if all(k % size == 0 for k in inputs)]
+    group = groups[0] if groups else None
+    return [Scheme(), *(Scheme(Packing(bits, group)) for bits in BITS)]
+
+
+def fit(plan: Plan, free: int, context: int | None, choices: Sequence[Scheme]) -> tuple[Plan, Scheme] | None:
+    """The first of `choices` (best first) that holds `context` tokens in `free` bytes; None where none does.
+
+    With `context` None, the usual context decides and is then stretched as far as memory goes; where nothing holds the
+    usual one, the last choice with whatever it holds. A dense choice keeps the packings that `plan` has.
+    """
+
+    def under(scheme: Scheme, tokens: int) -> Plan:
+        return replace(plan, packings=scheme.packings(plan.config) or plan.packings, context=tokens)
+
+    wanted = context or min(DEFAULT_CONTEXT, plan.config.max_context)
+    for scheme in choices:
+        if estimate(under(scheme, wanted)).total <= free:
+            return under(scheme, context or longest_context(under(scheme, wanted), free)), scheme
+    longest = longest_context(under(choices[-1], wanted), free)
+    if context or longest < min(SHORTEST_CONTEXT, plan.config.max_context):
+        return None
+    return under(choices[-1], longest), choices[-1]
+
+
+def _changes(plan: Plan, free: int) -> Iterator[tuple[str, Plan]]:
+    """Changes in the order of what they cost a person: (what to do, the plan it leads to)."""
+    longest = longest_context(plan, free)
+    if longest >= max(SHORTEST_CONTEXT, plan.context // 4):
+        yield f"use --ctx {longest}", replace(plan, context=longest)
+    if plan.draft is not None:
+        yield "leave out --draft", replace(plan, draft=None)
+    if plan.batch > 1:
+        yield "use --batch 1", replace(plan, batch=1)
+    if not plan.packings:
+        for scheme in schemes(plan.config)[1:]:
+            packings = scheme.packings(plan.config)
+            yield f"quantize it: {quantize_command(scheme)}", replace(plan, packings=packings)
+    if longest >= SHORTEST_CONTEXT:
+        yield f"use --ctx {longest}", replace(plan, context=longest)
+
+
+def quantize_command(scheme: Scheme, model: str = "MODEL") -> str:
+    """How `scheme` is made."""
+    assert scheme.packing is not None
+    group = scheme.packing.group_size or "channel"
+    command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
+    return command + (f" --head int{scheme.head.bits}" if scheme.head else "")
+
+
+def remedy(plan: Plan, free: int) -> str:
+    """The smallest change with which `plan` fits into `free` bytes; what is missing where no single one does."""
+    for change, candidate in _changes(plan, free):
+        if estimate(candidate).total <= free:
+            return change
+    return f"no single change is enough: free {gib(estimate(plan).total - free)} more, or choose a smaller model"
+
+
+def preflight(plan: Plan, free: int, place: str, started: bool = True) -> Estimate:
+    """The estimate of `plan`, or ResourceError with needed against free, and the smallest change that fits.
+
+    `place` says whose memory (`cuda:0`, `main memory`). `started`: torch runs already, and on a GPU has its context, so
+    `free` no longer holds what the process itself takes.
+    """
+    result = estimate(plan)
+    if started:
+        free += result.runtime
+    if result.total > free:
+        raise shortage(plan, free, place)
+    return result
+
+
+def shortage(plan: Plan, free: int, place: str) -> ResourceError:
+    """What `plan` needs against the `free` bytes of `place`, with the smallest change that fits.
+
+    Where it should fit by these numbers, memory has run out all the same: something else takes it.
+    """
+    result = estimate(plan)
+    fits = result.total <= free
+    return ResourceError(
+        f"{place}: {gib(result.total)} needed ({gib(result.weights + result.embeddings)} weights, "
+        f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free" + (", and it ran out" if fits else ""),
+        f"end what else uses {place}, or use a smaller --ctx" if fits else remedy(plan, free),
+    )

@@ -1,0 +1,175 @@
+"""What a model is, as numbers: the one frozen description that every part reads by field name.
+
+Knows the shape of every tensor of the decoder families supported here, and how config.json reaches the family that
+reads it. Does not import torch, and does not know where a file lies or which tensors are quantized.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models import families as family_modules
+from mycli.runtime.utils.json_fields import Fields, read_object
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
+Shape = tuple[int, ...]
+
+MAX_LAYERS = 4096
+MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the trained context. Unused fields keep their neutral value.
+
+    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise).
+    """
+
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer as the checkpoint names it: weight [out_features, in_features] and an optional bias."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a gated SiLU MLP."""
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope: RopeScaling
+    tie_embeddings: bool
+    dtype: Dtype
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window per layer; empty: none anywhere
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_heads > self.heads or self.heads % self.kv_heads:
+            raise ModelError(
+                f"config.json: num_key_value_heads {self.kv_heads} does not divide num_attention_heads {self.heads}",
+                "the file may be damaged",
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"config.json: head_dim {self.head_dim} is odd; rotary positions need pairs", "")
+        for name, shape in self.tensors():
+            elements = 1
+            for size in shape:
+                elements *= size
+            if elements > MAX_ELEMENTS:
+                raise ModelError(f"config.json: {name} would have {elements} elements", "the file may be damaged")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of `layer` in tokens (a query sees itself and window - 1 before it), None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def block_linears(self, layer: int) -> dict[str, tuple[LinearSpec, ...]]:
+        """The linears of one block by the input they share: `qkv`, `o`, `gate_up`, `down`, in order of execution."""
+        prefix = f"model.layers.{layer}"
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            "qkv": (
+                LinearSpec(f"{attention}.q_proj", query, hidden, self.qkv_bias),
+                LinearSpec(f"{attention}.k_proj", key, hidden, self.qkv_bias),
+                LinearSpec(f"{attention}.v_proj", key, hidden, self.qkv_bias),
+            ),
+            "o": (LinearSpec(f"{attention}.o_proj", hidden, query, self.output_bias),),
+            "gate_up": (
+                LinearSpec(f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
+                LinearSpec(f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
+            ),
+            "down": (LinearSpec(f"{mlp}.down_proj", hidden, inner, self.mlp_bias),),
+        }
+
+    def head(self) -> LinearSpec:
+        """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
+        return LinearSpec("lm_head", self.vocab_size, self.hidden_size)
+
+    def block_tensors(self, layer: int) -> Iterator[tuple[str, Shape]]:
+        """Names and shapes of the unquantized tensors of one block."""
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (self.hidden_size,)
+        yield f"{prefix}.post_attention_layernorm.weight", (self.hidden_size,)
+        if self.qk_norm:
+            yield f"{prefix}.self_attn.q_norm.weight", (self.head_dim,)
+            yield f"{prefix}.self_attn.k_norm.weight", (self.head_dim,)
+        for group in self.block_linears(layer).values():
+            for linear in group:
+                yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+                if linear.bias:
+                    yield f"{linear.name}.bias", (linear.out_features,)
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        for layer in range(self.layers):
+            yield from self.block_tensors(layer)
+        yield "model.norm.weight", (self.hidden_size,)
+        if not self.tie_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def parameters(self) -> int:
+        """How many numbers the unquantized model holds."""
+        total = 0
+        for _, shape in self.tensors():
+            elements = 1
+            for size in shape:
+                elements *= size
+            total += elements
+        return total
+
+
+def families() -> list[str]:
+    """The `model_type` values that can be read: the modules of `runtime.models.families`."""
+    return sorted(module.name for module in pkgutil.iter_modules(family_modules.__path__))
+
+
+def parse_config(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a parsed config.json. Raises ModelError naming the field at fault."""
+    model_type = raw.text("model_type")
+    if model_type not in families():
+        raise raw.fail("model_type", f"{model_type!r} is not supported", f"supported: {', '.join(families())}")
+    module = importlib.import_module(f"mycli.runtime.models.families.{model_type}")
+    config: ModelConfig = module.read(raw)
+    return config
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """`parse_config` of `folder`/config.json."""
+    return parse_config(read_object(folder / "config.json"))

@@ -1,0 +1,88 @@
+"""Sampling defaults that come with a model (generation_config.json), and the ids that end its replies.
+
+Knows the fields and their ranges. Does not sample, does not print: what was dropped comes back as warnings.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields, read_object
+
+MAX_EOS = 64
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What the model's authors recommend; None: they say nothing.
+
+    temperature in [0, 100], top_p, min_p in [0, 1] (top_p above 0), top_k in tokens (0: off), repetition_penalty in
+    (0, 10], eos: token ids that end a reply.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    do_sample: bool | None = None
+    eos: tuple[int, ...] = ()
+
+
+def _read_eos(raw: Fields, vocab_size: int) -> tuple[int, ...]:
+    value = raw.values["eos_token_id"]
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > MAX_EOS:
+        raise raw.fail("eos_token_id", f"lists {len(ids)} ids, more than {MAX_EOS}")
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
+            raise raw.fail("eos_token_id", f"{json.dumps(item)[:40]} is not an id below {vocab_size}")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
+    """The defaults in `folder`/generation_config.json, and a warning for every field dropped as unusable.
+
+    A missing file is a model without recommendations. Raises ModelError when the file is not acceptable JSON.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return GenerationDefaults(), ()
+    raw = read_object(path)
+    readers: dict[str, tuple[str, Any]] = {
+        "temperature": ("temperature", lambda: raw.number("temperature", high=100)),
+        "top_p": ("top_p", lambda: raw.number("top_p", low=1e-6, high=1)),
+        "top_k": ("top_k", lambda: raw.integer("top_k", low=0)),
+        "min_p": ("min_p", lambda: raw.number("min_p", high=1)),
+        "repetition_penalty": ("repetition_penalty", lambda: raw.number("repetition_penalty", low=1e-3, high=10)),
+        "do_sample": ("do_sample", lambda: raw.boolean("do_sample", False)),
+        "eos_token_id": ("eos", lambda: _read_eos(raw, vocab_size)),
+    }
+    defaults, warnings = GenerationDefaults(), []
+    for key, (field, read) in readers.items():
+        if not raw.has(key):
+            continue
+        try:
+            defaults = replace(defaults, **{field: read()})
+        except ModelError as error:
+            warnings.append(f"{error.message}; ignored")
+    return defaults, tuple(warnings)
+
+
+def stop_ids(
+    generation: Sequence[int], config: Sequence[int], tokenizer: Sequence[int], vocab_size: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The union of the three sources of end-of-sequence ids, sorted, and warnings: ids dropped, or none at all."""
+    union = sorted({*generation, *config, *tokenizer})
+    ids = tuple(item for item in union if 0 <= item < vocab_size)
+    warnings = [
+        f"end-of-sequence id {item} is outside the vocabulary of {vocab_size}; ignored"
+        for item in union
+        if item not in ids
+    ]
+    if not ids:
+        warnings.append("the model names no end-of-sequence token; a reply ends only at its token limit")
+    return ids, tuple(warnings)

@@ -1,0 +1,118 @@
+"""The packed layout and its reference: how quantized weights lie in the file, and what they mean.
+
+A row of K codes u in [0, 2^bits) is one contiguous stream of bits, least significant first, in little-endian 32-bit
+words: code i takes bits [i*bits, i*bits + bits) of the row, so 3-bit codes cross word borders (32 codes are exactly 3
+words). The weight is w = (u - 2^(bits-1)) * s, computed in the dtype of the scales; s may be negative. The whole format
+is in docs/format.md.
+
+Everything here is plain torch on any device, and slow: kernels are measured against it. It does not know which runs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.quantization.scheme import Packing
+
+_BLOCK = 32  # codes; always a whole number of words
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Quantized weights as on disk; N output rows may stack several linears that share an input and a packing.
+
+    packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], in the model's dtype.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    packing: Packing
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.packed.shape[0]
+
+
+class Matmul(Protocol):
+    """A weight in the layout that one kernel likes. It replaces the tensors it was made from: no second copy stays."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K], contiguous, to [rows, N] in the dtype of x."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K], for tests and dense products."""
+        ...
+
+
+class Kernel(Protocol):
+    """One way of multiplying by packed weights."""
+
+    @property
+    def name(self) -> str:
+        """As `doctor` prints it."""
+        ...
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """None where this kernel takes the product of `dtype` activations; otherwise the reason why not."""
+        ...
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        """Rearrange `weight` for activations of `dtype`; called only where `decline` returned None."""
+        ...
+
+
+def _positions(bits: int) -> list[tuple[int, int, int]]:
+    """(code, word, shift) of each code of a block."""
+    return [(code, *divmod(code * bits, 32)) for code in range(_BLOCK)]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, K], each below 2^bits, to int32 [N, ceil(K * bits / 32)]."""
+    rows, columns = codes.shape
+    padded = -columns % _BLOCK
+    blocks = torch.nn.functional.pad(codes, (0, padded)).view(rows, -1, _BLOCK)
+    # One word more than needed catches the high bits of a code that ends exactly at the border: always zero.
+    words = codes.new_zeros((rows, blocks.shape[1], bits + 1), dtype=torch.int64)
+    for code, word, shift in _positions(bits):
+        value = blocks[:, :, code].to(torch.int64) << shift
+        words[:, :, word] |= value & 0xFFFFFFFF
+        words[:, :, word + 1] |= value >> 32
+    words = words[:, :, :bits]
+    words = words - ((words >> 31) << 32)  # the same 32 bits as a signed number
+    return words.to(torch.int32).reshape(rows, -1)[:, : (columns * bits + 31) // 32].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
+    """The inverse of `pack`: int32 [N, words] to uint8 [N, in_features]."""
+    rows, words = packed.shape
+    blocks = -(-in_features // _BLOCK)
+    padded = torch.nn.functional.pad(packed, (0, blocks * bits - words)).view(rows, blocks, bits)
+    codes = packed.new_empty((rows, blocks, _BLOCK), dtype=torch.uint8)
+    mask = (1 << bits) - 1
+    for code, word, shift in _positions(bits):
+        value = padded[:, :, word] >> shift  # arithmetic: the mask drops the sign
+        if shift + bits > 32:
+            low = 32 - shift
+            value = (value & ((1 << low) - 1)) | (padded[:, :, word + 1] << low)
+        codes[:, :, code] = (value & mask).to(torch.uint8)
+    return codes.view(rows, -1)[:, :in_features].contiguous()
+
+
+def dequantize(weight: PackedWeight) -> Tensor:
+    """The weights [N, K] in the dtype of the scales: (u - 2^(bits-1)) * s, each operation rounded in that dtype."""
+    bits, k = weight.packing.bits, weight.in_features
+    codes = unpack(weight.packed, bits, k).to(weight.scales.dtype) - (1 << (bits - 1))
+    groups = weight.packing.groups(k)
+    return (codes.view(-1, groups, k // groups) * weight.scales.unsqueeze(-1)).view(-1, k)

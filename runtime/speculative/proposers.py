@@ -1,0 +1,171 @@
+"""Who guesses the next tokens cheaply, so that the model can judge several of them in one pass.
+
+Two drafters: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text.
+They propose; whether a proposal stands is decided in `runtime.speculative.decode`. Does not know the model that judges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import load_config
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.tokenizer.compatibility import check
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first: it is the most telling
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that may come next, and what each was drawn from: [tokens, vocab], None where it was not drawn at all.
+
+    Row i is conditioned on the proposed tokens before it. None means that the token was certain: a point mass.
+    """
+
+    tokens: list[int]
+    probabilities: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Guesses how a text goes on. `weight`: what a guess costs, in steps of the model that judges; an expectation."""
+
+    weight: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        ...
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """A new reply: forget what `prompt` does not begin with."""
+        ...
+
+    def lag(self, length: int) -> int:
+        """How many tokens of a text of `length` have yet to be read."""
+        ...
+
+    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+        """Up to `count` tokens after `text`, maybe none. Drawn as `sampler` draws, which observed all of `text`."""
+        ...
+
+    def keep(self, length: int) -> None:
+        """Forget what was read beyond the first `length` tokens: proposals that were refused."""
+        ...
+
+
+class DraftModel(Session):
+    """A small model with a cache of its own, on the device of the one that judges.
+
+    Its context may be shorter than the text: it then has nothing to say.
+    """
+
+    def __init__(self, model: Transformer, capacity: int, target_bytes: int) -> None:
+        """`target_bytes`: the weights of the model that judges; decoding is bound by reading them."""
+        super().__init__(model, min(capacity, model.config.max_context))
+        self.weight = model.nbytes / max(target_bytes, 1)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Keep what the cache and `prompt` share."""
+        shared = 0
+        for ours, theirs in zip(self._tokens, prompt, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self._keep(shared)
+
+    def lag(self, length: int) -> int:
+        """Tokens not in the cache."""
+        return length - self.cache.length
+
+    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+        """Each token is drawn with the settings of `sampler` from the draft's own distribution.
+
+        Fewer than `count` where the context ends or the output is not a number; then what was read is forgotten, as
+        NaN in the cache would spoil every later token.
+        """
+        count = min(count, self.capacity - len(text) + 1)
+        tokens: list[int] = []
+        if count < 1:
+            return Proposal(tokens)
+        new = torch.tensor([text[self.cache.length :]], device=self.model.device)
+        for start in range(0, new.shape[1], self.chunk):
+            end = min(start + self.chunk, new.shape[1])
+            logits = self._forward(new[:, start:end], logits=end == new.shape[1])
+        rows = sampler.room(count, logits.dtype)
+        places = [None] * count if rows is None else torch.split(rows, 1)
+        while True:
+            token = sampler.guess(logits, tokens, places[len(tokens)])
+            if token is None:
+                self.forget()
+                break
+            tokens.append(token)
+            if len(tokens) == count:
+                break
+            logits = self._forward(torch.tensor([[token]], device=self.model.device), logits=True)
+        return Proposal(tokens, None if rows is None else rows[: len(tokens)])
+
+    def keep(self, length: int) -> None:
+        """Roll the cache back."""
+        if length < self.cache.length:
+            self._keep(length)
+
+
+def load_draft(folder: Path, tokenizer: Tokenizer, model: Transformer, capacity: int) -> DraftModel:
+    """The model of `folder` as a draft for `model`, beside it. Raises ModelError where its vocabulary is another."""
+    check(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
+    placement = Placement(model.device, model.dtype, kv=model.kv)
+    return DraftModel(load_model(folder, placement), capacity, model.nbytes)
+
+
+class Lookup:
+    """Prompt lookup: finds the last place where the text's ending occurred before, and proposes what followed there.
+
+    No weights and no pass: a proposal is a certainty, and what it costs is its part of the judging pass.
+    """
+
+    weight = 0.0
+
+    def __init__(self) -> None:
+        self._indexed = 0  # tokens of the text that were taken in
+        self.nbytes = 0  # of tensors
+        self._after: dict[tuple[int, ...], int] = {}  # an n-gram -> the position after its last occurrence
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start over."""
+        self._indexed, self._after = 0, {}
+
+    def lag(self, length: int) -> int:
+        """Nothing has to be read in advance."""
+        return 0
+
+    def _index(self, text: Sequence[int]) -> None:
+        """Take in the new tokens of `text`. Its ending is not entered yet: it would only find itself."""
+        for end in range(max(self._indexed, 1), len(text)):
+            for size in NGRAMS:
+                if size <= end:
+                    self._after[tuple(text[end - size : end])] = end
+        self._indexed = len(text)
+
+    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+        """What followed the longest known ending; what was just proposed counts as text, so that a loop goes on."""
+        self._index(text)
+        for size in NGRAMS:
+            position = self._after.get(tuple(text[-size:]))
+            if position is not None and size <= len(text):
+                tokens: list[int] = []
+                for index in range(position, position + count):
+                    tokens.append(text[index] if index < len(text) else tokens[index - len(text)])
+                return Proposal(tokens)
+        return Proposal([])
+
+    def keep(self, length: int) -> None:
+        """Proposals were never taken in."""

@@ -1,0 +1,132 @@
+"""Does speculation change nothing? Greedy replies compared token by token, and draws tested against the target.
+
+Knows sessions, drafters and statistics. Does not print, and does not know where prompts come from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
+from mycli.runtime.speculative.benchmark import Subject
+from mycli.runtime.speculative.decode import judge
+from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.proposers import DraftModel, Proposal
+
+TOLERANCE = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two replies part. `margin`: the lead of the likeliest logit over the second; `tie`: not beyond rounding."""
+
+    prompt: int
+    position: int
+    margin: float
+    tie: bool
+
+
+def greedy_divergences(
+    subject: Subject, prompts: Sequence[Sequence[int]], limit: int, length: int
+) -> Iterator[Divergence | None]:
+    """For each prompt the first difference between the replies with and without speculation, None for none."""
+    plain = Session(subject.model, subject.capacity)
+    drafted = subject.session(lambda drafter: Fixed(length))
+    for number, prompt in enumerate(prompts):
+        ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
+        if ours == theirs:
+            yield None
+            continue
+        position = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+        plain.forget()
+        logits = plain.prefill([*prompt, *ours[:position]])[0, : subject.vocabulary_size]
+        first, second = logits.topk(2).values.tolist()
+        rounding = float(torch.finfo(subject.model.dtype).eps) * float(logits.abs().max())
+        lead = first - second
+        yield Divergence(number, position, lead, lead <= TOLERANCE * rounding)
+
+
+@dataclass(frozen=True)
+class ChiSquared:
+    """Pearson's test of `draws` against the target's distribution; `p_value` is near 0 where they disagree."""
+
+    draws: int
+    statistic: float
+    freedom: int
+
+    @property
+    def p_value(self) -> float:
+        """The chance of a statistic at least as large if nothing is wrong."""
+        half = torch.tensor([self.freedom / 2, self.statistic / 2], dtype=torch.float64)
+        return float(torch.special.gammaincc(half[0], half[1]))
+
+
+class _Rows:
+    """Logits fp32 [vocab] after `prompt` and a few tokens more, each computed once."""
+
+    def __init__(self, session: Session, prompt: Sequence[int]) -> None:
+        self._session, self._prompt = session, list(prompt)
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, *tokens: int) -> Tensor:
+        if tokens not in self._known:
+            self._known[tokens] = self._session.prefill([*self._prompt, *tokens])[0].clone()
+        return self._known[tokens]
+
+
+def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The prompt after which most tokens are likely: where a wrong distribution shows."""
+    session = Session(subject.model, subject.capacity)
+
+    def largest(prompt: Sequence[int]) -> float:
+        return float(session.prefill(prompt)[0, : subject.vocabulary_size].softmax(dim=-1).max())
+
+    return min(prompts, key=largest)
+
+
+def chi_squared(
+    subject: Subject, draft: DraftModel, prompt: Sequence[int], sampling: Sampling, draws: int
+) -> ChiSquared:
+    """Draws the first two tokens after `prompt` through the judge with two drafted ones, and counts pairs.
+
+    `sampling` should leave few tokens (top-k), as both models are asked once for each, and have no penalty.
+    """
+    sampler = Sampler(sampling, subject.vocabulary_size, subject.model.device)
+    sampler.observe(torch.tensor([prompt], device=subject.model.device))
+    target, guess = _Rows(Session(subject.model, subject.capacity), prompt), _Rows(draft, prompt)
+    seen = sampler.probabilities
+    expected: dict[tuple[int, int], float] = {}
+    after: dict[int, Tensor] = {}
+    start = seen(target()[None])[0]
+    for first in start.nonzero()[:, 0].tolist():
+        after[first] = distribution(target(first)[None, : subject.vocabulary_size], sampling)
+        for second in after[first][0].nonzero()[:, 0].tolist():
+            expected[first, second] = float(start[first]) * float(after[first][0, second])
+    counts: dict[tuple[int, int], int] = {}
+    first_guess = seen(guess()[None])
+    for _ in range(draws):
+        one = int(sampler.draw(first_guess))
+        second_guess = seen(guess(one)[None])
+        two = int(sampler.draw(second_guess))
+        # The row after both is for a third token, which is not counted: the row before stands in.
+        logits = torch.stack([target(), target(one), target(one)])
+        tokens = judge(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
+        pair = (tokens[0], tokens[1] if len(tokens) > 1 else int(sampler.draw(after[tokens[0]])))
+        counts[pair] = counts.get(pair, 0) + 1
+    return _pearson(counts, expected, draws)
+
+
+def _pearson(counts: dict[tuple[int, int], int], expected: dict[tuple[int, int], float], draws: int) -> ChiSquared:
+    """Cells of fewer than 5 expected draws are taken together; a pair that cannot be counts as infinitely unlikely."""
+    if not counts.keys() <= expected.keys():
+        return ChiSquared(draws, float("inf"), 1)
+    cells = [(counts.get(pair, 0), chance * draws) for pair, chance in expected.items()]
+    frequent = [cell for cell in cells if cell[1] >= 5]
+    rare = [cell for cell in cells if cell[1] < 5]
+    if sum(chance for _, chance in rare) >= 5:
+        frequent.append((sum(count for count, _ in rare), sum(chance for _, chance in rare)))
+    statistic = sum((count - chance) ** 2 / chance for count, chance in frequent)
+    return ChiSquared(draws, statistic, max(len(frequent) - 1, 1))

@@ -1,0 +1,226 @@
+"""Text to token ids through the `tokenizers` library, in this process or, for an unfamiliar tokenizer, in a helper.
+
+tokenizer.json is a program written by a stranger: chained replacements can double a text at each step and a regular
+expression can take years, and the library cannot be interrupted. The policy:
+
+- A tokenizer whose normalizer, pre-tokenizer and post-processor are all built from parts that cannot blow up (and whose
+  regular expression is one of those the field uses, `KNOWN_PATTERNS`) runs here, at the library's own speed.
+- Any other runs in a helper process with a deadline and a memory limit; it works the same, somewhat slower.
+
+Knows the library and its file format. Does not know chats, control tokens or decoding.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import tokenizers
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.sandbox import Child, ChildError, serve
+
+ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
+LOAD_SECONDS = 20.0
+MEMORY = 4 << 30
+MAX_STEPS = 16  # of a sequence of normalizers or pre-tokenizers
+
+T = TypeVar("T")
+_LLAMA3_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_O200K_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_O200K_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# Backtracking in these is bounded by the length of a run of letters, digits, marks or blanks.
+KNOWN_PATTERNS = frozenset(
+    (
+        _LLAMA3_HEAD + r"|\p{N}{1,3}" + _LLAMA3_TAIL,  # Llama 3, cl100k
+        _LLAMA3_HEAD + r"|\p{N}" + _LLAMA3_TAIL,  # Qwen 2, 2.5, 3
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+        _O200K_UPPER
+        + "*"
+        + _O200K_LOWER
+        + "+|"
+        + _O200K_UPPER
+        + "+"
+        + _O200K_LOWER
+        + r"*|\p{N}"
+        + _O200K_TAIL,  # Tekken
+        f"{_O200K_UPPER}*{_O200K_LOWER}+{_SUFFIX}|{_O200K_UPPER}+{_O200K_LOWER}*{_SUFFIX}|"
+        + r"\p{N}{1,3}"
+        + _O200K_TAIL,  # o200k
+        r"\p{N}",
+        r"\p{N}{1,3}",
+        r"[0-9]",
+        "[0-9][0-9][0-9]",
+    )
+)
+_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
+_PRE_TOKENIZERS = frozenset(
+    ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts")
+)
+
+
+class Encoder(Protocol):
+    """What `Pipeline` and `GuardedPipeline` both offer."""
+
+    def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
+        """Ids of `text`. `plain`: no added token is recognised. `inside`: `text` follows a control token, so nothing
+        that belongs to the start of a text (a SentencePiece prefix space) is added. Raises ModelError."""
+        ...
+
+    def normalize(self, text: str) -> str:
+        """`text` after the tokenizer's normalizer. Raises ModelError."""
+        ...
+
+    def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
+        """The ids that the library gives to `tokens`, None for those it does not know."""
+        ...
+
+
+def _problem(error: BaseException) -> ModelError:
+    return ModelError(f"tokenizer.json: the tokenizer fails: {str(error):.300}", "mycli verify MODEL checks its files")
+
+
+class Pipeline:
+    """The library's tokenizer twice over one shared model: as it is, and without any of its added tokens."""
+
+    def __init__(self, data: bytes) -> None:
+        self._whole = _call(lambda: tokenizers.Tokenizer.from_buffer(data))
+        self._whole.no_truncation()  # a limit inside the file would cut prompts silently
+        self._whole.no_padding()
+        self._plain = tokenizers.Tokenizer(self._whole.model)
+        # The library's properties are untyped and None where the file has no such part.
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            value: Any = getattr(self._whole, part)
+            if value is not None:
+                setattr(self._plain, part, value)
+        self._anchor = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"  # in no text: it stands for "a control token"
+        self._plain.add_special_tokens([tokenizers.AddedToken(self._anchor, special=True, normalized=False)])
+
+    def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
+        """See `Encoder`."""
+        tokenizer = self._plain if plain else self._whole
+        if not (plain and inside):
+            return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
+        return _call(lambda: list(tokenizer.encode(self._anchor + text, add_special_tokens=False).ids))[1:]
+
+    def normalize(self, text: str) -> str:
+        """See `Encoder`."""
+        normalizer: Any = self._whole.normalizer
+        return text if normalizer is None else _call(lambda: str(normalizer.normalize_str(text)))
+
+    def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
+        """See `Encoder`."""
+        return [self._whole.token_to_id(token) for token in tokens]
+
+
+def _call(work: Callable[[], T]) -> T:
+    """`work()`, with the library's errors and its panics (BaseException, not Exception) as ModelError."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelError):
+        raise
+    except BaseException as error:
+        raise _problem(error) from None
+
+
+class GuardedPipeline:
+    """A `Pipeline` in a helper process that is killed when it takes too long or too much memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._child = Child("mycli.runtime.tokenizer.backend", str(path.resolve()), MEMORY, reply_bytes=1 << 28)
+
+    def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
+        """See `Encoder`."""
+        ids: list[int] = self._ask(["encode", text, add_special, plain, inside], _seconds(text))
+        return ids
+
+    def normalize(self, text: str) -> str:
+        """See `Encoder`."""
+        return str(self._ask(["normalize", text], _seconds(text)))
+
+    def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
+        """See `Encoder`."""
+        ids: list[int | None] = self._ask(["token_ids", list(tokens)], LOAD_SECONDS)
+        return ids
+
+    def _ask(self, request: list[object], seconds: float) -> Any:
+        try:
+            return self._child.ask(request, seconds)
+        except ChildError as error:
+            raise _problem(error) from None
+
+
+def _seconds(text: str) -> float:
+    return ENCODE_SECONDS + len(text) / 100_000
+
+
+def build(path: str) -> Callable[[Any], Any]:
+    """The helper's handler of [method of Pipeline, its arguments...] for the file at `path`."""
+    pipeline = Pipeline(Path(path).read_bytes())
+    methods: dict[str, Callable[..., Any]] = {
+        "encode": pipeline.encode,
+        "normalize": pipeline.normalize,
+        "token_ids": pipeline.token_ids,
+    }
+    return lambda request: methods[request[0]](*request[1:])
+
+
+def main() -> None:
+    """Entry point of the helper process."""
+    serve(build)
+
+
+def _steps(part: Any, key: str) -> list[Any]:
+    """The elements of a possibly nested Sequence; [part] for a single one."""
+    if part is None:
+        return []
+    if isinstance(part, dict) and part.get("type") == "Sequence" and isinstance(part.get(key), list):
+        return [step for child in part[key] for step in _steps(child, key)]
+    return [part]
+
+
+def _tame_normalizer(step: Mapping[str, Any]) -> bool:
+    if step.get("type") == "Prepend":
+        return len(str(step.get("prepend"))) <= 8
+    if step.get("type") == "Replace":
+        pattern = step.get("pattern")
+        source = pattern.get("String") if isinstance(pattern, dict) else None
+        # A replacement no longer than what it replaces cannot make a text grow, however many are chained.
+        return isinstance(source, str) and 0 < len(source) >= len(str(step.get("content")))
+    return step.get("type") in _NORMALIZERS
+
+
+def _tame_pre_tokenizer(step: Mapping[str, Any]) -> bool:
+    if step.get("type") == "Split":
+        pattern = step.get("pattern")
+        if not isinstance(pattern, dict):
+            return False
+        return bool(pattern.get("String")) or pattern.get("Regex") in KNOWN_PATTERNS
+    return step.get("type") in _PRE_TOKENIZERS
+
+
+def _tame_post_processor(step: Mapping[str, Any]) -> bool:
+    if step.get("type") != "TemplateProcessing":
+        return step.get("type") == "ByteLevel"
+    known, pieces = step.get("special_tokens"), step.get("single")
+    if not isinstance(known, dict) or not isinstance(pieces, list):
+        return False
+    # A piece that special_tokens does not define makes the library panic at the first encoding.
+    names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
+    return len(pieces) <= MAX_STEPS and all(name in known for name in names)
+
+
+def is_tame(values: Mapping[str, Any]) -> bool:
+    """Whether the parsed tokenizer.json `values` is built only from parts that cannot blow up (see the module)."""
+    for key, inner, tame in (
+        ("normalizer", "normalizers", _tame_normalizer),
+        ("pre_tokenizer", "pretokenizers", _tame_pre_tokenizer),
+        ("post_processor", "processors", _tame_post_processor),
+    ):
+        steps = _steps(values.get(key), inner)
+        if len(steps) > MAX_STEPS or not all(isinstance(step, dict) and tame(step) for step in steps):
+            return False
+    return True

@@ -1,0 +1,145 @@
+"""Chat templates: which one a model's folder holds, and a conversation rendered by it in a bounded helper process.
+
+Knows where templates lie and what they may be given. Does not know tokens: what comes back is text, see
+`runtime.tokenizer.tokenizer` for how control tokens inside a person's text are kept apart from the template's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.sandbox import Child, ChildError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Tool = Mapping[str, Any]
+
+RENDER_SECONDS = 2.0
+RENDER_MEMORY = 512 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+# What a caller may set, beside messages and tools. Never the template itself, nor names a template uses internally.
+ARGUMENTS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"))
+# The names under which a template sees the tokenizer's special tokens.
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation. Raises UsageError for a role outside `Role`: a role is markup, not text."""
+
+    role: Role
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise UsageError(f"message role {self.role!r:.40} is unknown", f"one of: {', '.join(get_args(Role))}")
+
+
+def token_texts(settings: Fields) -> dict[str, str]:
+    """The special tokens named in tokenizer_config.json (`settings`), each a string or {"content": string}."""
+    texts = {}
+    for name in TOKEN_NAMES:
+        value = settings.values.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+        elif value is not None:
+            raise settings.fail(name, f"must be a string, not {value!r:.40}")
+    return texts
+
+
+def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
+    """Template sources by name; the file wins over tokenizer_config.json, as on the hub."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelError(f"{path.name}: not a file of at most {MAX_TEMPLATE_BYTES} bytes", "mycli verify MODEL")
+        try:
+            return {"default": path.read_text("utf-8")}
+        except ValueError:
+            raise ModelError(f"{path.name}: not UTF-8 text", "mycli verify MODEL") from None
+    value = settings.values.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+    if not isinstance(value, dict) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+        raise settings.fail("chat_template", "must be a string, or a list of objects with name and template")
+    return dict(value)
+
+
+class ChatTemplate:
+    """The chat templates of one model and the helper process that renders them."""
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        """`sources` by name ("default", "tool_use"); `tokens` as `token_texts` gives them."""
+        self._sources = dict(sources)
+        self._tokens = dict(tokens)
+        self._child = Child("mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27)
+
+    @classmethod
+    def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
+        """The templates of `folder`, None if it has none. Order: chat_template.jinja, then tokenizer_config.json."""
+        sources = _find_sources(folder, settings)
+        return cls(sources, token_texts(settings)) if sources else None
+
+    def source(self, tools: bool = False) -> str:
+        """The template's text: of named ones "tool_use" when there are `tools`, otherwise "default"."""
+        if tools and "tool_use" in self._sources:
+            return self._sources["tool_use"]
+        if "default" not in self._sources:
+            raise ModelError(
+                f"tokenizer_config.json: chat_template has {', '.join(sorted(self._sources))} but no default",
+                "put the wanted one into chat_template.jinja",
+            )
+        return self._sources["default"]
+
+    def render(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, str]]],
+        tools: Sequence[Sequence[Tool]] | None,
+        arguments: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+    ) -> list[str]:
+        """Each conversation (messages as objects) rendered with its own tools and arguments.
+
+        Raises UsageError when the template refuses the conversation, ModelError when the template is at fault:
+        an error in it, an attempt to leave the sandbox, more than 2 s, 512 MiB or 8 M characters.
+        """
+        variables = [
+            {
+                **self._tokens,
+                **arguments[index],
+                "messages": messages,
+                "tools": tools[index] if tools else None,
+                "documents": arguments[index].get("documents"),
+                "add_generation_prompt": add_generation_prompt,
+            }
+            for index, messages in enumerate(conversations)
+        ]
+        request = {"template": self.source(bool(tools)), "variables": variables}
+        try:
+            texts: list[str] = self._child.ask(request, RENDER_SECONDS)
+        except ChildError as error:
+            if error.kind == "Refusal":
+                raise UsageError(
+                    f"the model's chat template refuses: {error.message:.300}", "change the messages"
+                ) from None
+            raise ModelError(
+                f"chat template: {error.kind}: {error.message:.300}", "mycli show MODEL --template prints it"
+            ) from None
+        return texts
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """UsageError for a template argument outside `ARGUMENTS`."""
+    for name in arguments:
+        if name not in ARGUMENTS:
+            raise UsageError(
+                f"chat template argument {name!r:.60} is not allowed", f"allowed: {', '.join(sorted(ARGUMENTS))}"
+            )

@@ -1,0 +1,133 @@
+"""The helper process that renders chat templates: the one place where a model's Jinja runs.
+
+Knows Jinja and the environment that `transformers` gives a template (5.23: trim_blocks, lstrip_blocks, loop controls,
+its own tojson, raise_exception, strftime_now, the generation tag). Does not know tokens or messages.
+The sandbox stops escapes, not work: the limits on time and memory come from `runtime.utils.sandbox`.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from mycli.runtime.utils.sandbox import serve
+
+MAX_OUTPUT = 1 << 23  # characters of a rendered conversation
+
+
+class Refusal(TemplateError):
+    """The template itself rejects the conversation (raise_exception)."""
+
+
+class OutputTooLong(Exception):
+    """The rendered text passes MAX_OUTPUT."""
+
+
+def _refuse(message: object) -> None:
+    raise Refusal(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is simply rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict(...)` without the class behind it, which would lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace, refusing the underscore names that reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may not set {name!r} on a namespace")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def build(_: object) -> Callable[[Any], list[str]]:
+    """A handler of {"template": source, "variables": [one object per rendering]}: the rendered texts."""
+    environment = _environment()
+    compiled = lru_cache(4)(environment.from_string)
+
+    def render(request: dict[str, Any]) -> list[str]:
+        template = compiled(request["template"])
+        texts = []
+        for variables in request["variables"]:
+            parts, length = [], 0
+            for part in template.generate(variables):
+                length += len(part)
+                if length > MAX_OUTPUT:
+                    raise OutputTooLong(f"rendered more than {MAX_OUTPUT} characters")
+                parts.append(part)
+            texts.append("".join(parts))
+        return texts
+
+    return render
+
+
+def main() -> None:
+    """Entry point of the helper process."""
+    serve(build)

@@ -1,0 +1,280 @@
+"""A model's tokenizer: text and conversations to token ids, ids to text.
+
+Reads tokenizer.json and tokenizer_config.json with every id and name checked against the model. Knows when a control
+token is meant and when it is only spelled (`runtime.tokenizer.special_tokens`), and which tokenizers need a guard
+(`runtime.tokenizer.backend`). Does not know models, sampling or terminals.
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.tokenizer.backend import Encoder, GuardedPipeline, Pipeline, is_tame
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, token_texts
+from mycli.runtime.tokenizer.detokenizer import Detokenizer
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Marks, strings
+from mycli.runtime.tokenizer.stream import StreamDecoder
+from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
+
+MAX_FILE_BYTES = 128 << 20
+MAX_CONFIG_BYTES = 8 << 20
+MAX_TOKENS = 1 << 22
+MAX_ADDED = 100_000
+MAX_TEXT = 1 << 22  # characters in one call; larger texts are cut by whoever has them
+
+
+def _read_vocabulary(raw: Fields, vocab_size: int) -> list[str | None]:
+    """Token by id from the model section; refuses two tokens with one id and ids without an embedding row."""
+    section = raw.object("model")
+    vocab = section.values.get("vocab")
+    if isinstance(vocab, dict):
+        pairs = list(vocab.items())
+    elif isinstance(vocab, list):  # Unigram: [token, score], the id is the place
+        pairs = [(item[0] if isinstance(item, list) and item else None, index) for index, item in enumerate(vocab)]
+    else:
+        raise section.fail("vocab", "must be an object or a list")
+    if section.has("dropout") and section.number("dropout") > 0:
+        raise section.fail("dropout", "is not supported: encoding would be random")
+    table: list[str | None] = [None] * min(vocab_size, MAX_TOKENS)
+    for token, index in pairs:
+        if type(index) is int and 0 <= index < len(table) and table[index] is None and type(token) is str:
+            table[index] = token
+        else:
+            raise _misplaced(section, "vocab", table, token, index)
+    return table
+
+
+def _misplaced(raw: Fields, key: str, table: list[str | None], token: Any, index: Any) -> ModelError:
+    if type(index) is not int or type(token) is not str:
+        return raw.fail(key, f"holds {str(token)!r:.60} with id {str(index)!r:.40}")
+    if not 0 <= index < len(table):
+        return raw.fail(key, f"gives {token!r:.60} id {index}, but the model has {len(table)} embedding rows")
+    return raw.fail(key, f"gives id {index} to both {table[index]!r:.60} and {token!r:.60}")
+
+
+def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
+    """The added tokens, entered into `table` too."""
+    added = []
+    for item in raw.array("added_tokens", dict, MAX_ADDED):
+        entry = Fields(item, f"{raw.source}: added_tokens")
+        token = AddedToken(
+            id=entry.integer("id", low=0),
+            content=entry.text("content"),
+            special=entry.boolean("special", False),
+            normalized=entry.boolean("normalized", True),
+            lstrip=entry.boolean("lstrip", False),
+            rstrip=entry.boolean("rstrip", False),
+        )
+        if not token.content:
+            raise entry.fail("content", "is empty")
+        if token.id >= len(table) or table[token.id] not in (None, token.content):
+            raise _misplaced(raw, "added_tokens", table, token.content, token.id)
+        table[token.id] = token.content
+        added.append(token)
+    return added
+
+
+class Tokenizer:
+    """Encodes and decodes for one model. `bos` is an id or None, `eos` the tokenizer's own end tokens, maybe none.
+
+    `template` is None for a model without a chat template; `vocabulary` is the token by id, None for unused rows.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        vocabulary: Sequence[str | None],
+        added: Sequence[AddedToken],
+        decoder: Any,
+        names: Mapping[str, str],
+        template: ChatTemplate | None,
+    ) -> None:
+        """`decoder` is the section of tokenizer.json, `names` what `token_texts` found; see `load`."""
+        self.vocabulary = vocabulary
+        self.template = template
+        self._encoder = encoder
+        self._control = ControlText(added, encoder.normalize)
+        self._detokenizer = Detokenizer(vocabulary, {token.id for token in added if token.special}, decoder)
+        self.bos = self._id(names.get("bos_token"))
+        eos = self._id(names.get("eos_token"))
+        self.eos: tuple[int, ...] = () if eos is None else (eos,)
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
+        """The tokenizer of a model with `vocab_size` embedding rows.
+
+        Raises ModelError for files that are damaged, hostile or not of this model: ids without an embedding row, ids
+        given twice, a decoder not supported. A tokenizer that is merely unusual is run in a guarded process.
+        """
+        path = folder / "tokenizer.json"
+        data = _read(path)
+        collecting = gc.isenabled()
+        gc.disable()  # hundreds of thousands of small objects, none of them garbage: half of the parser's time
+        try:
+            raw = parse_object(data, path.name, MAX_FILE_BYTES)
+        finally:
+            if collecting:
+                gc.enable()
+        vocabulary = _read_vocabulary(raw, vocab_size)
+        added = _read_added(raw, vocabulary)
+        encoder = Pipeline(data) if is_tame(raw.values) else GuardedPipeline(path)
+        for token, found in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
+            if found != token.id:
+                raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, but its place is {found}")
+        settings = Fields({}, "tokenizer_config.json")
+        if (folder / settings.source).exists():
+            settings = read_object(folder / settings.source, MAX_CONFIG_BYTES)
+        template = ChatTemplate.load(folder, settings)
+        return cls(encoder, vocabulary, added, raw.values.get("decoder"), token_texts(settings), template)
+
+    def _id(self, token: str | None) -> int | None:
+        return self.vocabulary.index(token) if token is not None and token in self.vocabulary else None
+
+    def encode(self, text: str, *, add_special: bool, allow_special: bool = False) -> list[int]:
+        """The ids of `text`; `add_special` adds what the tokenizer puts around a text, usually BOS.
+
+        Spelled control tokens are encoded as the characters they are, unless `allow_special`. Raises UsageError for a
+        text too long or not Unicode, ModelError where the tokenizer fails.
+        """
+        _check_texts([text])
+        if allow_special or not self._control.spelled_in(text):
+            return self._encoder.encode(text, add_special, plain=False, inside=False)
+        ids = self._encode_plain(text, inside=False)
+        return self._encoder.encode(text, True, plain=True, inside=False) if add_special else ids
+
+    def _encode_plain(self, text: str, inside: bool) -> list[int]:
+        ids = self._encoder.encode(text, False, plain=True, inside=inside)
+        if not self._control.ids.isdisjoint(ids):
+            raise ModelError(
+                "tokenizer.json: the tokenizer makes control tokens of plain characters",
+                "take the control token out of the text, or pass --allow-special",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without special tokens; bytes that are not UTF-8 become U+FFFD (see StreamDecoder)."""
+        stream = StreamDecoder(self)
+        return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that are markup, not text: all added tokens but ordinary blanks."""
+        return self._control.ids
+
+    @property
+    def strip_spaces(self) -> int:
+        """How many spaces the start of a decoded text loses (SentencePiece)."""
+        return self._detokenizer.strip_spaces
+
+    def piece(self, token_id: int, first: bool) -> bytes | None:
+        """The bytes that a token adds to a text, None for a token that shows nothing."""
+        return self._detokenizer.piece(token_id, first)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        allow_special: bool = False,
+        **arguments: Any,
+    ) -> list[int]:
+        """The ids of a conversation as the model's template writes it; no BOS is added to the template's own.
+
+        `arguments` go to the template and are checked against a list (`template.ARGUMENTS`). Control tokens spelled in
+        messages, tools or arguments are plain text (the policy is in `runtime.tokenizer.special_tokens`), unless
+        `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or failing template.
+        """
+        template = self._checked_template(messages, tools, arguments)
+        spelled = not allow_special and (
+            self._control.spelled_in([tools, arguments])
+            or any(self._control.spelled_in(m.content, m.role == "assistant") for m in messages)
+        )
+        if not spelled:
+            text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
+            _check_texts([text])
+            return self._encoder.encode(text, False, plain=False, inside=False)
+        contents = [message.content for message in messages]
+        marks = Marks.absent_from([*contents, *strings([tools, arguments]), template.source(bool(tools))])
+        variants = [
+            (
+                [
+                    {"role": m.role, "content": self._control.wrap(m.content, marks, m.role == "assistant", keep)}
+                    for m in messages
+                ],
+                self._control.wrap(tools, marks, keep=keep),
+                self._control.wrap(arguments, marks, keep=keep),
+            )
+            for keep in (True, False)
+        ]
+        conversations, tool_lists, argument_lists = zip(*variants, strict=True)
+        wrapped_tools = None if tools is None else tool_lists
+        rendered, bare = template.render(conversations, wrapped_tools, argument_lists, add_generation_prompt)
+        _check_texts([rendered])
+        if self._control.written(rendered, marks) != self._control.written(bare, marks):
+            raise UsageError(
+                "the chat template reacts to a control token spelled in a message",
+                "take the control token out of the text, or pass --allow-special",
+            )
+        ids: list[int] = []
+        for stretch in self._control.stretches(rendered, marks):
+            if stretch.plain:
+                ids += self._encode_plain(stretch.text, stretch.inside)
+            else:
+                ids += self._encoder.encode(stretch.text, False, plain=False, inside=False)
+        return ids
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
+    ) -> str:
+        """The text that the template makes of a conversation: to be looked at, `chat` is what a model is given."""
+        template = self._checked_template(messages, tools, arguments)
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        return template.render([conversation], None if tools is None else [tools], [arguments], add_generation_prompt)[
+            0
+        ]
+
+    def _checked_template(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, arguments: Mapping[str, Any]
+    ) -> ChatTemplate:
+        if self.template is None:
+            raise ModelError(
+                "tokenizer_config.json: the model has no chat_template",
+                "mycli run MODEL PROMPT continues a text instead",
+            )
+        if not messages:
+            raise UsageError("a conversation needs at least one message", "write something first")
+        check_arguments(arguments)
+        _check_texts([message.content for message in messages] + list(strings([tools, arguments])))
+        return self.template
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    """UsageError unless all is Unicode (no half surrogate pair) and short enough together."""
+    total = sum(len(text) for text in texts)
+    if total > MAX_TEXT:
+        raise UsageError(f"a text of {total} characters, more than {MAX_TEXT} at once", "shorten it")
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"character {error.start} of the text is half of a surrogate pair", "give valid UTF-8 text"
+            ) from None
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise ModelError(f"{path.name}: no such file in {path.parent}", "mycli pull MODEL fetches a whole model")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}", "check the permissions of the folder") from None

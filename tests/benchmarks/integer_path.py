@@ -1,0 +1,102 @@
+"""What the CPU's 16-bit integer activations cost: a packed model on a text, one way of multiplying against another.
+
+    python -m tests.benchmarks.integer_path MODEL [--tokens 24k]
+
+The reference multiplies exact weights by fp32 activations. Against it: bf16 activations with the native integer
+products, as replies use them; and bf16 activations with products as exact as the reference's, so that only what is
+handed from one product to the next is rounded. The difference of the two is what integers cost.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.cli.options import parse_count
+from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.kernels.cpu.matmul import CpuKernel
+from mycli.runtime.layers.transformer import Block
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+ROWS = 32  # fewer than those for which the kernel turns to other arithmetic
+
+
+class _Exact:
+    """Codes times scales in fp32, and fp32 sums."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        exact = PackedWeight(weight.packed, weight.scales.float(), weight.packing, weight.in_features)
+        self._weight = dequantize(exact)
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x.float() @ self._weight.T).to(x.dtype)
+
+    def dequantize(self) -> Tensor:
+        return self._weight
+
+
+class _Integers:
+    """The native products, few rows at a time."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._inner = CpuKernel().prepare(weight, torch.bfloat16)
+        self.nbytes = self._inner.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([self._inner(part) for part in x.split(ROWS)])
+
+    def dequantize(self) -> Tensor:
+        return self._inner.dequantize()
+
+
+class _Model(StreamedModel):
+    """With every packed product of the blocks made by `product`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, product: type[_Exact] | type[_Integers]) -> None:
+        super().__init__(folder, Placement(torch.device("cpu"), dtype))
+        self._product = product
+
+    def block(self, layer: int) -> Block:
+        """One layer, its products replaced."""
+        block = super().block(layer)
+        for linear in (block.qkv, block.o, block.gate_up, block.down):
+            made: list[Matmul] = [self._product(self._packed(spec.name)) for spec in linear.specs]
+            linear.matmuls = tuple(made)
+        return block
+
+    def _packed(self, name: str) -> PackedWeight:
+        packed = self._checkpoint.read(f"{name}.weight_packed")
+        scales = self._checkpoint.read(f"{name}.weight_scale")
+        shape = next(shape for tensor, shape in self.config.tensors() if tensor == f"{name}.weight")
+        return PackedWeight(packed, scales, self.packings[name], shape[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=parse_count, default=24 << 10)
+    options = parser.parse_args()
+    folder = resolve(options.model, offline=True).folder
+    reference = _Model(folder, torch.float32, _Exact)
+    text = cut(held_out_text(), Tokenizer.load(folder, reference.config.vocab_size), 512, options.tokens)
+    integers, exact = (_Model(folder, torch.bfloat16, product) for product in (_Integers, _Exact))
+    pairs = {
+        "bf16 with integer products against fp32": (integers, reference),
+        "bf16 with exact products against fp32": (exact, reference),
+        "integer products against exact ones": (integers, exact),
+    }
+    for name, (model, against) in pairs.items():
+        found = evaluate(model, text, against).divergence
+        assert found is not None
+        top = f"same top {found.same_top1.value:.2%}"
+        print(f"{name:40}  KL mean {found.kl.value:.4g}, 99% {found.kl_p99:.3g}, {top}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Beside llama.cpp on the same cores in the same minutes: prompt and reply rates of both, and their ratios.
+
+    PYTHONPATH=.links python -m tests.benchmarks.llama_bench MODEL GGUF [--llama-bench PATH]
+        [--rounds 5] [--prefix WORDS]
+
+The path of llama-bench may also stand in $LLAMA_BENCH; without one there is nothing to compare, and that is said. Each
+round runs both programs once, one after the other, so that a busy neighbour hits both; a figure is the median of its
+rounds, a ratio that of the round's own two figures. docs/cpu.md has the results and how the models were made.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def _run(command: Sequence[str]) -> Any:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def peer_rates(program: str, gguf: str, threads: int, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
+    """Tokens per second of llama.cpp: the prompt, the reply."""
+    sizes = ["-p", str(prompt), "-n", str(generate), "-t", str(threads), "-r", "1"]
+    return [float(row["avg_ts"]) for row in _run([*prefix, program, "-m", gguf, *sizes, "-o", "json"])]
+
+
+def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
+    """Tokens per second of mycli: the prompt, the reply."""
+    sizes = ["-p", str(prompt), "-n", str(generate), "-r", "1", "--device", "cpu"]
+    found = _run([*prefix, sys.executable, "-m", "mycli.cli", "bench", model, *sizes, "-o", "json", "-q"])
+    return [float(row["tokens_per_second"]) for row in found["results"]]
+
+
+def main() -> None:
+    """Print one line a round and the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("gguf")
+    parser.add_argument("--llama-bench", default=os.environ.get("LLAMA_BENCH"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--prefix", type=shlex.split, default=[], help="put before both commands")
+    given = parser.parse_args()
+    if not given.llama_bench:
+        print("skipped: no llama-bench (give --llama-bench or set LLAMA_BENCH)")
+        return
+    sizes = given.prompt, given.generate
+    rounds = []
+    for index in range(given.rounds):
+        peer = peer_rates(given.llama_bench, given.gguf, given.threads, *sizes, given.prefix)
+        ours = our_rates(given.model, *sizes, given.prefix)
+        rounds.append((peer, ours))
+        print(f"round {index + 1}: " + "   ".join(f"{o:.1f} / {p:.1f}" for o, p in zip(ours, peer, strict=True)))
+    for test, name in enumerate((f"pp{given.prompt}", f"tg{given.generate}")):
+        us, them = (statistics.median(one[side][test] for one in rounds) for side in (1, 0))
+        ratio = statistics.median(ours[test] / peer[test] for peer, ours in rounds)
+        print(f"{name}: mycli {us:.1f}, llama.cpp {them:.1f} tokens/s, ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What other quantizers make of the same model and the same calibration tokens, beside ours.
+
+    PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --llama FOLDER [--model FOLDER]
+
+`--compressor` is the Python of an environment with llm-compressor (`pip install llmcompressor`), `--llama` the folder
+of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, and a
+line says so. What they make is read by the evaluator that reads ours: KL to the original on the package's held-out text.
+Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head stay.
+"""
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.quant.calibration import sampler as calibration
+from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.pipeline import allocated, plan, quantize
+from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.scheme import Packing, describe, parse_packing
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.conftest import PICO
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+CHILD = Path(__file__).with_name("compressor_child.py")
+TYPES = ["Q8_0", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS"]
+MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of mixtures of llama.cpp
+SCHEMES = [f"int{bits}-g{group}" for bits in (8, 4, 3, 2) for group in (128, 64, 32) if bits < 8 or group > 32]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model folder, who made it and how, and its bits per weight."""
+
+    by: str
+    how: str
+    bits: float
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The model of `source` and what every quantizer is shown, int64 [windows, context]; files go to `folder`."""
+
+    source: Path
+    windows: Tensor
+    folder: Path
+
+
+def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
+    """What this program makes of `recipe`, shown the same windows; `how` names the row."""
+    target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
+    source = Source(shown.source.name, shown.source, None, None)
+    work = plan(source, replace(recipe, samples=samples, seq=seq), report="none")
+    if recipe.target_bpw is not None:
+        work = plan(source, allocated(work, CPU, target), report="none")
+    quantize(work, target, CPU)
+    return Made("mycli", how, packed_bits(target), target)
+
+
+def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Made:
+    """`method` and `packing` by llm-compressor. Raises RuntimeError with the end of what it said."""
+    target, tokens = shown.folder / f"theirs-{method}-{packing.name}", shown.folder / "windows.pt"
+    torch.save(shown.windows, tokens)
+    numbers = str(packing.bits), str(packing.group_size)
+    command = [python, CHILD, shown.source.absolute(), tokens, target, *numbers, method]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=shown.folder)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shown.source / name, target / name)
+    return Made("llm-compressor", f"{method} {packing.name}", packed_bits(target), target)
+
+
+def packed_bits(folder: Path) -> float:
+    """Per weight of the quantized linears of a compressed-tensors folder, scales included."""
+    config, packings = describe(folder)
+    tensors = Manifest.open(folder).tensors
+    nbytes = sum(tensors[f"{name}.{part}"].nbytes for name in packings for part in ("weight_packed", "weight_scale"))
+    blocks = (config.block_linears(layer) for layer in range(config.layers))
+    specs = [spec for block in blocks for group in block.values() for spec in group]
+    assert {spec.name for spec in specs} == set(packings), "a linear is not quantized, or the head is"
+    return 8 * nbytes / sum(spec.out_features * spec.in_features for spec in specs)
+
+
+def llama(programs: Path, shown: Shown, text: Tensor, kinds: list[str]) -> Iterator[Made]:
+    """All `kinds` by llama.cpp, without and with importance matrix, those left out that it does not make.
+
+    Raises ValueError where llama.cpp's perplexity of the unquantized file is not ours: then it is not the same model.
+    """
+    from tests.benchmarks.llama import Llama, second_half_perplexity
+
+    peer = Llama(programs, shown.source, shown.folder)
+    theirs, own = peer.perplexity(peer.model, text), second_half_perplexity(StreamedModel(shown.source, CPU), text)
+    print(f"llama.cpp {peer.version}: perplexity of the unquantized file {theirs:.4f}, by this program {own:.4f}")
+    if abs(theirs / own - 1) > 1e-3:
+        raise ValueError("llama.cpp reads another model than this program")
+    imatrix = peer.imatrix(shown.windows)
+    for kind in kinds:
+        for given in (None, imatrix):
+            try:
+                folder, bits, types = peer.quantize(kind, given)
+            except RuntimeError as error:
+                print(f"llama.cpp: no {kind} {'with' if given else 'without'} importance matrix: {error}")
+                continue
+            held = ", ".join(f"{count} {name}" for name, count in types.most_common())
+            yield Made("llama.cpp", f"{kind}{' + imatrix' if given else ''} ({held})", bits, folder)
+
+
+def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterator[Made]:
+    """Everything that is installed, ours last."""
+    packings = [parse_packing(name) for name in options.schemes]
+    if options.llama is None:
+        print("llama.cpp: not installed (--llama)")
+    else:
+        yield from llama(options.llama, shown, text, options.types)
+    if options.compressor is None:
+        print("llm-compressor: not installed (--compressor)")
+    for packing in packings:
+        if options.compressor and packing.bits < 8:
+            for method in ("rtn", "gptq"):
+                try:
+                    yield compressor(options.compressor, shown, method, packing)
+                except RuntimeError as error:
+                    print(f"llm-compressor: no {method} {packing.name}: {error}")
+        for method in ("rtn", "gptq") if packing.bits < 8 else ("gptq",):
+            yield ours(shown, Recipe(method, packing.bits, packing.group_size), f"{method} {packing.name}")
+    for bits in options.target_bpw:
+        yield ours(shown, Recipe(group=64, target_bpw=bits), f"gptq g64 --target-bpw {bits:g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compressor", type=Path)
+    parser.add_argument("--llama", type=Path)
+    parser.add_argument("--model", type=Path, default=PICO)
+    parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--target-bpw", nargs="*", type=float, default=MIXED)
+    parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=16384)
+    options = parser.parse_args()
+    original = StreamedModel(options.model, CPU)
+    tokenizer = Tokenizer.load(options.model, original.config.vocab_size)
+    windows = calibration.bundled(tokenizer, original.config.vocab_size, options.samples, 512, seed=0).windows
+    text = cut(held_out_text(), tokenizer, 512, options.tokens)
+    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
+    rows: list[tuple[float, str]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for made in all_made(options, Shown(options.model, windows, Path(name)), text.windows):
+            found = evaluate(StreamedModel(made.folder, CPU), text, original)
+            assert found.divergence is not None
+            kl, same = found.divergence.kl, found.divergence.same_top1
+            digits = 4 if kl.value >= 0.001 else 6
+            row = (
+                f"| {made.bits:.3f} | {made.by} | {made.how} | {kl.value:.{digits}f} ± {kl.error:.{digits}f} "
+                f"| {found.perplexity.value:.2f} | {same.value:.1%} |"
+            )
+            print(row, file=sys.stderr, flush=True)
+            rows.append((made.bits, row))
+    print("\n| bits per weight | by | how | KL | perplexity | same top token |\n|---|---|---|---|---|---|")
+    for _, row in sorted(rows):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

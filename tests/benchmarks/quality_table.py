@@ -1,0 +1,162 @@
+"""The figures of docs/quality.md: KL and perplexity on pico of rounding, of plain GPTQ, and of what mycli makes.
+
+    PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
+        [--tokens 16384]
+
+All rows see the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
+the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order,
+groups scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
+"""
+
+import argparse
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mycli.quant import solvers as schemes
+from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.calibration import sampler as calibration
+from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.model_card import Layer
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.error_compensation import Moments
+from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize
+from mycli.quant.solvers import Scheme, Solution, rtn
+from mycli.quant.tuning.end_to_end import tune_scales
+from mycli.quant.work_folder import Solved
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+PICO = Path(__file__).parents[2] / "runtime" / "pico" / "pico"
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+class PlainGptq:
+    """The solver of the original program, column by column."""
+
+    NEEDS_HESSIAN = True
+
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+        """As `Scheme.solve`."""
+        assert hessian is not None
+        weight, hessian = weight.float().clone(), hessian.clone()
+        rows, columns = weight.shape
+        hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+        upper = torch.linalg.cholesky(inverse, upper=True)
+        group = columns // grid.packing.groups(columns)
+        codes = torch.empty(rows, columns, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // group, dtype=grid.scale_dtype)
+        for start in range(0, columns, group):
+            part = weight[:, start : start + group]
+            scale = (part.abs().amax(1) / (grid.half - 0.5)).clamp(min=1e-8).to(grid.scale_dtype)
+            scales[:, start // group] = scale
+            for column in range(start, start + group):
+                level = (weight[:, column] / scale.float()).round().clamp(-grid.half, grid.half - 1)
+                codes[:, column] = level + grid.half
+                error = (weight[:, column] - level * scale.float()) / upper[column, column]
+                weight[:, column:] -= torch.outer(error, upper[column, column:])
+        return Solution(Quantized(codes, scales))
+
+
+class Peer(Solver):
+    """A scheme that aims at the weights as they are."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__("gptq", torch.bfloat16, "mse")
+        self._scheme = scheme
+
+    def solve(
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
+    ) -> tuple[dict[str, Quantized], list[Layer], dict[str, Tensor]]:
+        still = [Moments(each.hessian, torch.zeros_like(each.drift)) for each in (fitted, held)]
+        return super().solve(weights, packing, *still)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3])
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=16384)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    config = StreamedModel(PICO, CPU).config
+    tokenizer = Tokenizer.load(PICO, config.vocab_size)
+    shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
+    text = cut(held_out_text(), tokenizer, 512, options.tokens)
+    original = load_file(PICO / "model.safetensors")
+    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
+    print(f"calibration {options.samples} x {options.seq}, measured on {text.windows.numel()} held-out tokens\n")
+    print("| bits | method | KL | against plain GPTQ | perplexity | same top token | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for bits in options.bits:
+        packings = Recipe(bits=bits, group=options.group).packings(config)
+        ours = Solver("gptq", torch.bfloat16, "mse")
+        solvers: dict[str, Solver | Search] = {
+            "rounding, scale of the largest weight": "absmax",
+            "rounding, searched scale (`--method rtn`)": "mse",
+            "plain GPTQ": Peer(PlainGptq()),
+            "GPTQ of mycli, without refit": Peer(schemes.load("gptq")),
+            "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
+            "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
+            "`--method gptq`": ours,
+            "`--method gptq --tune`": Solver("gptq", torch.bfloat16, "mse", tunes=True),
+        }
+        plain = 0.0
+        for name, solver in solvers.items():
+            state: dict[str, Tensor] = {}
+
+            def sink(solved: Solved, state: dict[str, Tensor] = state) -> None:
+                state.update(solved.changed)
+                for linear, quantized in solved.linears.items():
+                    grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this turn only
+                    state[f"{linear}.weight"] = dequantize(quantized, grid).bfloat16()
+
+            started = time.monotonic()
+            if isinstance(solver, str):
+                for linear, packing in packings.items():
+                    solution = rtn.solve(original[f"{linear}.weight"], Grid(packing, torch.bfloat16, solver))
+                    sink(Solved({linear: solution.quantized}, {}, ()))
+            else:
+                blocks: list[Solved] = []
+                model = StreamedModel(PICO, CPU)
+                quantize_blocks(model, packings, solver, shown.windows, blocks.append)
+                if name.endswith("--tune`"):
+                    tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
+                    blocks = list(tuned.blocks)
+                for block in blocks:
+                    sink(block)
+            seconds = time.monotonic() - started
+            with tempfile.TemporaryDirectory() as folder:
+                copy = shutil.copytree(PICO, Path(folder) / "copy")
+                (copy / "model.safetensors").chmod(0o644)
+                save_file({**original, **state}, copy / "model.safetensors")
+                result = evaluate(StreamedModel(copy, CPU), text, StreamedModel(PICO, CPU))
+            assert result.divergence is not None
+            kl = result.divergence.kl.value
+            plain = kl if name == "plain GPTQ" else plain
+            change = f"{kl / plain - 1:+.0%}" if name != "plain GPTQ" and plain else ""
+            digits = 4 if kl >= 0.001 else 6
+            print(
+                f"| {bits} | {name} | {kl:.{digits}f} ± {result.divergence.kl.error:.{digits}f} | {change} |"
+                f" {result.perplexity.value:.2f} | {result.divergence.same_top1.value:.1%} | {seconds:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

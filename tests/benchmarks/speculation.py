@@ -1,0 +1,201 @@
+"""What speculation makes of a forced acceptance at 1.1 B with a draft of 0.1 B, beside what the arithmetic predicts.
+
+    PYTHONPATH=.links python -m tests.benchmarks.speculation [--target FOLDER --draft FOLDER] [--length 4 8]
+
+Random weights agree on nothing, so each drafted token is kept with the probability asked for; all else is the loop
+that `run` and `chat` use, drawing at temperature 1. In every round and in turn: plain steps, the two kinds of pass
+alone, and the loop. The prediction is (1 + a + ... + a^K) plain steps for one judging pass and K drafting ones
+(Leviathan et al., arXiv 2211.17192); the loop's cost is what a step takes beyond the models' passes, in plain steps.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import load_config
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.speculative.decode import SpeculativeSession
+from mycli.runtime.speculative.draft_length import Fixed, expected_tokens
+from mycli.runtime.speculative.proposers import DraftModel
+
+TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+DRAFT = {"hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 8, "num_attention_heads": 12}
+COMMON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+CPU = Placement(torch.device("cpu"), torch.bfloat16)
+PROMPT = list(range(3, 67))
+CAPACITY = 1024
+
+
+def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
+    """An int4 g128 Llama of `shape` under `folder`."""
+    source, target = folder / "source", folder / "int4"
+    source.mkdir(parents=True)
+    heads = {"num_key_value_heads": shape["num_attention_heads"] // 4, "tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps({**COMMON, **heads, **shape}))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (torch.randn(size, generator=generator) * 0.02 + name.endswith("norm.weight")).bfloat16()
+        for name, size in load_config(source).tensors()
+    }
+    save_file(tensors, source / "model.safetensors")
+    recipe = Recipe(method="rtn", scales="absmax", head="int4")
+    quantize(plan(Source(str(source), source, None, None), recipe), target, CPU, report="none")
+    return target
+
+
+class Forced(Sampler):
+    """Keeps each proposal with the same probability, whatever the models think."""
+
+    def __init__(self, acceptance: float, vocab_size: int, seed: int) -> None:
+        super().__init__(Sampling(temperature=1.0, seed=seed), vocab_size, CPU.device)
+        self._acceptance = acceptance
+
+    def accept(self, chances: Tensor) -> int:
+        """As `Sampler.accept`."""
+        return super().accept(torch.full_like(chances, self._acceptance))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Clock:
+    """Adds up the seconds that a model's passes take."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.seconds = 0.0
+        self._forward = model.forward
+        model.forward = self._timed  # type: ignore[method-assign]  # a hook would cost several times as much
+
+    def _timed(self, *arguments: Any) -> Any:
+        began = time.perf_counter()
+        out = self._forward(*arguments)
+        self.seconds += time.perf_counter() - began
+        return out
+
+
+class Timed(Fixed):
+    """A fixed length that keeps the seconds of each step of this length, and of the model's passes in it."""
+
+    def __init__(self, count: int, clocks: Sequence[Clock]) -> None:
+        super().__init__(count)
+        self._clocks = clocks
+        self.steps: list[tuple[float, float]] = []
+
+    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
+        """As `Pace.judged`."""
+        if drafted == self._count:
+            self.steps.append((seconds, sum(clock.seconds for clock in self._clocks)))
+        for clock in self._clocks:
+            clock.seconds = 0.0
+
+
+class Trial:
+    """One pair of models, one draft length."""
+
+    def __init__(self, target: Transformer, draft: Transformer, clocks: Sequence[Clock], length: int) -> None:
+        self.length, self.vocab = length, target.config.vocab_size
+        self.plain = Session(target, CAPACITY)
+        drafter = DraftModel(draft, CAPACITY, target.nbytes)
+        self.pace = Timed(length, clocks)
+        self.fast = SpeculativeSession(target, CAPACITY, drafter, self.pace)
+        self.fast.warm_up()
+        self.small = Session(draft, CAPACITY)
+
+    def plain_step(self, seed: int) -> float:
+        """Seconds of a token without speculation."""
+        self.plain.forget()
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), self.vocab, CPU.device)
+        list(self.plain.generate(PROMPT, sampler, 24))
+        return statistics.median(self.plain.timing.token_seconds[2:])
+
+    def passes(self) -> tuple[float, float]:
+        """Seconds of a judging pass over the draft and one token more, and of a drafting pass, nothing drawn."""
+        judging, drafting = [], []
+        token = torch.tensor([[5]])
+        self.fast.prefill(PROMPT)
+        self.small.prefill(PROMPT)
+        for _ in range(8):
+            drafting += [seconds(lambda: self.small._forward(token, logits=True)) for _ in range(self.length)]
+            judging.append(seconds(lambda: self.fast._verify([5] * (self.length + 1))))
+        self.fast.forget()
+        self.small.forget()
+        return statistics.median(judging), statistics.median(drafting)
+
+    def loop(self, acceptance: float, seed: int) -> tuple[float, float, float]:
+        """(seconds, seconds beyond the models' passes, tokens) of a step of the real loop."""
+        self.fast.forget()
+        self.fast.drafter.keep(0)
+        self.pace.steps.clear()
+        list(self.fast.generate(PROMPT, Forced(acceptance, self.vocab, seed), 200))
+        record = self.fast.timing.record
+        assert record is not None
+        beyond = statistics.median(step - passes for step, passes in self.pace.steps)
+        return statistics.median(step for step, _ in self.pace.steps), beyond, record.mean_length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.7, 0.8, 0.9])
+    parser.add_argument("--length", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folders = [
+            given or random_model(Path(name) / part, shape)
+            for given, part, shape in ((options.target, "target", TARGET), (options.draft, "draft", DRAFT))
+        ]
+        target, draft = (load_model(folder, CPU) for folder in folders)
+    clocks = [Clock(target), Clock(draft)]
+    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
+    for model, kind in ((target, "target"), (draft, "draft")):
+        print(f"{kind}: {model.config.parameters() / 1e9:.2f} B parameters, {model.nbytes / 2**20:.0f} MiB")
+    print("\n| K | acceptance | plain ms | judge ms | draft ms | step ms | tokens/step | speed-up | predicted | loop |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for length in options.length:
+        trial = Trial(target, draft, clocks, length)
+        for acceptance in options.acceptance:
+            rounds = [
+                (trial.plain_step(seed), *trial.passes(), *trial.loop(acceptance, seed))
+                for seed in range(options.rounds)
+            ]
+            plain, judge, small, step, beyond, tokens = (statistics.median(each) for each in zip(*rounds, strict=True))
+            shares = f"{length} | {acceptance:.0%}"
+            times = " | ".join(f"{1e3 * each:.1f}" for each in (plain, judge, small, step))
+            expected = expected_tokens(acceptance, length) * plain / (judge + length * small)
+            found = f"{tokens:.2f} | {tokens * plain / step:.2f}x | {expected:.2f}x | {beyond / plain:.1%}"
+            print(f"| {shares} | {times} | {found} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The GPU benchmark without a GPU: its arithmetic, its budget, its files, and a whole run at tiny sizes on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.bench.report import Budget, Case, NotInstalled, Part, Report, Row, run
+from tests.gpu.bench.shapes import INT4, LLAMA_8B, floors, roofline_seconds, token_bytes
+
+
+def test_bytes_and_ceilings_of_the_8b_model() -> None:
+    """The published figures at 4.3 TB/s: 3.870 GB and 1,111 tokens/s; 1,039 at 2k of context; 286 in bf16."""
+    assert token_bytes(LLAMA_8B, INT4) == pytest.approx(3.870e9, rel=5e-4)
+    assert 4.3e12 / token_bytes(LLAMA_8B, INT4) == pytest.approx(1111, abs=1)
+    assert 4.3e12 / token_bytes(LLAMA_8B, INT4, 2048) == pytest.approx(1039, abs=1)
+    assert 4.3e12 / token_bytes(LLAMA_8B, None) == pytest.approx(286, abs=1)
+    assert token_bytes(LLAMA_8B, INT4, 2048, 4) - token_bytes(LLAMA_8B, INT4) == 4 * 2048 * 128 * 1024
+
+
+def test_floors_of_the_products() -> None:
+    us = {floor.name: floor.microseconds(4300) for floor in floors(LLAMA_8B, INT4)}
+    assert us == pytest.approx({"qkv": 3.0, "o": 2.0, "gate_up": 14.1, "down": 7.0, "head": 63.0}, abs=0.06)
+
+
+def test_roofline_takes_the_slower_limit() -> None:
+    assert roofline_seconds(790e12, 1.0, 4300, 790) == pytest.approx(1.0)
+    assert roofline_seconds(1.0, 4300e9, 4300, 790) == pytest.approx(1.0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def case(clock: Clock, name: str, seconds: float) -> Case:
+    def measure() -> list[Row]:
+        clock.now += seconds
+        return [{"case": name, "us": seconds, "samples": [seconds]}]
+
+    return Case(name, seconds, measure)
+
+
+def test_budget_drops_the_last_and_says_so(tmp_path: Path) -> None:
+    clock, report = Clock(), Report({"device": "d"}, tmp_path / "r")
+    parts = [
+        Part("a", 0, lambda: iter([case(clock, "1", 4), case(clock, "2", 4)])),
+        Part("b", 0, lambda: iter([case(clock, "3", 4), case(clock, "4", 2)])),
+        Part("c", 5, lambda: iter([case(clock, "5", 0)])),
+    ]
+    run(report, parts, Budget(10, clock))
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert [row["case"] for rows in found["parts"].values() for row in rows] == ["1", "2", "4"]
+    assert [(note["part"], note["case"], note["kind"]) for note in found["notes"]] == [
+        ("b", "3", "dropped"),
+        ("c", "all", "dropped"),
+    ]
+
+
+def test_a_failure_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+    clock, report = Clock(), Report({"device": "d"}, tmp_path / "r")
+
+    def fail() -> list[Row]:
+        raise RuntimeError("no such | kernel")
+
+    def absent() -> list[Row]:
+        raise NotInstalled("marlin")
+
+    def breaks() -> Iterator[Case]:
+        yield case(clock, "2", 1)
+        raise MemoryError("out")
+
+    run(
+        report,
+        [Part("a", 0, lambda: iter([Case("1", 0, fail), Case("0", 0, absent)])), Part("b", 0, breaks)],
+        Budget(9),
+    )
+    assert [(note["case"], note["kind"]) for note in report.notes] == [
+        ("1", "error"),
+        ("0", "not installed"),
+        ("all", "error"),
+    ]
+    assert "no such / kernel" in (tmp_path / "r.md").read_text() and report.rows["b"][0]["case"] == "2"
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
+    clock, report = Clock(), Report({"device": "d"}, tmp_path / "r")
+
+    def killed() -> list[Row]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(report, [Part("a", 0, lambda: iter([case(clock, "1", 1), Case("2", 0, killed)]))], Budget(9))
+    assert [row["case"] for row in json.loads((tmp_path / "r.json").read_text())["parts"]["a"]] == ["1"]
+
+
+def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
+    """In a process of its own, as `make bench-gpu` runs it; every row has its fields, and nothing failed."""
+    command = [sys.executable, "-m", "tests.gpu.bench", "--device", "cpu", "--tiny"]
+    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True, cwd=Path(__file__).parents[2])
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert found["schema"] == 1 and {"device", "date", "torch", "command"} <= set(found)
+    assert {note["kind"] for note in found["notes"]} == {"not installed"}
+    assert all(row["relative error"] < 5e-3 for row in found["parts"]["error against fp64"])
+    products = found["parts"]["products, int4-g128"]
+    assert {row["kernel"] for row in products} >= {"torch bf16"} and all(row["us"] > 0 for row in products)
+    assert len(found["parts"]) == 13
+    (made,) = found["parts"]["quantization, Llama-3.1-8B"]
+    assert made["s for 32 layers"] > made["s a layer"] > 0
+    assert [row["process"] for row in found["parts"]["cold start"]] == ["import torch, device ready", "run pico -n 1"]
+    assert all(row["tokens/s"] > 0 for row in found["parts"]["transformers, Llama-3.1-8B"])
+    assert "% of roofline" in next(tmp_path.glob("*.md")).read_text()

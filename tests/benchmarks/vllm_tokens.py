@@ -1,0 +1,107 @@
+"""vLLM on the CPU, two ranks, reads a folder that we quantized and says what we say: greedy tokens of pico.
+
+    make test-vllm        # or: python -m tests.benchmarks.vllm_tokens --python ENV/bin/python
+
+vLLM lives in an environment of its own; the Makefile says how it is made. Its CPU build (0.32) has a kernel for 4 bits
+only; for other widths it is given a plain one (`vllm_plain`), so that its reading and splitting of the folder is tried
+and its arithmetic is not. It computes in bf16, so two tokens that are equally likely may change places: each of its
+tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over its reply.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mycli.quant.evaluate import held_out_text
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.conftest import PICO
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+TIE = 0.15  # of a logit: some steps of bf16 at the size of pico's logits
+PROMPTS, PROMPT, REPLY = 8, 48, 32
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
+
+
+def plugin(folder: Path) -> None:
+    """A package in `folder` that a Python with it on its path, and so every rank of vLLM, finds `vllm_plain` by."""
+    info = folder / "vllm_plain-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-plain\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplain = vllm_plain:register\n")
+    shutil.copy(Path(__file__).with_name("vllm_plain.py"), folder)
+
+
+def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path: Path) -> list[list[int]]:
+    """vLLM's replies; `path` is where its Python looks for more packages."""
+    child = Path(__file__).with_name("vllm_child.py")
+    command = [python, str(child), str(folder), str(ranks), "bfloat16", str(REPLY), json.dumps(prompts)]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OMP_"))}
+    ran = subprocess.run(command, env={**kept, **ENVIRONMENT, "PYTHONPATH": str(path)}, capture_output=True, text=True)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("tokens ")]
+    if not lines:
+        raise SystemExit(f"vLLM failed ({ran.returncode}):\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
+    replies: list[list[int]] = json.loads(lines[0].removeprefix("tokens "))
+    return replies
+
+
+def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[int, int, float]:
+    """Tokens that are our greedy ones, all tokens, and how far below ours the worst of the others lies."""
+    model = StreamedModel(folder, CPU)
+    tokens = torch.tensor([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
+    hidden = model.hidden(tokens)
+    same, worst = 0, 0.0
+    for row, ids in zip(hidden, tokens, strict=True):
+        logits = model.logits(row[PROMPT - 1 : -1])
+        chosen = logits.gather(1, ids[PROMPT:, None]).squeeze(1)
+        below = logits.max(1).values - chosen
+        same += int((below == 0).sum())
+        worst = max(worst, float(below.max()))
+    return same, tokens.shape[0] * REPLY, worst
+
+
+def main() -> None:
+    """One line a width; a failure ends the program with 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 8, 3, 2])
+    given = parser.parse_args()
+    if not given.python or not Path(given.python).exists():
+        print("skipped: no environment with vLLM (make test-vllm makes one)")
+        return
+    tokenizer = Tokenizer.load(PICO, StreamedModel(PICO, CPU).config.vocab_size)
+    ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
+    prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
+    failed = False
+    for bits in given.bits:
+        with tempfile.TemporaryDirectory() as name:
+            folder, site = Path(name) / "out", Path(name) / "site"
+            site.mkdir()
+            plugin(site)
+            work = plan(Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none")
+            quantize(work, folder, CPU)
+            same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks, site))
+        ok = worst <= TIE
+        failed |= not ok
+        print(
+            f"{bits} bits, {given.ranks} ranks: {same} of {tokens} greedy tokens are ours, the others at most"
+            f" {worst:.3f} below in the logit: {'ok' if ok else 'FAILED'}",
+            flush=True,
+        )
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

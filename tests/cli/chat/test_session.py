@@ -1,0 +1,116 @@
+"""What a chat decides without a terminal: switches of templates, and what a failed or stopped reply leaves behind."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycli.cli.chat.history import Conversation
+from mycli.cli.chat.session import Chat, compact, thinking
+from mycli.cli.command import Call
+from mycli.cli.load import Loaded
+from mycli.cli.output import Output
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.tokenizer.chat_template import ChatTemplate
+from tests.conftest import PICO
+
+
+@pytest.fixture(scope="module")
+def assistant() -> Assistant:
+    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+
+
+@pytest.fixture
+def chat(assistant: Assistant) -> Chat:
+    loaded = Loaded(
+        Source("pico", PICO, None, None),
+        Placement(torch.device("cpu"), torch.float32),
+        assistant,
+        Session(assistant.model, 96),
+    )
+    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), loaded, Sampling())
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("{% if enable_thinking is false %}{% endif %}", ["enable_thinking"]),
+        ("{% if thinking %}x{% endif %}", ["thinking"]),
+        ("{% if thinking and enable_thinking %}x{% endif %}", ["enable_thinking", "thinking"]),
+    ],
+)
+def test_the_switch_that_the_template_knows(source: str, names: list[str]) -> None:
+    template = ChatTemplate({"default": source}, {})
+    assert thinking(template, True) == dict.fromkeys(names, True)
+    assert thinking(template, False) == dict.fromkeys(names, False)
+
+
+def test_a_template_without_a_switch_says_so() -> None:
+    with pytest.raises(UsageError, match="no switch"):
+        thinking(ChatTemplate({"default": "{{ rethinking }}"}, {}), True)
+
+
+def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
+    """F1: with both numbers."""
+    chat.answer("What is the capital of Japan?")
+    chat.conversation.reading.append(("long.txt", "word " * 200))
+    turns = list(chat.conversation.turns)
+    with pytest.raises(UsageError, match=r"has \d+ tokens, the context room for 96"):
+        chat.answer("Sum it up.")
+    assert chat.conversation.turns == turns and chat.conversation.reading
+    chat.conversation.reading.clear()
+    chat.ask("What is the capital of France?", instead=True)
+    assert [turn.content for turn in chat.conversation.turns] == [
+        "What is the capital of France?",
+        "The capital of France is Paris.",
+    ]
+
+
+@pytest.mark.parametrize("way", ["ctrl-c", "damaged"])
+def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """D15 keeps what was said; F5 takes the turn back. Either way the conversation can go on."""
+    chat.session_file = tmp_path / "session.json"
+
+    def broken(self: Reply) -> Iterator[str]:
+        yield "half "
+        raise KeyboardInterrupt if way == "ctrl-c" else ModelError("not a number", "verify")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reply, "__iter__", broken)
+        if way == "ctrl-c":
+            chat.answer("What is the capital of Japan?")
+        else:
+            with pytest.raises(ModelError):
+                chat.answer("What is the capital of Japan?")
+    kept = Conversation()
+    if way == "ctrl-c":
+        kept.load(chat.session_file)
+        assert [turn.content for turn in kept.turns] == ["What is the capital of Japan?", "half "]
+    else:
+        assert not chat.conversation.turns and not chat.session_file.exists()
+    chat.answer("What is the capital of Japan?")
+    assert chat.conversation.turns[-1].content == "The capital of Japan is Tokyo."
+
+
+def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
+    chat.overflow = "drop-oldest"
+    chat.conversation.system = "You are Pico."
+    for country in ("Japan", "France", "Italy", "Spain", "Japan", "France"):
+        chat.answer(f"What is the capital of {country}?")
+        assert chat.loaded.session.timing.prompt <= 96 - 96 // 4
+    assert chat.conversation.hidden > 0 and len(chat.conversation.turns) == 12
+    assert chat.conversation.messages()[0].content == "You are Pico."
+    with pytest.raises(UsageError, match="the context room for 96"):
+        chat.answer("word " * 200)
+    assert len(chat.conversation.turns) == 12
+
+
+def test_counts_are_short() -> None:
+    assert (compact(212), compact(1234)) == ("212", "1.2k")

@@ -1,0 +1,123 @@
+"""`mycli bench`: formats, records and the regression gate, on pico with short tests."""
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.main import main
+from mycli.runtime.diagnostics import throughput as bench
+from mycli.runtime.errors import ExitCode
+
+SHORT = ("pico", "-p", "4", "-n", "2", "-r", "2", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 20.0)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*SHORT, "-d", "0,8") == ExitCode.OK
+    captured = capsys.readouterr()
+    lines = [line.split("|") for line in captured.out.splitlines()]
+    assert [cells[6].strip(" -") for cells in lines] == ["test", "", "pp4", "tg2", "pp4 @ d8", "tg2 @ d8"]
+    assert all(" ± " in cells[7] for cells in lines[2:])
+    assert lines[2][8].strip().endswith("ms") and not lines[2][9].strip()  # a prompt has a TTFT, a reply a TPOT
+    assert lines[3][9].strip().endswith("ms") and lines[3][10].strip().endswith("%")
+    assert "20.0 GB/s" in captured.err
+
+
+def test_json_has_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*SHORT, "--json") == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    prompt, reply = found["results"]
+    assert found["schema_version"] == 1
+    for row in (prompt, reply):
+        assert len(row["samples"]) == 2 and sum(row["samples"]) / 2 == pytest.approx(row["tokens_per_second"])
+        assert row["size_bytes"] == 2 * 5_770_496 and row["bits_per_weight"] == 16
+        assert row["dtype"] == row["kv"] == "bf16" and row["device"] == "cpu" and row["peak_bytes"] > 50 << 20
+        assert row["warmup_seconds"] > 0 and row["load_seconds"] > 0
+    assert prompt["ttft_p50_seconds"] > 0 and prompt["tpot_p50_seconds"] is None
+    assert reply["tpot_p99_seconds"] >= reply["tpot_p50_seconds"] > 0 and reply["bandwidth_share"] > 0
+
+
+def test_jsonl_and_csv_hold_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*SHORT, "-o", "jsonl") == ExitCode.OK
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["test"] for line in lines] == ["pp4", "tg2"]
+    assert call(*SHORT, "-o", "csv") == ExitCode.OK
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["test"] for row in rows] == ["pp4", "tg2"]
+    assert set(rows[0]) == set(lines[0]) - {"schema_version"}
+    assert len(rows[0]["samples"].split()) == 2
+
+
+def record(path: Path, factor: float, *, test: str = "tg2") -> Path:
+    """A saved run whose rates are `factor` times what any machine reaches."""
+    row = {"model": "pico", "test": test, "device": "cpu", "dtype": "bf16", "kv": "bf16"}
+    path.write_text(json.dumps({"schema_version": 1, "results": [{**row, "samples": [factor, factor * 1.01]}]}))
+    return path
+
+
+def test_compare_with_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "before.json"
+    assert call(*SHORT, "--save", str(saved)) == ExitCode.OK
+    assert call(*SHORT, "--compare", str(saved)) == ExitCode.OK
+    assert re.search(r"\| *change *\|", capsys.readouterr().out)
+    assert call(*SHORT, "--compare", str(saved), "--json") == ExitCode.OK
+    for row in json.loads(capsys.readouterr().out)["results"]:
+        low, high = row["change_95"]
+        assert low <= row["change"] <= high
+    assert call(*SHORT, "-r", "1", "--compare", str(saved), "--json") == ExitCode.OK
+    assert [row["change_95"] for row in json.loads(capsys.readouterr().out)["results"]] == [None, None]
+
+
+@pytest.mark.parametrize("before, code", [(1e9, ExitCode.GATE), (1e-3, ExitCode.OK)], ids=["slower", "faster"])
+def test_regression_gate(tmp_path: Path, before: float, code: ExitCode, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record(tmp_path / "before.json", before)
+    assert call(*SHORT, "--compare", str(path), "--fail-on-regress", "5%") == code
+    assert ("slower than before: pico tg2" in capsys.readouterr().err) is (code == ExitCode.GATE)
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["-o", "xml"], ExitCode.USAGE),
+        (["-p", "many"], ExitCode.USAGE),
+        (["-p", "0", "-n", "0"], ExitCode.USAGE),
+        (["-b", "0"], ExitCode.USAGE),
+        (["-d", "4k"], ExitCode.USAGE),
+        (["-r", "0"], ExitCode.USAGE),
+        (["--fail-on-regress", "5%"], ExitCode.USAGE),
+        (["--fail-on-regress", "little", "--compare", "x"], ExitCode.USAGE),
+        (["--compare", "/nowhere.json"], ExitCode.MODEL),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
+)
+def test_what_cannot_be_measured(arguments: list[str], code: ExitCode, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pico", "--device", "cpu", *arguments) == code
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"results": [{"test": "tg2"}]}', '{"results": [{"samples": [-1.0]}]}'])
+def test_a_file_that_is_no_record_is_refused_before_the_work(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert call("pico", "--compare", str(path)) == ExitCode.MODEL
+
+
+def test_other_tests_than_the_saved_ones_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*SHORT, "--compare", str(record(tmp_path / "b.json", 1.0, test="tg999"))) == ExitCode.USAGE
+    assert "none of these tests" in capsys.readouterr().err

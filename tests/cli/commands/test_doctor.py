@@ -1,0 +1,84 @@
+"""`mycli doctor` on a healthy machine and on one that is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.main import main
+from mycli.runtime.device.bandwidth import remembered
+from mycli.runtime.device.nvml import Gpu
+from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.diagnostics import selftest as doctor
+from mycli.runtime.diagnostics import throughput as bench
+from mycli.runtime.errors import ExitCode, ResourceError
+from mycli.runtime.kernels.cpu import build as cpu_build
+from mycli.runtime.quantization.scheme import Packing
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 20.0)
+    monkeypatch.setattr(doctor, "PACKINGS", (Packing(4, 128),))
+    return tmp_path / "state" / "mycli"
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--device", "cpu", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_healthy(capsys: pytest.CaptureFixture[str], state: Path) -> None:
+    assert call() == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "CPU kernel" in text and ("native" in text or "not built" in text)
+    for part in ("torch 2.", "GiB free of", "20.0 GB/s", doctor.ANSWER, "int4-g128", "used", "relative error"):
+        assert part in text, part
+    assert remembered(state, cpu_name()) == 20
+
+
+def test_says_why_replies_are_slow_without_a_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "native", lambda: "no GNU C++ compiler found")
+    assert call() == ExitCode.OK
+    assert "not built: no GNU C++ compiler found; torch's 4-bit operator" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--json") == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["reply"] == doctor.ANSWER and found["bandwidth_gb_per_second"] == 20
+    assert sum(kernel["used"] for kernel in found["kernels"]) >= 1 and all(kernel["ok"] for kernel in found["kernels"])
+
+
+def test_a_wrong_reply_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "golden_reply", lambda placement: "The capital of Japan is Paris.")
+    assert call() == ExitCode.GATE
+    assert "instead of" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TOLERANCE", 0.0)
+    assert call() == ExitCode.GATE
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out and "is wrong on int4-g128" in captured.err
+
+
+def test_a_broken_driver_is_reported_not_fatal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mycli.cli.commands import doctor as command
+
+    def broken() -> list[Gpu]:
+        raise ResourceError("the NVIDIA driver does not answer: code 999")
+
+    monkeypatch.setattr(command, "gpus", broken)
+    assert call() == ExitCode.OK
+    assert "does not answer" in capsys.readouterr().out
+    monkeypatch.setattr(command, "gpus", lambda: [Gpu(0, "NVIDIA H200", 140 << 30, 130 << 30, (9, 0), "580.1", 1980)])
+    assert call() == ExitCode.OK
+    assert "NVIDIA H200, compute 9.0, 130.00 GiB free of 140.00 GiB, driver 580.1" in capsys.readouterr().out

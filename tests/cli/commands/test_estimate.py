@@ -1,0 +1,250 @@
+"""`mycli estimate` as a person and a program see it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.main import main
+from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.errors import ExitCode
+from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+from tests.conftest import ROOT
+from tests.support.hub_server import HubServer, hub_server
+
+PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path / "state" / "mycli"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A folder that holds nothing but the config.json of Llama-3.1-8B."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]["config"]))
+    return str(folder)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["estimate", *arguments])
+    return int(stop.value.code or 0)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert call(*arguments, "--json") == ExitCode.OK
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["schema_version"] == 1
+    return found
+
+
+def test_a_config_is_enough(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, llama)
+    assert found["parameters"] == 8_030_261_248
+    assert found["bytes"]["weights"] + found["bytes"]["embeddings_and_head"] == 2 * 8_030_261_248
+    parts = [found["bytes"][key] for key in found["bytes"] if key not in ("total", "free")]
+    assert found["bytes"]["total"] == sum(parts)
+    assert found["context"] == 8192 and found["device"] == "cpu"
+
+
+def test_what_a_person_reads(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(llama, "--quant", "gptq-int4-g128", "--ctx", "4k", "--gpu", "24GiB", "--bandwidth", "1008") == 0
+    text = capsys.readouterr().out
+    for line in (
+        "int4-g128 · 8,030,261,248 parameters",
+        "weights              3.35 GiB",
+        "embeddings and head  1.96 GiB",
+        "KV cache             0.5 GiB  (4096 tokens x 1, 128.0 KiB a token)",
+        "CUDA context         0.5 GiB",
+        "free                 24.00 GiB",
+        "fits, ",
+        "217 tok/s empty, 194 tok/s at 4096 tokens  (1008 GB/s, as given)",
+    ):
+        assert line in text, line
+
+
+def test_too_large_says_by_how_much_and_what_to_do(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(llama, "--gpu", "12GiB") == ExitCode.OK  # the question is answered
+    text = capsys.readouterr().out
+    assert "does not fit: 4.77 GiB too much; quantize it: mycli quantize MODEL --bits 8" in text
+
+
+def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = answer(capsys, llama)["bytes"]
+    larger = answer(capsys, llama, "--batch", "4", "--dtype", "fp32", "--draft", "pico", "--ctx", "2k")["bytes"]
+    assert larger["cache"] == 2 * plain["cache"]  # 4 sequences, twice the bytes, a quarter of the context
+    assert larger["weights"] == 2 * plain["weights"]
+    assert larger["draft"] == 2 * 5_770_496 + 4 * 2048 * 6 * 2 * 2 * 64 * 2
+
+
+def test_a_measured_bandwidth_is_used(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "pico")["ceiling_tokens_per_second"] == []
+    remember(state, cpu_name(), 20)
+    found = answer(capsys, "pico")
+    assert (found["bandwidth_gb_per_second"], found["bandwidth_source"]) == (20, "measured here")
+    assert [speed["depth"] for speed in found["ceiling_tokens_per_second"]] == [0, 2048]
+    assert found["ceiling_tokens_per_second"][0]["rate"] == pytest.approx(20e9 / (2 * 5_770_496))
+
+
+def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = answer(capsys, llama, "--quant", "int4-g128")
+    path = Path(llama) / "config.json"
+    config, _ = describe(Path(llama))
+    names = [spec.name for layer in range(32) for group in config.block_linears(layer).values() for spec in group]
+    section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+    packed = answer(capsys, llama)
+    assert packed["bytes"] == {**dense["bytes"], "free": packed["bytes"]["free"]}
+    assert packed["scheme"] == "int4-g128"
+    assert call(llama, "--quant", "int8") == ExitCode.USAGE
+    assert "quantized already" in capsys.readouterr().err
+    fitted = answer(capsys, llama, "--fit", "--gpu", "12GiB")
+    assert fitted["commands"] == [f"mycli chat {llama} --ctx {fitted['context']}"] and fitted["context"] > 8192
+    rows = answer(capsys, llama, "--table")["table"]
+    assert {row["scheme"] for row in rows} == {"int4-g128"}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.address())
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "MYCLI_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def test_a_model_of_the_hub_is_estimated_from_its_config_alone(
+    server: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = json.dumps(PUBLISHED["Llama-3.2-1B"]["config"]).encode()
+    server.add("org/model", {"config.json": config, "model.safetensors": b"x" * 2000})
+    assert answer(capsys, "org/model")["parameters"] == 1_235_814_400
+    assert answer(capsys, "pico", "--draft", "org/model@main")["bytes"]["draft"] > 2 * 1_235_814_400
+    assert not server.requests("model.safetensors") and not (tmp_path / "hf").exists()
+    assert call("org/model", "--offline") == ExitCode.NOT_FOUND
+    assert call("org/other") == ExitCode.NOT_FOUND
+    assert call("org/model", "--verify") == ExitCode.NOT_FOUND
+    assert "mycli pull org/model" in capsys.readouterr().err
+
+
+def test_a_bad_config_of_the_hub_is_named(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.add("org/bad", {"config.json": b'{"model_type": "mamba"}'})
+    server.add("org/huge", {"config.json": b" " * (2 << 20)})
+    assert call("org/bad") == ExitCode.MODEL
+    assert "org/bad: config.json: model_type 'mamba'" in capsys.readouterr().err
+    assert call("org/huge") == ExitCode.MODEL
+
+
+def test_table_is_schemes_by_contexts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, llama, "--table", "--gpu", "8GiB", "--ctx", "4k")["table"]
+    assert [row["context"] for row in found[:5]] == [2048, 4096, 8192, 32768, 131072]
+    assert len(found) == 25
+    assert {(row["scheme"], row["context"]) for row in found if row["fits"]} == {
+        ("int4-g128", 2048),
+        ("int4-g128", 4096),
+        ("int4-g128", 8192),
+        ("int3-g128", 2048),
+        ("int3-g128", 4096),
+        ("int3-g128", 8192),
+        ("int2-g128", 2048),
+        ("int2-g128", 4096),
+        ("int2-g128", 8192),
+    }
+    assert call(llama, "--table", "--gpu", "8GiB") == ExitCode.OK
+    captured = capsys.readouterr()
+    dense = [cell.strip() for cell in captured.out.splitlines()[2].split("|")]
+    assert dense[1] == "bfloat16" and all(cell.endswith(" GiB !") for cell in dense[2:-1])
+    assert "8.00 GiB free" in captured.err
+
+
+def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, llama, "--fit", "--gpu", "8GiB")
+    name = f"{Path(llama).name}-int4-g128"
+    assert found["fits"] and found["scheme"] == "int4-g128"
+    assert found["commands"] == [
+        f"mycli quantize {llama} --bits 4 --group 128 -o {name}",
+        f"mycli chat {name} --ctx {found['context']}",
+    ]
+    asked = answer(capsys, llama, "--fit", "--gpu", "24GiB", "--quant", "int8-channel", "--ctx", "16k")
+    assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
+    small = answer(capsys, llama, "--quant", "int4-g64", "--head", "int8", "--fit", "--gpu", "8GiB")
+    assert "--bits 4 --group 64 --head int8 -o" in small["commands"][0] and small["scheme"] == "int4-g64+int8-g64"
+    assert call(llama, "--fit", "--gpu", "2GiB") == ExitCode.RESOURCES
+    assert "2.00 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks, possible", [(2, True), (3, False)])
+def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: int, possible: bool) -> None:
+    found = answer(capsys, llama, "--quant", "int4-g128", "--tp", str(ranks))["tensor_parallel"]
+    assert (found["ranks"], found["possible"]) == (ranks, possible)
+    assert call(llama, "--quant", "int4-g128", "--tp", str(ranks)) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert ("32 heads cannot be shared by 3" in text) is not possible
+    assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
+
+
+def test_verify_compares_with_a_real_process() -> None:
+    # So small a model is mostly Python and torch, which differ by some MiB between machines.
+    command = [sys.executable, "-m", "mycli.cli", "estimate", "pico", "--verify", "--device", "cpu", "--json"]
+    done = subprocess.run([*command, "--tol", "10%"], check=True, capture_output=True, text=True)
+    errors = {part["part"]: part["error"] for part in json.loads(done.stdout)["parts"]}
+    assert all(abs(errors[part]) <= 0.03 for part in ("weights", "embeddings and head", "cache"))
+    assert abs(errors["total"]) <= 0.1
+
+
+def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from mycli.runtime.diagnostics import memory_check as footprint
+
+    monkeypatch.setattr(footprint, "cache_positions", lambda context: context + 512)
+    assert call("pico", "--verify", "--device", "cpu", "--ctx", "1k") == ExitCode.GATE
+    assert "cache +50.0%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["--ctx", "1M"], ExitCode.USAGE),
+        (["--quant", "int5-g128"], ExitCode.USAGE),
+        (["--quant", "int4-g100"], ExitCode.USAGE),
+        (["--device", "tpu"], ExitCode.USAGE),
+        (["--device", "cuda"], ExitCode.RESOURCES),
+        (["--batch", "0"], ExitCode.USAGE),
+        (["--tol", "much"], ExitCode.USAGE),
+        (["--tol", "nan%"], ExitCode.USAGE),
+        (["--dtype", "fp8"], ExitCode.USAGE),
+        (["--head", "int8"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int3"], ExitCode.USAGE),
+        (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
+        (["--fit", "--table"], ExitCode.USAGE),
+        (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
+        (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
+)
+def test_what_cannot_be_answered(arguments: list[str], code: ExitCode, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pico", *arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err
+
+
+def test_no_torch_unless_it_verifies() -> None:
+    code = (
+        "import sys\n"
+        "from mycli.cli.main import main\n"
+        "try: main(['estimate', 'pico', '--table', '-q'])\n"
+        "except SystemExit as stop: sys.exit(bool(stop.code) or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,187 @@
+"""`mycli pull`, `list`, `show`, `verify` and `rm` as processes, against a server on loopback."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PICO, Mycli
+from tests.support.hub_server import Fault, HubServer, hub_server
+
+FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
+REPO = "org/pico-copy"
+
+
+@pytest.fixture
+def server(environment: dict[str, str]) -> Iterator[HubServer]:
+    for name in [name for name in environment if name.lower().endswith("_proxy")]:
+        del environment[name]
+    with hub_server() as running:
+        running.add(REPO, FILES)
+        environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
+        yield running
+
+
+def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
+    total = sum(map(len, FILES.values()))
+    planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)
+    assert planned["new_bytes"] == planned["bytes"] == total and planned["folder"] is None
+    assert not (tmp_path / "hf").exists()
+    remote = json.loads(mycli("show", REPO, "--json").stdout)
+    assert remote["parameters"] == 5_770_496 and remote["folder"] is None and remote["repo"] == REPO
+
+    pulled = mycli("pull", REPO)
+    folder = Path(pulled.stdout.strip())
+    assert pulled.returncode == 0 and folder.parent.name == "snapshots" and "fetched and verified" in pulled.stderr
+    again = mycli("pull", REPO, "--dry-run")
+    assert "new: 0 GiB (0 bytes)" in again.stdout and "| cached |" in again.stdout
+    assert json.loads(mycli("pull", REPO, "--offline", "--json").stdout)["folder"] == str(folder)
+
+    (entry,) = [m for m in json.loads(mycli("list", "--json").stdout)["models"] if m["kind"] == "hub"]
+    assert entry["name"] == REPO and entry["usable"] and entry["bytes"] == total and REPO in mycli("list").stdout
+    assert json.loads(mycli("show", REPO, "--json").stdout)["folder"] == str(folder)
+    assert mycli("run", REPO, "What is the capital of Japan?", "--temperature", "0", "--device", "cpu").returncode == 0
+
+    assert mycli("verify", REPO).returncode == 0
+    blob = (folder / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x55")
+    broken = mycli("verify", REPO)
+    assert broken.returncode == 6 and "model.safetensors" in broken.stderr and "--drop" in broken.stderr
+    answer = mycli("verify", REPO, "--drop", "--json")
+    assert answer.returncode == 6 and json.loads(answer.stdout)["dropped"] == ["model.safetensors"]
+    partial = mycli("run", REPO, "Hi", "--offline")
+    assert partial.returncode == 4 and "missing model.safetensors" in partial.stderr
+    assert mycli("pull", REPO, "-q").returncode == mycli("verify", REPO, "-q").returncode == 0
+
+    refused = mycli("rm", REPO)
+    assert refused.returncode == 2 and "--yes" in refused.stderr and folder.exists(), "nobody was asked"
+    gone = mycli("rm", REPO, "--yes")
+    assert gone.returncode == 0 and not folder.exists() and mycli("rm", REPO, "-y").returncode == 4
+
+
+def test_d16_ctrl_c_keeps_what_arrived(
+    server: HubServer, environment: dict[str, str], tmp_path: Path, mycli: Mycli
+) -> None:
+    server.fail("storage:", Fault(seconds_per_block=0.05), times=2)
+    command = [sys.executable, "-m", "mycli.cli", "pull", REPO]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    for _ in range(500):
+        if any(path.stat().st_size > 4096 for path in (tmp_path / "hf").rglob("*.incomplete")):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in said and "goes on from here" in said
+    (left,) = (tmp_path / "hf").rglob("*.incomplete")
+    size = left.stat().st_size
+    server.forgive()
+    assert mycli("pull", REPO).returncode == 0
+    assert f"bytes={size}-" in [request.headers.get("Range") for request in server.requests("storage:")]
+
+
+def test_d11_errors_are_one_line_and_4(server: HubServer, mycli: Mycli) -> None:
+    gated = Fault(status=403, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": "\x1b]0;owned\x07"})
+    server.fail("/resolve/", gated, times=9)
+    done = mycli("pull", REPO, env={"HF_TOKEN": "hf_verysecret"})
+    assert done.returncode == 4 and "gated" in done.stderr and "hf_verysecret" not in done.stdout + done.stderr
+    assert "\x1b" not in done.stderr and "Traceback" not in done.stderr
+    server.forgive()
+    missing = mycli("pull", "org/none", "--json")
+    assert missing.returncode == 4 and json.loads(missing.stdout)["error"]["exit_code"] == 4
+    bad = mycli("pull", REPO, env={"HF_TOKEN": "hf_very\x01secret"})
+    assert bad.returncode == 2 and "secret" not in bad.stderr
+    assert mycli("pull", REPO, env={"HF_ENDPOINT": "nonsense"}).returncode == 2
+
+
+def test_the_token_of_the_file_is_sent(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text("hf_fromfile\n")
+    assert mycli("pull", REPO).returncode == 0
+    assert {r.headers.get("Authorization") for r in server.requests("hub:")} == {"Bearer hf_fromfile"}
+
+
+def test_d12_offline_nothing_is_asked(server: HubServer, mycli: Mycli) -> None:
+    for env in ({"HF_HUB_OFFLINE": "1"}, {"MYCLI_OFFLINE": "1"}):
+        done = mycli("pull", REPO, env=env)
+        assert done.returncode == 4 and "is not on this machine" in done.stderr
+        assert mycli("show", REPO, env=env).returncode == 4
+    assert not server.log
+
+
+def test_custom_code_is_ignored_with_a_warning(server: HubServer, mycli: Mycli) -> None:
+    """B15."""
+    config = {**json.loads(FILES["config.json"]), "auto_map": {"AutoModel": "modeling.Evil"}}
+    server.add(REPO, {**FILES, "config.json": json.dumps(config).encode(), "modeling.py": b"raise SystemExit(77)"})
+    done = mycli("pull", REPO)
+    assert done.returncode == 0 and "auto_map" in done.stderr
+    assert not [request for request in server.log if request.path.endswith(".py")]
+
+
+def test_the_terminal_decides_whether_rm_asks(server: HubServer, environment: dict[str, str], mycli: Mycli) -> None:
+    import pexpect
+
+    assert mycli("pull", REPO, "-q").returncode == 0
+    for answer, gone in (("n", False), ("y", True)):
+        terminal = pexpect.spawn(sys.executable, ["-m", "mycli.cli", "rm", REPO], env=environment, timeout=30)  # type: ignore[arg-type]  # a dict is a mapping
+        terminal.expect(r"Delete org/pico-copy .*\[y/N\]")
+        terminal.sendline(answer)
+        terminal.expect(pexpect.EOF)
+        terminal.close()
+        assert terminal.exitstatus == 0
+        assert (mycli("show", REPO, "--offline").returncode == 4) is gone
+
+
+def test_what_show_prints(mycli: Mycli) -> None:
+    page = mycli("show", "pico").stdout
+    for words in ("llama", "5,770,496", "16.00 bits per weight", "end tokens", "2048 tokens", "origin"):
+        assert words in page
+    assert "{%" in mycli("show", "pico", "--template").stdout
+    tensors = json.loads(mycli("show", "pico", "--tensors", "--json").stdout)["tensors"]
+    assert sum(entry["bytes"] for entry in tensors) == 11540992
+    assert mycli("show", "pico", "--recipe").returncode == 2
+    assert mycli("show", "pico", "--template", "--tensors").returncode == 2
+
+
+def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "data" / "mycli" / "models" / "pico-rtn-int4-g32"
+    shutil.copytree(PICO, folder)
+    divergence = {
+        "kl": {"value": 0.0123},
+        "kl_p99": 0.2,
+        "same_top1": {"value": 0.95},
+        "reference_perplexity": {"value": 5.0},
+    }
+    record = {
+        "schema_version": 1,
+        "recipe": {"method": "rtn", "bits": 4, "group": 32},
+        "source": {"name": "org/pico", "repo": "org/pico", "revision": "f" * 40, "files": {}},
+        "versions": {"mycli": "0.1"},
+        "card": {"perplexity": {"value": 5.25}, "divergence": divergence},
+        "files": {},
+    }
+    (folder / "mycli.json").write_text(json.dumps(record))
+    page = mycli("show", "pico-rtn-int4-g32").stdout
+    for words in (f"quantized from org/pico @ {'f' * 40}", "5.0000 before, 5.2500 after", "mean 0.0123", "95.00%"):
+        assert words in page
+    assert "recipe bits      4" in mycli("show", "pico-rtn-int4-g32", "--recipe").stdout
+    assert json.loads(mycli("show", "pico-rtn-int4-g32", "--json").stdout)["recipe"]["method"] == "rtn"
+    (folder / "mycli.json").write_text(json.dumps({**record, "card": {"perplexity": 3}}))
+    assert mycli("show", "pico-rtn-int4-g32").returncode == 3
+
+
+@pytest.mark.parametrize("command", ["list", "show pico", "rm pico", "verify pico", "pull pico", "pull org/x"])
+def test_hub_commands_import_no_torch(command: str, environment: dict[str, str]) -> None:
+    code = (
+        "import sys, atexit\nheavy = {'torch', 'transformers', 'rich'}\n"
+        "atexit.register(lambda: print('LOADED', *heavy & sys.modules.keys()))\n"
+        f"from mycli.cli.main import main; main({command.split()!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "LOADED"

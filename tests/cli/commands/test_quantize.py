@@ -1,0 +1,201 @@
+"""mycli quantize and mycli eval as a person and a program call them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.main import main
+from mycli.quant.solvers import gptq
+from mycli.runtime.errors import ExitCode
+from tests.support.hub_server import hub_server
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Standard output under --json: exactly one object."""
+    value: dict[str, Any] = json.loads(text)
+    assert value["schema_version"] == 1
+    return value
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    return tmp_path / "home"
+
+
+def test_default_name_card_and_round_trip(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "quantize", "pico", "--samples", "16", "--seq", "256")
+    folder = home / "models" / "pico-gptq-int4-g128"
+    assert code == 0 and (folder / "model.safetensors").is_file()
+    assert str(folder) in out
+    for part in ("6.29 bits per weight", "4.126 bits", "same top token", "error of outputs", "worst layers", "no BOS"):
+        assert part in out
+    assert "mycli chat pico-gptq-int4-g128" in err
+
+    code, out, _ = call(capsys, "eval", "pico-gptq-int4-g128", "--ref", "pico", "--tokens", "2k", "--json")
+    result = parsed(out)
+    assert code == 0 and (result["windows"], result["context"]) == (4, 512)
+    assert 0.01 < result["divergence"]["kl"]["value"] < 0.03
+    assert 0.8 < result["divergence"]["same_top1"]["value"] < 0.95
+
+
+def test_int8_keeps_the_top_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(
+        capsys, "quantize", "pico", "--method", "rtn", "--bits", "8", "-o", str(tmp_path / "out"), "--json"
+    )
+    divergence = parsed(out)["card"]["divergence"]
+    assert code == 0 and divergence["same_top1"]["value"] >= 0.985 and divergence["kl"]["value"] < 1e-3
+
+
+def test_dry_run_tells_the_exact_size_and_writes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("quantize", "pico", "--method", "rtn", "--bits", "3", "--group", "64")
+    code, out, _ = call(capsys, *arguments, "--dry-run", "--json")
+    promised = parsed(out)["size"]["bytes"]
+    assert code == 0 and not home.exists()
+    code, out, _ = call(capsys, *arguments, "--report", "none", "--json")
+    result = parsed(out)
+    assert code == 0 and result["card"] is None and result["size"]["bytes"] == promised
+    header = int.from_bytes((Path(result["folder"]) / "model.safetensors").open("rb").read(8), "little")
+    assert (Path(result["folder"]) / "model.safetensors").stat().st_size == promised + 8 + header
+
+
+@pytest.mark.parametrize("fault", ["E7-bound-too-small"])
+def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
+    home: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
+    assert code == 5 and out == "" and "--max-ram 20MiB is too little" in err and not home.exists()
+    least = err.split("the least that would do is --max-ram ")[1].split(";")[0]
+    code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
+    told = parsed(out)
+    assert code == 0 and told["memory_bytes"] <= int(least.removesuffix("MiB")) << 20
+
+
+def test_errors_are_drawn_by_both_who_know_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "64", "--report", "none")
+    code, _, err = call(capsys, *arguments, "--plot", str(tmp_path / "a.png"))
+    assert code == 2 and "only .svg" in err
+    out = tmp_path / "out"
+    assert call(capsys, *arguments, "-o", str(out), "--plot", str(tmp_path / "a.svg"))[0] == 0
+    assert call(capsys, "show", str(out), "--plot", str(tmp_path / "b.svg"))[0] == 0
+    first, second = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    assert first.count("<g>") == 14 and first.split("<g>")[1:] == second.split("<g>")[1:]
+    code, _, err = call(capsys, "show", "pico", "--plot", str(tmp_path / "c.svg"))
+    assert code == 2 and "no layer" in err
+
+
+def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "quantize",
+        "pico",
+        "--method",
+        "rtn",
+        "--bits",
+        "2",
+        "--max-kl",
+        "0.1",
+        "--overwrite",
+        "-o",
+        str(tmp_path / "out"),
+    )
+    code, out, err = call(capsys, *arguments)
+    assert code == 6 and "above --max-kl 0.1" in err and "KL divergence" in out
+    assert (tmp_path / "out" / "config.json").exists()
+    code, out, _ = call(capsys, *arguments, "--json")
+    assert code == 6 and parsed(out)["card"]["divergence"]["kl"]["value"] > 0.1
+
+
+@pytest.mark.parametrize("fault", ["E1-all-layers"])
+def test_too_many_layers_merely_rounded_end_with_6(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(gptq, "factorize", lambda _: None)
+    arguments = ("quantize", "pico-draft", "--samples", "4", "--seq", "64", "--report", "none", "--overwrite")
+    code, out, err = call(capsys, *arguments, "-o", str(tmp_path / "out"))
+    assert code == 6 and "14 of 14 layers were only rounded" in err and "worst layers" in out
+    assert "14 of 14 layers were rounded to nearest: Hessian not positive definite" in err.replace("\n", " ")
+    code, out, _ = call(capsys, *arguments, "-o", str(tmp_path / "out"), "--max-fallback", "1", "--json")
+    assert code == 0 and len(parsed(out)["notes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "5"], "--bits 5"),
+        (["--group", "100"], "--group 100"),
+        (["--group", "x"], "--group x"),
+        (["--method", "magic"], "--method magic"),
+        (["--scales", "x"], "--scales x"),
+        (["--head", "int2"], "--head int2"),
+        (["--head", "int8"], "the head is the embedding"),
+        (["--report", "x"], "--report x"),
+        (["--samples", "1", "--seq", "128"], "--samples 1 of 128 tokens"),
+        (["--seq", "4k"], "the model takes 2 to 2048"),
+        (["--calib", "none.txt", "--seq", "1"], "--seq 1"),
+        (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_misuse_is_refused_before_any_work(
+    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = call(capsys, "quantize", "pico", *arguments)
+    assert code == 2 and message in err and out == ""
+    assert not home.exists()
+
+
+def test_eval_reads_a_text_and_refuses_what_it_cannot_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little child named Anna. " * 30)
+    code, out, _ = call(capsys, "eval", "pico", "--text", str(text), "--ctx", "32", "--dtype", "bf16")
+    assert code == 0 and "windows of 32 tokens" in out and "bfloat16" in out
+    code, _, err = call(capsys, "eval", "pico", "--text", str(text), "--ctx", "1k")
+    assert code == 2 and "fewer than one window" in err
+    code, _, err = call(capsys, "eval", "pico", "--text", str(tmp_path / "none.txt"))
+    assert code == 4 and "none.txt" in err
+
+
+def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "eval", "pico", "--kv-sweep", "--tokens", "512", "--ctx", "64", "--json")
+    assert code == ExitCode.OK, err
+    exact, half, codes = json.loads(out)["sweep"]
+    assert [one["kv"] for one in (exact, half, codes)] == ["float32", "bfloat16", "int8"]
+    assert [one["bytes_per_token"] for one in (exact, half, codes)] == [6144, 3072, 1536 + 2 * 6 * 2 * 4]
+    assert exact["divergence"] is None
+    assert 0 < half["divergence"]["kl"]["value"] < codes["divergence"]["kl"]["value"] < 0.001
+    code, out, _ = call(capsys, "eval", "pico", "--kv", "int8", "--tokens", "512", "--ctx", "64", "--json")
+    assert json.loads(out)["perplexity"] == codes["perplexity"]
+    code, _, err = call(capsys, "eval", "pico", "--kv-sweep", "--ref", "pico")
+    assert code == ExitCode.USAGE and "compares the model with itself" in err
+
+
+def test_calibration_from_a_dataset_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is fetched for a dry run; afterwards it works without the hub, and gives the same bytes."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    rows = "".join(json.dumps({"text": f"Row {i} of some text about {i * i}."}) + "\n" for i in range(400))
+    asked = ["quantize", "pico", "--samples", "4", "--seq", "128", "--report", "none", "--calib", "hf:org/texts"]
+    with hub_server() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address())
+        commit = server.add("datasets/org/texts", {"train.jsonl": rows.encode()})
+        assert call(capsys, *asked, "--dry-run")[0] == 0 and not server.log
+        code, _, err = call(capsys, *asked, "-o", str(tmp_path / "first"))
+        assert code == 0 and f"datasets/org/texts @ {commit[:12]}: train.jsonl" in err
+    assert call(capsys, *asked, "-o", str(tmp_path / "second"), "--offline")[0] == 0
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+    assert json.loads((tmp_path / "first" / "mycli.json").read_text())["calibration"]["mix"] == {"file": 4}
+    code, _, err = call(capsys, "quantize", "pico", "--calib", "hf:org/none", "--offline")
+    assert code == ExitCode.NOT_FOUND and "hf:org/none is not on this machine" in err

@@ -1,0 +1,172 @@
+"""`spec check`, `spec verify`, and --draft on run, chat and bench, as a person calls them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycli.cli.main import join, reorder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.diagnostics.prompts import prompts
+from mycli.runtime.engine.completion import Assistant
+from mycli.runtime.errors import UsageError
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.speculative.benchmark import Subject, compare, textbook
+from mycli.runtime.speculative.proposers import DraftModel, Lookup
+from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
+from tests.conftest import PICO, Mycli
+
+DRAFT = PICO.parent / "pico-draft"
+CPU = ("--device", "cpu", "-q")
+
+
+@pytest.fixture(scope="module")
+def assistant() -> Assistant:
+    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+
+
+@pytest.fixture(scope="module")
+def draft() -> Assistant:
+    return Assistant.load(DRAFT, Placement(torch.device("cpu"), torch.float32))
+
+
+def subject(target: Assistant, draft: Assistant | None) -> Subject:
+    def drafter() -> DraftModel | Lookup:
+        return Lookup() if draft is None else DraftModel(draft.model, 300, target.model.nbytes)
+
+    return Subject(target.model, drafter, target.vocabulary_size, target.stop_ids, 300)
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    """pico-draft with two tokens in each other's place."""
+    folder = tmp_path / "stranger"
+    shutil.copytree(DRAFT, folder)
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    vocab = raw["model"]["vocab"]
+    names = {index: token for token, index in vocab.items()}
+    vocab[names[700]], vocab[names[701]] = 701, 700
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def test_check_says_that_a_pair_fits(mycli: Mycli) -> None:
+    done = mycli("spec", "check", "pico", "pico-draft")
+    assert done.returncode == 0 and "4,096 tokens" in done.stdout
+    answer = json.loads(mycli("--json", "spec", "check", "pico", "pico-draft").stdout)
+    assert answer["tokens"] == 4096 and answer["different"] == 0 and answer["rows"] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("spec", "check", "pico"), ("run", "pico", "Hi", "--draft"), ("chat", "pico", "--draft")],
+    ids=lambda words: words[0] + words[1],
+)
+def test_a_stranger_is_refused_with_3_and_the_first_ids(
+    arguments: tuple[str, ...], mycli: Mycli, stranger: Path
+) -> None:
+    """F15."""
+    done = mycli(*arguments, str(stranger), input="Hi\n")
+    assert done.returncode == 3 and "2 of 4096 ids differ (700 is " in done.stderr and done.stdout == ""
+
+
+def test_verify_passes_on_the_shipped_pair(mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Tell me a story.\n\nThe man said that\n")
+    call = ("spec", "verify", "pico", "pico-draft", "--prompts", str(tmp_path / "prompts.txt"), "--dtype", "fp32")
+    answer = json.loads(mycli(*call, "-n", "12", "--draws", "500", "--json", *CPU).stdout)
+    assert answer["prompts"] == 2 and answer["divergences"] == []
+    assert answer["chi_squared"]["p_value"] > 1e-4 and answer["chi_squared"]["freedom"] > 5
+
+
+def test_verify_needs_two_models(mycli: Mycli) -> None:
+    assert mycli("spec", "verify", "pico", "ngram", *CPU).returncode == 2
+
+
+def test_divergences_are_found_with_their_lead(
+    assistant: Assistant, draft: Assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(assistant.tokenizer)["stories"][:2]
+    assert list(greedy_divergences(subject(assistant, draft), asked, 10, 4)) == [None, None]
+    best = Sampler.best
+    # A judge that takes the second likeliest token of a third row.
+    monkeypatch.setattr(Sampler, "best", lambda self, logits: [*best(self, logits)[:2], *logits[2:].topk(2)[1][:, 1]])
+    found = list(greedy_divergences(subject(assistant, draft), asked, 10, 4))
+    assert all(one is not None and one.margin > 0.001 and not one.tie and 0 < one.position < 10 for one in found)
+
+
+def test_a_wrong_distribution_is_found(assistant: Assistant, draft: Assistant, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = subject(assistant, draft)
+    prompt = least_certain(both, [ids for kind in prompts(assistant.tokenizer).values() for ids in kind])
+    drawn = Sampling(temperature=1.0, top_k=8, seed=1)
+    guess = DraftModel(draft.model, 300, 1)
+    assert chi_squared(both, guess, prompt, drawn, 1500).p_value > 1e-3
+    monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
+    assert chi_squared(both, guess, prompt, drawn, 1500).p_value < 1e-6
+
+
+def test_the_textbook_is_reproduced() -> None:
+    for acceptance, drafted, expected, found in textbook():
+        assert expected == pytest.approx((1 - acceptance ** (drafted + 1)) / (1 - acceptance))
+        assert found == pytest.approx(expected, rel=0.06)
+
+
+def test_compare_measures_both_ways(assistant: Assistant, draft: Assistant) -> None:
+    asked = prompts(assistant.tokenizer)["stories"][:1]
+    found = compare(subject(assistant, draft), asked, 24, 1)
+    assert found.plain > 0 and found.drafted > 0
+    assert found.lengths[4].acceptance > 0.5 and 1 < found.lengths[4].mean_length <= 5
+    assert found.lengths[8].drafted / found.lengths[8].passes <= 8
+
+
+def test_bench_says_whether_it_pays(mycli: Mycli) -> None:
+    done = mycli("bench", "pico", "--draft", "pico-draft", "-n", "6", "-r", "1", "--json", *CPU)
+    answer = json.loads(done.stdout)
+    assert [row["text"] for row in answer["results"]] == ["chat", "stories", "book", "repetitive"]
+    assert {row["verdict"] for row in answer["results"]} <= {"pays", "makes no difference", "does not pay"}
+    assert len([row for row in answer["tokens_per_pass"] if row["text"] == "textbook"]) == 6
+    assert answer["speedup"] > 0
+    table = mycli("bench", "pico", "--draft", "ngram", "-n", "6", "-r", "1", *CPU).stdout
+    assert "speed-up" in table and "textbook" in table and "over all texts" in table
+    assert mycli("bench", "pico", "--draft", "ngram", "--save", "x", *CPU).returncode == 2
+    assert mycli("bench", "pico", "--draft", "ngram", "-o", "csv", *CPU).returncode == 2
+
+
+@pytest.mark.parametrize("kind", ["pico-draft", "ngram", "none"])
+def test_run_says_the_same_with_a_draft(kind: str, mycli: Mycli) -> None:
+    """F16; in fp32, where ties are rare."""
+    call = ("run", "pico", "Tell me a story.", "-t", "0", "-n", "40", "--dtype", "fp32", "--json", *CPU)
+    plain, drafted = (json.loads(mycli(*call, "--draft", name).stdout) for name in ("none", kind))
+    assert plain["text"] == drafted["text"] and len(plain["text"]) > 50
+    assert ("draft" in drafted) is (kind != "none")
+
+
+def test_the_footer_of_a_chat_tells_of_the_draft(mycli: Mycli) -> None:
+    done = mycli("chat", "pico", "-t", "0", "--draft", "pico-draft", "--device", "cpu", input="Tell me a story.\n")
+    assert done.returncode == 0 and "· draft " in done.stderr
+
+
+def test_constrained_output_is_not_speculated(mycli: Mycli) -> None:
+    pytest.importorskip("llguidance")
+    call = ("run", "pico", "How old is Leo?", "--regex", "Leo is [0-9]{1,2}", "--draft", "ngram", "--json", *CPU)
+    answer = json.loads(mycli(*call).stdout)
+    assert answer["text"].startswith("Leo is ") and answer["draft"]["passes"] == 0
+
+
+def test_logprobs_are_the_same_with_a_draft(mycli: Mycli) -> None:
+    call = ("run", "pico", "Tell me a story.", "-t", "0", "-n", "30", "--dtype", "fp32", "--json", "--logprobs", "2")
+    plain, drafted = (json.loads(mycli(*call, *CPU, "--draft", name).stdout) for name in ("none", "pico-draft"))
+    assert [one["id"] for one in plain["logprobs"]] == [one["id"] for one in drafted["logprobs"]]
+    for one, other in zip(plain["logprobs"], drafted["logprobs"], strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+
+
+def test_names_of_two_words() -> None:
+    assert join(["spec", "check", "a", "b"]) == ["spec check", "a", "b"]
+    assert join(["run", "spec", "check"]) == ["run", "spec", "check"]
+    assert reorder(["--json", "spec", "check", "a"]) == ["spec", "check", "--json", "a"]
+    for words in (["spec"], ["spec", "--help"], ["spec", "cook"]):
+        with pytest.raises(UsageError, match="check or verify"):
+            join(words)

@@ -1,0 +1,174 @@
+"""The shape of the code: which way imports point, who prints, what is light, what a wheel holds."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PARTS = ("cli", "quant", "runtime")
+MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"}, "runtime": {"runtime"}}
+DATA = ROOT / "runtime" / "pico"
+PRINTER = "cli/output.py"
+# Standard streams used for something other than speaking to a person.
+PIPES = {
+    "cli/progress.py": "the printer's bar",
+    "cli/batch_file.py": "reads prompts from standard input",
+    "cli/input.py": "reads the prompt from standard input",
+    "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
+}
+# A command that does not run a model starts without these.
+HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
+LIGHT = (
+    "--help",
+    "--version",
+    "run --help",
+    "chat --help",
+    "pull --help",
+    "list",
+    "show pico",
+    "show pico --json",
+    "rm --help",
+    "verify --help",
+    "estimate pico",
+    "quantize --help",
+    "eval --help",
+    "bench --help",
+    "doctor --help",
+)
+
+
+def sources() -> list[Path]:
+    """Every module of the three packages."""
+    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+    return [path for path in files if not path.is_relative_to(DATA) and "__pycache__" not in path.parts]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(module: ast.Module) -> Iterator[str]:
+    """Full names that a module imports anywhere, inside functions too; a relative import starts with a dot."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if not node.level)
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_imports_point_one_way(path: Path) -> None:
+    found = list(imports(tree(path)))
+    assert not [one for one in found if one.startswith(".")], "imports are absolute"
+    assert not [one for one in found if one.split(".")[0] in PARTS], "the packages are called mycli.cli, ..."
+    ours = {one.split(".")[1] for one in found if one.startswith("mycli.")}
+    assert ours <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
+    assert not [one for one in found if one.split(".")[0] in ("click", "transformers", "compressed_tensors")]
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_every_module_says_what_it_does(path: Path) -> None:
+    assert ast.get_docstring(tree(path))
+
+
+def _speaks(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "input"):
+        return True
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        pair = f"{node.value.id}.{node.attr}"
+        return pair in ("sys.stdout", "sys.stderr", "sys.stdin", "typer.echo", "typer.secho", "warnings.warn")
+    return isinstance(node, ast.ImportFrom | ast.Import) and any(one.startswith("rich") for one in imports_of(node))
+
+
+def imports_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+
+
+@pytest.mark.parametrize("path", [p for p in sources() if name(p) not in {PRINTER, *PIPES}], ids=name)
+def test_only_the_printer_speaks(path: Path) -> None:
+    lines = [node.lineno for node in ast.walk(tree(path)) if _speaks(node)]  # type: ignore[attr-defined]  # all have one
+    assert not lines, f"{name(path)}:{lines}: say it through mycli.cli.output.Output"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_no_module_keeps_a_growing_state(path: Path) -> None:
+    """A heuristic: no `global`, and no empty container at the top of a module that only a later write can fill."""
+    module = tree(path)
+    assert not [node for node in ast.walk(module) if isinstance(node, ast.Global)]
+    for node in module.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        empty = isinstance(value, ast.Dict) and not value.keys or isinstance(value, ast.List) and not value.elts
+        assert not empty, f"{name(path)}:{node.lineno}"
+
+
+def _registered() -> list[str]:
+    from mycli.cli.main import COMMANDS
+
+    return [line for line in LIGHT if line.split()[0].startswith("-") or line.split()[0] in COMMANDS]
+
+
+@pytest.mark.parametrize("line", _registered())
+def test_light_commands_import_nothing_heavy(line: str, environment: dict[str, str]) -> None:
+    code = (
+        "import sys\n"
+        "from mycli.cli.main import main\n"
+        "try:\n"
+        f"    main({line.split()!r})\n"
+        "finally:\n"
+        f"    sys.stderr.write('HEAVY ' + ' '.join(m for m in {HEAVY!r} if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("HEAVY ")
+
+
+def test_pyproject_lists_every_package() -> None:
+    """A subpackage that is not listed still imports from a checkout, and is missing from the wheel."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    folders = {"mycli." + path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in sources()}
+    assert set(listed) == folders and len(listed) == len(set(listed))
+
+
+def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
+    """Built from a copy, so that nothing of an earlier build can hide a missing line."""
+    copy = tmp_path / "source"
+    for part in PARTS:
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, env=kept, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    files = {f"mycli/{p.relative_to(copy)}" for part in PARTS for p in (copy / part).rglob("*") if p.is_file()}
+    assert {one for one in held if ".dist-info/" not in one} == {one for one in files if ".egg-info/" not in one}
+    assert "mycli/__init__.py" not in held, "mycli is a namespace"
+    assert any(one.endswith(".dist-info/licenses/LICENSE") for one in held)
+    (points,) = (one for one in held if one.endswith("entry_points.txt"))
+    assert "mycli = mycli.cli.main:main" in zipfile.ZipFile(wheel).read(points).decode()
+
+
+@pytest.mark.parametrize(
+    "path", [p for part in PARTS for p in sorted((ROOT / part).rglob("*.py"))], ids=lambda p: p.name
+)
+def test_nothing_forks(path: Path) -> None:
+    """D20: a fork of a process with CUDA or threads is a trap; helper processes are started anew."""
+    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not names & {"fork", "forkpty", "get_context", "Process"} or DATA in path.parents

@@ -1,0 +1,215 @@
+"""Every Triton kernel with what it is compiled for, as the runtime would launch it: what `report` compiles and counts.
+
+Needs no GPU. Shapes are those of Llama-3.1-8B where a kernel depends on them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mycli.runtime.kernels.triton import activation as triton_activation
+from mycli.runtime.kernels.triton import attention as triton_attention
+from mycli.runtime.kernels.triton import epilogues as triton_fused
+from mycli.runtime.kernels.triton import gemm as triton_matmul
+from mycli.runtime.kernels.triton import tiles as triton_tiles
+from mycli.runtime.kernels.triton.decode import BLOCK_K, attend_warps, combination
+from mycli.runtime.kernels.triton.linear import constants, dequantize_warps
+from mycli.runtime.kernels.triton.sample import BLOCK, choose_kernel, partial_kernel
+from mycli.runtime.kernels.triton.split_k import Tail
+from mycli.runtime.kernels.triton.tiles import Chip, Tile
+from mycli.runtime.kernels.triton.top_k_top_p import narrow_kernel, peak_kernel
+from mycli.runtime.kernels.triton.weight_layout import layout_of, tile_k
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+
+_ROOT = triton_matmul.Root("*fp32", "i32", "i32", "fp32", 32)
+_OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel with all that it is compiled for. `weights`: how many one turn of its main loop handles, 0 if none.
+
+    types: of each argument that is none of the `constants`; of a named tuple, a tuple of types and constants.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 3
+    weights: int = 0
+    unaligned: tuple[str, ...] = ()  # integers that need not be multiples of 16
+
+    def compile(self, target: GPUTarget) -> Any:
+        """The compiled kernel; needs no GPU."""
+        constants: dict[Any, Any] = dict(self.constants)
+        aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+
+        def type_of(path: tuple[int, ...], name: str, given: Any) -> Any:
+            if isinstance(given, tuple):
+                fields = given._asdict().items()  # type: ignore[attr-defined]  # they are named tuples
+                return type(given)(*(type_of((*path, i), *field) for i, field in enumerate(fields)))
+            if not isinstance(given, str):
+                constants[path] = given
+                return "constexpr"
+            if given != "constexpr" and name not in self.unaligned:
+                aligned[path] = [["tt.divisibility", 16]]
+            return given
+
+        names = [argument.name for argument in self.kernel.params]
+        signature = {name: type_of((i,), name, self.types.get(name, "constexpr")) for i, name in enumerate(names)}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+        return triton.compile(source, target=target, options={"num_warps": self.warps, "num_stages": self.stages})
+
+
+def _multiply(
+    capability: int, packing: Packing, shape: Tile, after: str = "", root: bool = False, tail: Tail | None = None
+) -> Build:
+    columns = tile_k(packing)
+    pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
+    sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
+    unroll = max(1, shape.turn // columns)
+    return Build(
+        name=f"multiply {packing.name} rows {shape.block_m}{after}",
+        kernel=triton_matmul.multiply_kernel,
+        types={**pointers, **sizes, "root": _ROOT if root else None, "tail": tail},
+        constants={
+            **constants(packing, torch.bfloat16, ptx=True),
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": shape.block_m,
+            "WARPS": shape.warps,
+            "UNROLL": unroll,
+            "PERMUTED": shape.permuted,
+            "OVERLAP": capability >= 90,
+        },
+        warps=shape.warps,
+        stages=shape.stages,
+        weights=shape.block_n * columns * unroll,
+        unaligned=("rows", "rows_kept", "tiles_per_part", "tokens", "heads", "kv_heads", "pieces"),
+    )
+
+
+def multiply_builds(capability: int) -> Iterator[Build]:
+    """The packed product for every packing and number of rows, as `triton_packed` would launch it."""
+    chip = Chip(divmod(capability, 10), 132)
+    for bits in BITS:
+        for group in (*GROUP_SIZES, None):
+            packing = Packing(bits, group)
+            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.ROWS):
+                yield _multiply(capability, packing, shape)
+
+
+def _dequantize(packing: Packing) -> Build:
+    warps = dequantize_warps(packing)
+    sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
+    return Build(
+        name=f"dequantize {packing.name}",
+        kernel=triton_matmul.dequantize_kernel,
+        types={"codes": "*i16", "scales": "*i32", "y": "*bf16", **sizes},
+        constants={
+            **constants(packing, torch.bfloat16, ptx=True),
+            "BLOCK_N": layout_of(packing).chunk_n * warps,
+            "WARPS": warps,
+        },
+        warps=warps,
+        weights=layout_of(packing).chunk_n * warps * tile_k(packing),
+    )
+
+
+def matmul_builds(capability: int) -> Iterator[Build]:
+    """All of `triton_matmul`."""
+    yield from multiply_builds(capability)
+    for bits in BITS:
+        yield _dequantize(Packing(bits, 128))
+    into = {"x": "*bf16", "into": _OPERAND, "k": "i32", "x_stride": "i32"}
+    yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_kept",))
+    sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
+    yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
+
+
+def choose_builds() -> Iterator[Build]:
+    """The choice of a token, of the 128,256 of Llama-3.1."""
+    pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
+    limit = {"peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32"}
+    settings = {"temperature": "*fp32", "top_k": "*fp32"}
+    sizes = {"stride": "i32", "vocab": "i32", "step": "i32"}
+    partial = {**pointers, "seed": "*i64", **limit, **settings, "min_p": "*fp32", **sizes}
+    for name, draw, cut in (("likeliest", False, False), ("draw", True, False), ("cut draw", True, True)):
+        chosen = {"DRAW": draw, "TOP_K": cut, "TOP_P": cut, "MIN_P": cut, "BLOCK": BLOCK, "BLOCKS": 128}
+        yield Build(f"{name} of a block", partial_kernel, partial, chosen, unaligned=("step",))
+    peak = {"logits": "*bf16", "peaks": "*fp32", "stride": "i32", "vocab": "i32"}
+    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": BLOCK})
+    before = {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "top_p": "*fp32", "step_before": "i32"}
+    narrow = {"logits": "*bf16", **limit, **settings, **before, **sizes}
+    for name, mass in (("top-k", False), ("top-p", True)):
+        for place in range(3):
+            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, "BLOCK": BLOCK, "BLOCKS": 128}
+            unaligned = ("step", "step_before")
+            yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, chosen, unaligned=unaligned)
+    last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
+    del last["logits"]
+    yield Build("choice", choose_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+
+
+def _tails(block: int, rows: int) -> Iterator[tuple[str, bool, Tail]]:
+    """What follows the products of a layer: name, whether x came from a norm, and the tail."""
+    tiles = max(1, block // 128)
+    normed = triton_fused.Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
+    yield "add", False, Tail(triton_fused.add_tail, "*i32", normed, 128 * tiles, 1)
+    gated = triton_fused.Gated("i32", _OPERAND, rows, tiles, tl.bfloat16)
+    yield "SiLU", True, Tail(triton_fused.silu_tail, "*i32", gated, 128 * tiles, 2)
+    for name, stored, scales in (("rotate", "*bf16", None), ("rotate int8", "*i8", "*fp32")):
+        tables = ("*bf16", "*bf16", "*i32", "*bf16")
+        sizes = ("i32", "i32", "i32", "i64", "i64", "i64", "fp32", 64, 64, rows)
+        rotated = triton_fused.Rotated(None, None, None, *tables, stored, stored, scales, scales, *sizes)
+        yield name, True, Tail(triton_fused.rope_tail, "*i32", rotated, 128, 1)
+
+
+def decode_builds(capability: int) -> Iterator[Build]:
+    """What begins a pass, and the five launches of a layer of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128.
+
+    O and down are alike.
+    """
+    packing = Packing(4, 128)
+    shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, 8)
+    normed = triton_fused.Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
+    embed = {"tokens": "*i64", "embedding": "*bf16", "rows": "i32", "given": normed}
+    overlap = {"OVERLAP": capability >= 90}
+    yield Build("embed", triton_fused.embed_kernel, embed, overlap, unaligned=("rows", "rows_kept"))
+    for rows in (1, 8):
+        for name, root, tail in _tails(shape.block_n, rows):
+            yield _multiply(capability, packing, shape, f" {name} {rows}", root, tail)
+    for name, stored in (("", "*bf16"), (" int8", "*i8")):
+        scales = None if name == "" else "*fp32"
+        cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
+        strides = dict.fromkeys(("sequence_stride", "head_stride", "capacity"), "i64")
+        for tokens in (1, 8):
+            attend: dict[str, Any] = {
+                "query": "*bf16",
+                "lengths": "*i32",
+                "outputs": "*fp32",
+                "stats": "*fp32",
+                **cache,
+                **strides,
+            }
+            attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND}
+            sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
+            flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
+            warps = attend_warps(max(8, 4 * tokens))
+            flags |= combination(tokens, 4 * 128, 128, 32, warps) | overlap
+            kernel = triton_attention.attend_kernel
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept",))
+
+
+def builds(capability: int) -> Iterator[Build]:
+    """Every kernel."""
+    yield from matmul_builds(capability)
+    yield from choose_builds()
+    yield from decode_builds(capability)

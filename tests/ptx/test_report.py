@@ -1,0 +1,115 @@
+"""The bars of the compiled kernels, checked without a GPU, and that the table in the documentation is what compiles."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402  (reason: only where Triton is installed)
+
+from tests.ptx import (
+    builds,  # noqa: E402  (reason: as above)
+    report,  # noqa: E402  (reason: as above)
+)
+
+DOCUMENT = ROOT / "docs" / "kernels.md"
+BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
+FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in the home folder, nothing comes from it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+def build(name: str, capability: int) -> builds.Build:
+    return next(build for build in builds.builds(capability) if build.name == name)
+
+
+def documented() -> Iterator[list[str]]:
+    """The cells of each row of the table."""
+    for line in DOCUMENT.read_text("utf-8").split(report.MARK)[1].splitlines():
+        if re.match(r"\| \w[\w -]* \| \d+ \|", line):
+            yield [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+@pytest.mark.parametrize("name", [*FEW, *(f"{FEW[0]} {after} 8" for after in ("add", "SiLU", "rotate int8"))])
+def test_few_rows_stay_in_the_budget(name: str) -> None:
+    one = build(name, 90)
+    m = report.measure(one, 90)
+    threads, constants = 32 * one.warps, one.constants
+    assert m.per_weight <= BUDGET
+    assert m.products == "HMMA"
+    assert m.spills == 0 and m.blocks >= 2
+    code_bytes = one.weights * constants["BITS"] // 8
+    assert m.wide_bytes * threads >= code_bytes, "codes come in 16-byte loads"
+    scale_bytes = 4 * constants["BLOCK_N"] * constants["UNROLL"]
+    assert m.shared_store_bytes * threads <= scale_bytes, "no unpacked weight passes through shared memory"
+
+
+@pytest.mark.parametrize(("name", "capability"), [(FEW[0], 80), (FEW[0], 100), ("multiply int4-g128 rows 16", 90)])
+def test_other_chips_and_rows(name: str, capability: int) -> None:
+    m = report.measure(build(name, capability), capability)
+    assert m.per_weight <= BUDGET and m.spills == 0
+    assert m.products == ("HGMMA" if "16" in name.split()[-1] else "HMMA")
+
+
+def test_compiles_for_amd() -> None:
+    assert "v_mfma" in report.amd(build(FEW[0], 80))
+
+
+def test_every_kernel_is_documented_and_within_the_bars() -> None:
+    rows = {(name, int(capability)): rest for name, capability, *rest in documented()}
+    expected = {(one.name, capability) for capability in report.CAPABILITIES for one in builds.builds(capability)}
+    assert set(rows) == expected, "make the table again: python -m tests.ptx.report docs/kernels.md"
+    for (name, capability), (ratio, _, _, _, _, _, registers, spills, _, blocks) in rows.items():
+        assert int(spills) == 0 and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
+        if re.search(r"multiply .* rows 8\b", name):  # with what follows the product, or without
+            assert float(ratio) <= BUDGET, (name, capability)
+
+
+def test_the_table_is_what_compiles() -> None:
+    if f"Triton {triton.__version__}." not in DOCUMENT.read_text("utf-8"):
+        pytest.skip("the table was made with another version of Triton")
+    assert report.row(build(FEW[0], 90), 90) in DOCUMENT.read_text("utf-8")
+
+
+def test_refreshes_only_between_the_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "table", lambda: "new\n")
+    path = tmp_path / "kernels.md"
+    path.write_text(f"above\n{report.MARK}\nold\n{report.MARK}\nbelow\n")
+    report._main([str(path)])
+    assert path.read_text() == f"above\n{report.MARK}\nnew\n{report.MARK}\nbelow\n"
+
+
+SASS = """
+.L_x_0:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR18][R12.64], !P4 ;
+        /*0020*/              @!P0 LDG.E.U16 R66, desc[UR18][R70.64] ;
+        /*0030*/                   HMMA.16816.F32 R20, R20, R8, RZ ;
+        /*0040*/                   STSM.16.M88.4 [R4], R20 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   BRA `(.L_x_2);
+"""
+
+
+def test_reads_a_listing() -> None:
+    loop = report._main_loop(SASS)
+    assert [line.split()[0] for line in loop] == [
+        "LDGSTS.E.BYPASS.128",
+        "LDG.E.U16",
+        "HMMA.16816.F32",
+        "STSM.16.M88.4",
+        "BRA",
+    ]
+    assert [report._width(line) for line in loop[:2]] == [16, 2] and report._width(loop[3]) == 16

@@ -1,0 +1,141 @@
+"""The windows that calibration shows a model: how many of what, the same for the same seed, never what is measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mycli.quant.calibration import sampler as calibration
+from mycli.quant.calibration.sampler import Calibration
+from mycli.quant.evaluate import held_out_text
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.conftest import PICO, ROOT
+
+VOCABULARY = 4096
+WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext-2"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(PICO, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def mixed(tokenizer: Tokenizer) -> Calibration:
+    return calibration.bundled(tokenizer, VOCABULARY, 30, 256, seed=0)
+
+
+def test_windows_are_whole_and_of_all_kinds(tokenizer: Tokenizer, mixed: Calibration) -> None:
+    assert mixed.windows.shape == (30, 256) and mixed.tokens == 7680
+    assert mixed.mix == {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+    assert (mixed.windows[::2, 0] == tokenizer.bos).all() and (mixed.windows[1::2, 0] != tokenizer.bos).all()
+    turns = tokenizer.encode("<|im_start|>user\n", add_special=False, allow_special=True)
+    opened = mixed.windows.unfold(1, len(turns), 1).eq(torch.tensor(turns)).all(-1).any(-1)
+    assert 6 <= int(opened.sum()) <= 8, "conversations go through the model's own template"
+    assert len(mixed.windows.unique()) > 500
+
+
+def test_a_seed_is_a_calibration(tokenizer: Tokenizer, mixed: Calibration) -> None:
+    again, other = (calibration.bundled(tokenizer, VOCABULARY, 30, 256, seed) for seed in (0, 1))
+    assert torch.equal(mixed.windows, again.windows) and mixed.sha256 == again.sha256
+    assert not torch.equal(mixed.windows, other.windows) and mixed.sha256 != other.sha256
+
+
+def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((PICO / "tokenizer.json").read_bytes())
+    plain = Tokenizer.load(tmp_path, VOCABULARY)
+    windows = calibration.bundled(plain, VOCABULARY, 15, 32, seed=0)
+    assert windows.mix == {"prose": 8, "code": 4, "languages": 2, "random": 1}
+
+
+def stretches(text: str, length: int = 60) -> set[str]:
+    """All of `text` in pieces of words, without layout."""
+    words = " ".join(text.split())
+    return {words[start : start + length] for start in range(0, len(words) - length, length)}
+
+
+def package_text() -> str:
+    folder = ROOT / "quant" / "calibration_text"
+    return " ".join(" ".join((folder / f"{name}.txt").read_text("utf-8").split()) for name in ("prose", "code"))
+
+
+def test_nothing_that_is_measured_is_calibrated_on() -> None:
+    text = package_text()
+    shared = [piece for piece in stretches(held_out_text()) if piece in text]
+    assert len(shared) <= 1, f"{shared}: the held-out text repeats a heading at most"
+
+
+@pytest.mark.skipif(not WIKITEXT.exists(), reason="needs the shared data")
+def test_no_wikitext() -> None:
+    text = package_text()
+    for path in WIKITEXT.glob("*.txt"):
+        content = path.read_text("utf-8", errors="replace")
+        assert not any(piece in text for piece in stretches(content[:300_000]))
+
+
+def test_a_file_is_cut_evenly_and_never_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(str(number) for number in range(2000)))
+    ids = tokenizer.encode(path.read_text(), add_special=False)
+    few = calibration.from_file(path, tokenizer, 4, 128, seed=0)
+    assert few.windows.shape == (4, 128) and few.mix == {"file": 4}
+    many = calibration.from_file(path, tokenizer, 10_000, 128, seed=0)
+    assert len(many.windows) == len(ids) // 128
+    plain = sorted(window.tolist() for window in many.windows[1::2])
+    for window in plain:
+        assert any(ids[start : start + 128] == window for start in range(len(ids)))
+
+
+def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_template(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path, talk = tmp_path / "rows.jsonl", [Message("user", "Hello"), Message("assistant", "Good morning")]
+    row = json.dumps({"messages": [{"role": turn.role, "content": turn.content} for turn in talk]})
+    path.write_text((row + "\n") * 200 + "not read any more")
+    written = tokenizer.chat(talk, add_generation_prompt=False)
+    found = calibration.from_file(path, tokenizer, 4, 64, seed=0)
+    ids = written * 200
+    assert found.windows.shape == (4, 64) and len(ids) > 4 * 4 * 64
+    for window in found.windows[1::2].tolist():
+        assert any(ids[start : start + 64] == window for start in range(len(written)))
+
+
+@pytest.mark.parametrize("content", ["", "One sentence."], ids=["E4-empty", "E4-short"])
+def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="tokens, fewer than the 512"):
+        calibration.from_file(path, tokenizer, 4, 512, seed=0)
+    with pytest.raises(NotFoundError, match="none.txt"):
+        calibration.from_file(tmp_path / "none.txt", tokenizer, 4, 512, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "seq", "message"),
+    [(1, 128, "fewer than 256"), (0, 512, "fewer than 256"), (8, 1, "--seq 1"), (8, 4096, "2 to 2048")],
+    ids=["E4-one-sample", "E4-none", "E4-one-token", "E4-longer-than-the-context"],
+)
+def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        calibration.check(samples, seq, 2048)
+
+
+def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that was late is asked again; one that fails is not."""
+    tokenizer = Tokenizer.load(PICO, 4096)
+    expected = calibration.bundled(tokenizer, 4096, 8, 64, 0)
+    chat, late = Tokenizer.chat, [0]
+
+    def slow(self: Tokenizer, *arguments: Any, **options: Any) -> list[int]:
+        late[0] += 1
+        if late[0] % 3:
+            raise ModelError("chat template: Deadline: took more than 2 s", "")
+        return chat(self, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "chat", slow)
+    assert calibration.bundled(tokenizer, 4096, 8, 64, 0).sha256 == expected.sha256
+    assert late[0] > 3

@@ -1,0 +1,94 @@
+"""The loop over a block's columns: its definition in fp64, and the device code in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.quant.rounding.columns import BLOCK, solve_block
+from tests.support.random_tensors import generator
+from tests.support.triton_interpreter import Interpret, interpret  # noqa: F401  (reason: a fixture)
+
+SHAPES = [(128, 24), (128, 1), (37, 40), (1, 5)]
+
+
+def problem(count: int, rows: int, half: int, move: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    drawing = generator(count + rows + half)
+    inputs = torch.randn(4 * count, count, generator=drawing)
+    hessian = inputs.T @ inputs / (4 * count)
+    matrix = hessian if move else torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    scales = torch.rand(count, rows, generator=drawing) * 0.1 + 0.05
+    scales *= torch.where(torch.rand(count, rows, generator=drawing) < 0.5, -1, 1)
+    residual = torch.randn(count, rows, generator=drawing) * half * 0.08
+    codes = torch.randint(0, 2 * half, (count, rows), generator=drawing).to(torch.uint8) if move else None
+    return residual, matrix, scales, codes, half
+
+
+def definition(
+    residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
+) -> tuple[Tensor, Tensor]:
+    left, matrix, scales = residual.double().clone(), matrix.double(), scales.double()
+    found, shifts = torch.empty(left.shape, dtype=torch.uint8), torch.empty_like(left)
+    for i in range(len(left)):
+        if codes is None:
+            level = (left[i] / scales[i]).round().clamp(-half, half - 1)
+            shifts[i] = (left[i] - level * scales[i]) / matrix[i, i]
+        else:
+            old = codes[i].double() - half
+            level = (left[i] / matrix[i, i] / scales[i] + old).round().clamp(-half, half - 1)
+            shifts[i] = (level - old) * scales[i]
+        found[i] = (level + half).to(torch.uint8)
+        left[i + 1 :] -= matrix[i, i + 1 :, None] * shifts[i]
+    return found, shifts
+
+
+def agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Rounding may turn a rare tie, after which that row goes its own way."""
+    same = (actual[0] == expected[0]).all(dim=0)
+    assert same.float().mean() >= 0.95 and not actual[1].isnan().any()
+    assert torch.allclose(actual[1][:, same].double(), expected[1][:, same].double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+@pytest.mark.parametrize("half", [128, 8, 4, 2])
+def test_the_loop_is_its_definition(half: int, move: bool) -> None:
+    for count, rows in SHAPES:
+        given = problem(count, rows, half, move)
+        agree(solve_block(*given), definition(*given))
+
+
+def device_code(count: int, rows: int, half: int, move: bool) -> tuple[Any, Any]:
+    """In the interpreter's process; on a copy, to see that the inputs stay as they are."""
+    from mycli.quant.rounding.columns_triton import launch
+
+    given = problem(count, rows, half, move)
+    result = launch(*given)
+    for before, after in zip(problem(count, rows, half, move)[:4], given[:4], strict=True):
+        assert before is None or after is None or torch.equal(before, after)
+    return result
+
+
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+@pytest.mark.parametrize("half", [128, 2])
+def test_the_device_code_is_the_loop(half: int, move: bool, interpret: Interpret) -> None:  # noqa: F811  (as above)
+    pytest.importorskip("triton")
+    for count, rows in ((BLOCK, 9), (5, 3)):
+        actual: Any = interpret(device_code, count, rows, half, move)
+        agree(actual, solve_block(*problem(count, rows, half, move)))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+def test_the_device_code_keeps_its_block_in_registers(move: bool, capability: int) -> None:
+    pytest.importorskip("triton")
+    from mycli.quant.rounding.columns_triton import ROWS, block_kernel
+    from tests.ptx.builds import Build
+    from tests.ptx.report import measure
+
+    pointers = {name: "*fp32" for name in ("residual", "matrix", "scales", "shifts")}
+    types = {**pointers, "old": "*u8", "codes": "*u8", "rows": "i32", "count": "i32"}
+    constants = {"HALF": 8, "MOVE": move, "BLOCK": BLOCK, "ROWS": ROWS}
+    unaligned = ("rows", "count", "matrix")
+    found = measure(Build("columns", block_kernel, types, constants, warps=1, unaligned=unaligned), capability)
+    assert found.spills == 0

@@ -1,0 +1,201 @@
+"""Observing and solving block by block: which inputs are seen, in which order, and what is said about it."""
+
+from threading import Event
+
+import pytest
+import torch
+from tests.test_gptq import problem
+from torch import Tensor
+
+from mycli.quant import blockwise
+from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.calibration import hessian as observe
+from mycli.quant.calibration.hessian import HELD, View, inputs, leave
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.error_compensation import Moments
+from mycli.quant.rounding.grid import Grid, dequantize, round_to_grid
+from mycli.quant.solvers import Solution, gptq
+from mycli.quant.work_folder import Solved
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.errors import ModelError, ResourceError
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.transformer import Block
+from mycli.runtime.quantization.scheme import Packing
+from tests.conftest import ROOT
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> StreamedModel:
+    return StreamedModel(DRAFT, CPU)
+
+
+@pytest.fixture(scope="module")
+def windows() -> Tensor:
+    return torch.randint(0, 4096, (10, 16), generator=torch.Generator().manual_seed(0))
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    """Up to products of bf16."""
+    return bool((found - wanted).norm() < 5e-3 * wanted.norm())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("settled", [False, True])
+def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, windows: Tensor, settled: bool) -> None:
+    block, surroundings, x = model.block(1), model.surroundings(16), model.embed(windows)
+    view = View(block, x.clone(), settled)
+    got = {product: inputs(model, view, product, slice(0, 10), surroundings) for product in Block.INPUTS}
+    assert torch.equal(got["qkv"], block.input_norm(x))
+    middle = x + block.o(got["o"])
+    assert torch.equal(got["gate_up"], block.post_norm(middle))
+    gate, up = block.gate_up(got["gate_up"]).chunk(2, -1)
+    assert torch.equal(got["down"], torch.nn.functional.silu(gate) * up)
+    after = block(x, *surroundings, None)
+    assert torch.equal(middle + block.down(got["down"]), after)
+    assert torch.equal(view.stream, after if settled else x)
+    if not settled:
+        leave(model, view)
+        assert torch.equal(view.stream, after), "to the bit, or a run that goes on would differ"
+
+
+def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the windows are batched; one in eight is held apart."""
+    monkeypatch.setattr(model, "at_once", 3 * 16)
+    block, surroundings = model.block(0), model.surroundings(16)
+    stream = model.embed(windows)
+    other = stream * 1.5 + 0.1
+    fitted, held = observe.observe(model, View(block, stream), View(block, other), "o", surroundings)
+    x, y = (inputs(model, View(block, each), "o", slice(0, 10), surroundings) for each in (stream, other))
+    chosen = torch.arange(10) % HELD == HELD - 1
+    for moments, rows in ((fitted, ~chosen), (held, chosen)):
+        a, b = x[rows].flatten(0, 1), y[rows].flatten(0, 1)
+        assert close(moments.hessian, a.T @ a) and close(moments.drift, (b - a).T @ a)
+
+
+def test_each_product_sees_what_was_quantized_before_it(
+    model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hessian that the last product is solved with is that of the whole quantized prefix."""
+    packings = Recipe("rtn", 3, 64).packings(model.config)
+    seen: dict[str, Tensor] = {}
+    solver = Solver("rtn", torch.bfloat16, "mse")
+    solve = solver.solve
+
+    def watch(weights: dict[str, Tensor], packing: Packing, fitted: Moments, held: Moments) -> object:
+        seen[next(iter(weights))] = fitted.hessian + held.hessian
+        return solve(weights, packing, fitted, held)
+
+    monkeypatch.setattr(solver, "solve", watch)
+    restored: dict[str, Tensor] = {}
+
+    def sink(solved: Solved) -> None:
+        for name, quantized in solved.linears.items():
+            restored[name] = dequantize(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
+
+    layers = quantize_blocks(model, packings, solver, windows, sink)
+    assert [layer.name for layer in layers] == list(packings) == list(restored)
+    stream, surroundings = model.embed(windows), model.surroundings(16)
+    for index in range(model.config.layers):
+        block = model.block(index)
+        for product in Block.INPUTS:
+            linear = getattr(block, product)
+            assert isinstance(linear, Linear)
+            if product == "qkv":
+                view = View(block, stream)
+            x = inputs(model, view, product, slice(0, 10), surroundings).flatten(0, 1)
+            assert close(seen[linear.specs[0].name], x.T @ x)
+            linear.matmuls = (blockwise.DenseMatmul(torch.cat([restored[spec.name] for spec in linear.specs])),)
+        model.advance(block, stream, surroundings)
+
+
+@pytest.mark.parametrize("fault", ["E3-nan-activations"])
+def test_activations_that_are_not_finite_name_layer_and_windows(
+    model: StreamedModel, windows: Tensor, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "at_once", 4 * 16)
+    stream = model.embed(windows)
+    stream[5, 3] = float("nan")
+    view = View(model.block(1), stream)
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.q_proj: .* in calibration windows 4 to 7"):
+        observe.observe(model, view, view, "qkv", model.surroundings(16))
+
+
+def half(hessian: Tensor) -> Moments:
+    return Moments(hessian / 2, torch.zeros_like(hessian))
+
+
+@pytest.mark.parametrize("fault", ["E8-worse-than-rounding"])
+def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = problem(16, 64)
+    good, bad = weight[:8], weight[8:]
+
+    class Unlucky:
+        NEEDS_HESSIAN = True
+
+        @staticmethod
+        def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+            solution = gptq.solve(weight, grid, hessian)
+            solution.quantized.codes[8:] = 0
+            return solution
+
+    monkeypatch.setattr("mycli.quant.solvers.load", lambda _: Unlucky)
+    packing = Packing(4, 32)
+    solved, layers, _ = Solver("any", torch.bfloat16, "mse").solve(
+        {"a": good, "b": bad}, packing, half(hessian), half(hessian)
+    )
+    assert [layer.fallback for layer in layers] == [None, "plain rounding is better"]
+    assert layers[0].output_error is not None and layers[0].rounding_output_error is not None
+    assert layers[0].output_error < layers[0].rounding_output_error
+    assert torch.equal(solved["b"].codes, round_to_grid(bad, solved["b"].scales, Grid(packing, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("fault", ["E1-counted"])
+def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
+    weight, hessian = problem(8, 64)
+    hessian[3, 5] = hessian[5, 3] = 1e12
+    solver, given = Solver("gptq", torch.bfloat16, "mse"), (half(hessian), half(hessian))
+    _, layers, _ = solver.solve({"a": weight}, Packing(4, 32), *given)
+    assert layers[0].fallback is not None and layers[0].damping is None
+
+
+def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahead(
+    model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write waits for a solving that begins after it: without overlap, it would wait in vain."""
+    begun, expected, written = [Event() for _ in range(model.config.layers)], list[int](), list[str]()
+    block = model.block
+
+    def watched(index: int) -> Block:
+        begun[index].set()
+        return block(index)
+
+    def sink(solved: Solved) -> None:
+        following = int(solved.layers[0].name.split(".")[2]) + 1
+        assert following == len(begun) or begun[following].wait(20)
+        written.extend(solved.linears)
+
+    monkeypatch.setattr(model, "block", watched)
+    monkeypatch.setattr(model, "expect", expected.append)
+    packings = Recipe("rtn", 4, 64).packings(model.config)
+    quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+    assert written == list(packings) and expected == list(range(1, model.config.layers))
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Tensor, block: int) -> None:
+    """Also where it is the last block, and no other follows."""
+    written: list[Solved] = []
+
+    def sink(solved: Solved) -> None:
+        if len(written) == block:
+            raise ResourceError("disk full")
+        written.append(solved)
+
+    packings = Recipe("rtn", 4, 64).packings(model.config)
+    with pytest.raises(ResourceError, match="disk full"):
+        quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+    assert len(written) == block

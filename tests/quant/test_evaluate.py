@@ -1,0 +1,153 @@
+"""Scores against their definitions in float64 on the logits of the whole model, and the figure known for pico."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mycli.quant import evaluate as module
+from mycli.quant.evaluate import Text, cut, evaluate, held_out_text, read_text
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.conftest import PICO
+
+FP32 = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(PICO, 4096)
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pico with noise on its weights: another model of the same vocabulary."""
+    folder = tmp_path_factory.mktemp("models") / "noisy"
+    shutil.copytree(PICO, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensors[name] = tensor + (torch.randn(tensor.shape, generator=generator) * 0.02).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
+    """float64 [windows, context - 1, vocabulary] from the whole model at once."""
+    model = load_model(folder, FP32)
+    logits = model(Batch(windows, 0, "all"), Rope(model.config, windows.shape[1], FP32.device, FP32.dtype))
+    assert logits is not None
+    return logits[:, :-1].double().log_softmax(-1).numpy()
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slices that do not divide a window, and two windows of stream at a time."""
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 7 * 4096)
+    monkeypatch.setattr(module, "STREAM_BYTES", 2 * 64 * 2 * 256 * 4)
+    yield
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_scores_follow_their_definitions(tokenizer: Tokenizer, noisy: Path) -> None:
+    text = cut(held_out_text(), tokenizer, 64, 5 * 64)
+    result = evaluate(StreamedModel(noisy, FP32), text, StreamedModel(PICO, FP32))
+
+    q, p = log_probabilities(noisy, text.windows), log_probabilities(PICO, text.windows)
+    targets = text.windows[:, 1:].numpy()
+    at = np.take_along_axis(q, targets[..., None], -1)[..., 0], np.take_along_axis(p, targets[..., None], -1)[..., 0]
+    kl = (np.exp(p) * (p - q)).sum(-1)
+
+    assert (result.windows, result.context, result.scored_tokens) == (5, 64, 5 * 63)
+    assert result.perplexity.value == pytest.approx(math.exp(-at[0].mean()), rel=1e-4)
+    spread = at[0].mean(1).std(ddof=1) / math.sqrt(5)
+    assert result.perplexity.error == pytest.approx(math.exp(-at[0].mean()) * spread, rel=1e-3)
+    found = result.divergence
+    assert found is not None
+    assert found.reference_perplexity.value == pytest.approx(math.exp(-at[1].mean()), rel=1e-4)
+    assert found.kl.value == pytest.approx(kl.mean(), rel=1e-3)
+    assert found.kl.error == pytest.approx(kl.mean(1).std(ddof=1) / math.sqrt(5), rel=1e-3)
+    assert found.kl_median == pytest.approx(np.quantile(kl, 0.5, method="inverted_cdf"), rel=1e-3)
+    assert found.kl_p99 == pytest.approx(np.quantile(kl, 0.99, method="inverted_cdf"), rel=1e-3)
+    assert found.kl_max == pytest.approx(kl.max(), rel=1e-3)
+    assert found.same_top1.value == pytest.approx((q.argmax(-1) == p.argmax(-1)).mean(), abs=1e-9)
+    assert found.rms_dp == pytest.approx(np.sqrt(np.square(np.exp(at[0]) - np.exp(at[1])).mean()), rel=1e-3)
+    assert kl.mean() > 1e-3, "the noise must matter, or nothing was tested"
+
+
+def test_pico_has_the_perplexity_it_was_published_with(tokenizer: Tokenizer) -> None:
+    text = cut(held_out_text(), tokenizer, 512, 16384)
+    result = evaluate(StreamedModel(PICO, FP32), text)
+    assert (result.windows, result.begins_with_bos, result.dtype) == (32, False, "float32")
+    assert result.perplexity.value == pytest.approx(37.51, abs=0.005)
+    assert result.divergence is None
+
+
+def test_a_model_does_not_diverge_from_itself(tokenizer: Tokenizer) -> None:
+    model = StreamedModel(PICO, FP32)
+    result = evaluate(model, cut(held_out_text(), tokenizer, 64, 64), model)
+    assert result.divergence is not None and result.perplexity.error is None
+    assert result.divergence.kl.value < 1e-6 and result.divergence.kl_max < 1e-5
+    assert result.divergence.same_top1.value == 1 and result.divergence.rms_dp == 0
+
+
+def test_windows_do_not_overlap_and_the_tail_is_dropped(tokenizer: Tokenizer) -> None:
+    text = "One day Leo lost a key. " * 20
+    ids = tokenizer.encode(text, add_special=True)
+    windows = cut(text, tokenizer, 16).windows
+    assert windows.flatten().tolist() == ids[: len(ids) // 16 * 16]
+    assert cut(text, tokenizer, 16, 40).windows.shape == (2, 16)
+
+
+def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="fewer than one window of 512"):
+        cut("too short", tokenizer, 512)
+    with pytest.raises(UsageError, match="needs two tokens"):
+        cut("too short", tokenizer, 1)
+    model = StreamedModel(PICO, FP32)
+    with pytest.raises(UsageError, match="windows of 4096 tokens; the model takes 2048"):
+        evaluate(model, Text(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
+    with pytest.raises(NotFoundError, match="none.txt"):
+        read_text(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match="not UTF-8 at byte 3"):
+        read_text(tmp_path / "latin.txt")
+
+
+def test_vocabularies_must_agree(tmp_path: Path) -> None:
+    folder = tmp_path / "wider"
+    shutil.copytree(PICO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 4097}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = torch.cat(
+        [tensors["model.embed_tokens.weight"], torch.zeros(1, 256).bfloat16()]
+    )
+    save_file(tensors, folder / "model.safetensors")
+    text = Text(torch.zeros(1, 8, dtype=torch.int64), False, "")
+    with pytest.raises(UsageError, match="4096 and 4097"):
+        evaluate(StreamedModel(PICO, FP32), text, StreamedModel(folder, FP32))
+
+
+@pytest.mark.parametrize("fault", ["E3-activations-not-finite"])
+def test_logits_that_are_not_finite_end_it(tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "overflowing"
+    shutil.copytree(PICO, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.5.mlp.down_proj.weight"].fill_(3e38)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="not finite in torch.float32"):
+        evaluate(StreamedModel(folder, FP32), Text(torch.arange(8).view(1, 8), False, ""))

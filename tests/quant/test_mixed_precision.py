@@ -1,0 +1,86 @@
+"""Mixed widths: what the shares say of the divergence, and the choice that a budget makes of them."""
+
+import json
+from collections.abc import Mapping
+from itertools import product as combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycli.cli.main import main
+from mycli.quant import mixed_precision as allocate
+from mycli.quant.evaluate import Text, evaluate
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.mixed_precision import Share
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.scheme import BITS
+from tests.conftest import ROOT
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+def share(loss: float, weights: int = 1000) -> Share:
+    sizes: Mapping[int, int] = {bits: weights * bits // 8 for bits in BITS}
+    return Share(weights, sizes, {bits: loss * 4.0 ** (3 - bits) for bits in BITS})
+
+
+def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
+    """Half of gradient times change is the divergence itself, as far as that is quadratic."""
+    quantize(plan(Source("draft", DRAFT, None, None), Recipe("rtn", 4, 64), report="none"), tmp_path / "low", CPU)
+    model, low = StreamedModel(DRAFT, CPU), StreamedModel(tmp_path / "low", CPU)
+    windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
+    shares = allocate.measure(model, low, windows)
+    assert len(shares) == 4 * model.config.layers
+    measured = evaluate(low, Text(windows, False, ""), model).divergence
+    assert measured is not None
+    assert sum(each.loss[4] for each in shares) == pytest.approx(measured.kl.value, rel=0.25)
+    assert all(each.loss[8] < each.loss[4] / 50 < each.loss[2] / 100 for each in shares)
+
+
+def test_no_other_choice_of_equal_size_loses_less() -> None:
+    shares = [share(loss) for loss in (1.0, 0.2, 0.05, 0.01)]
+    found = allocate.allocate(shares, 3.5, 3)
+    assert sum(found) <= 14 and found == tuple(sorted(found, reverse=True))
+
+    def loss(widths: tuple[int, ...]) -> float:
+        return sum(each.loss[bits] for each, bits in zip(shares, widths, strict=True))
+
+    others = [each for each in combinations((3, 4, 8), repeat=4) if sum(each) <= 14]
+    assert loss(found) == min(map(loss, others))
+    assert allocate.allocate(shares, 3.0, 3) == (3, 3, 3, 3)
+    assert allocate.allocate(shares, 8.0, 3) == (8, 8, 8, 8)
+
+
+def test_what_is_too_little_is_refused() -> None:
+    assert allocate.low_width(3.5, 128) == 3 and allocate.low_width(3.1, 128) == 2 and allocate.low_width(9, None) == 4
+    with pytest.raises(UsageError, match=r"--target-bpw 2\.01: 3 bits with their scales take 3\.000"):
+        allocate.allocate([share(1.0)], 2.01, 3)
+
+
+def test_the_command_keeps_to_the_target_and_fuses_what_readers_fuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--dry-run tells the exact size of the mixture; q, k, v have one width, and gate, up."""
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    arguments = ["quantize", "pico-draft", "--target-bpw", "3.6", "--group", "64", "--samples", "8", "--seq", "64"]
+    told = []
+    for last in (["--dry-run"], ["--report", "none"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, *last, "--json", "-o", str(tmp_path / "out")])
+        assert stopped.value.code in (0, None)
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0]["size"] == told[1]["size"] and 3.3 < told[1]["size"]["quantized_bits_per_weight"] <= 3.6
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
+    widths = {layer["name"]: layer["packing"] for layer in told[1]["layers"]}
+    assert len(set(widths.values())) > 1
+    for name, width in widths.items():
+        assert widths[name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("gate", "up")] == width
+    recipe = json.loads((tmp_path / "out" / "mycli.json").read_text())["recipe"]
+    assert recipe["target_bpw"] == 3.6 and len(recipe["widths"]) == 8

@@ -1,0 +1,389 @@
+"""Quantizing a whole model: what is written is what was solved, other readers agree, and nothing half-done appears."""
+
+import json
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mycli.quant import blockwise, pipeline, planning
+from mycli.quant import model_card as record
+from mycli.quant.memory import Need
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import Plan, plan
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.solvers import rtn
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import load_config
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
+from mycli.runtime.quantization.scheme import BITS, Packing, describe
+from tests.conftest import PICO
+
+GROUP_32 = Recipe("rtn", group=32)
+DATA = Recipe("gptq", group=32, samples=8, seq=48)
+CPU = Placement(torch.device("cpu"), torch.float32)
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """A random model with a head of its own, and files beside it to copy and not to copy."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_config(folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
+        for name, shape in load_config(folder).tensors()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(PICO / name, folder / name)
+    (folder / "LICENSE").write_text("as is")
+    (folder / "README.md").write_text("about the original")
+    return Source("someone/small", folder, "someone/small", "0" * 40)
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**SMALL, **changes}))
+
+
+def rewrite(source: Source, name: str, change: Any) -> None:
+    tensors = load_file(source.folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> Plan:
+    work = plan(source, recipe, report=options.pop("report", "none"))
+    quantize(work, target, CPU, **options)
+    return work
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("source", ".locks"))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("rtn", bits=4, group=32),
+        Recipe("rtn", bits=3, group=64),
+        Recipe("rtn", bits=8, group=None, scales="absmax"),
+        Recipe("rtn", bits=2, group=32, head="int8"),
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path, recipe: Recipe) -> None:
+    target = tmp_path / "out"
+    work = make(source, target, recipe)
+    config, packings = describe(target)
+    assert packings == work.packings
+    manifest = Manifest.open(target)
+    manifest.check(config, packings)
+    assert manifest.nbytes == work.size.bytes, "the size that --dry-run tells is exact"
+    original, copy = Checkpoint(Manifest.open(source.folder)), Checkpoint(manifest)
+    for name, _ in work.config.tensors():
+        linear = name.removesuffix(".weight")
+        if linear not in packings:
+            assert torch.equal(copy.read(name), original.read(name))
+            continue
+        grid = Grid(packings[linear], torch.bfloat16, recipe.scales)
+        weight = original.read(name)
+        solved = rtn.solve(weight, grid).quantized
+        packed, scales = copy.read(f"{linear}.weight_packed"), copy.read(f"{linear}.weight_scale")
+        restored = dequantize_packed(PackedWeight(packed, scales, grid.packing, weight.shape[1]))
+        assert torch.equal(restored, dequantize(solved, grid).bfloat16())
+        assert copy.read(f"{linear}.weight_shape").tolist() == list(weight.shape)
+
+
+def restored_state(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an unquantized model with our dequantized weights."""
+    _, packings = describe(folder)
+    state: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  # not a dict
+    for name, packing in packings.items():
+        packed, scales = state.pop(f"{name}.weight_packed"), state.pop(f"{name}.weight_scale")
+        shape = state.pop(f"{name}.weight_shape").tolist()
+        state[f"{name}.weight"] = dequantize_packed(PackedWeight(packed, scales, packing, shape[1]))
+    return state
+
+
+@pytest.mark.parametrize("head", ["keep", "int8"])
+@pytest.mark.parametrize("bits", BITS)
+def test_transformers_reads_it_bit_for_bit(source: Source, tmp_path: Path, bits: int, head: Any) -> None:
+    """E10: `compressed-tensors` decompresses our file to exactly our weights, so logits are equal to the last bit."""
+    from transformers import AutoModelForCausalLM
+
+    target = tmp_path / "out"
+    make(source, target, Recipe("gptq" if bits < 8 else "rtn", bits, 32, head=head, samples=8, seq=48))
+    theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    ours = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.bfloat16)
+    ours.load_state_dict(restored_state(target))
+    tokens = torch.randint(0, 4096, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+
+
+def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    make(source, target)
+    names = {path.name for path in target.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.FILE} <= names
+    assert "README.md" not in names
+    written = json.loads((target / record.FILE).read_text())
+    assert written["schema_version"] == 1
+    assert written["recipe"] == {
+        "method": "rtn",
+        "bits": 4,
+        "group": 32,
+        "scales": "mse",
+        "head": "keep",
+        "samples": 128,
+        "seq": None,
+        "seed": 0,
+        "target_bpw": None,
+        "widths": None,
+        "tune": False,
+    }
+    assert written["calibration"] is None
+    assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)
+    assert written["card"] is None
+    assert len(written["layers"]) == 21 and all(0 < layer["error"] < 0.05 for layer in written["layers"])
+    # Every file but the record itself, and every file it was made from, under the sum that sha256sum gives.
+    assert set(written["files"]) == names - {record.FILE}
+    assert written["files"] == record.digests(path for path in target.iterdir() if path.name != record.FILE)
+    assert (
+        written["source"]["files"]["model.safetensors"]
+        == record.digests(source.folder.glob("*.safetensors"))["model.safetensors"]
+    )
+    assert json.loads((target / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    work = plan(source, Recipe("rtn", bits=2, group=32))
+    outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
+    card = outcome.card
+    assert card is not None and card.divergence is not None
+    assert card.context == 64 and card.scored_tokens == planning.QUICK_TOKENS // 64 * 63
+    assert card.divergence.kl.value > 1e-3
+    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    assert written["card"]["divergence"]["kl"]["value"] == card.divergence.kl.value
+    for stage in ("quantizing", "layers", "windows"):
+        assert any(name == stage and done == total for name, done, total in steps)
+
+
+@pytest.mark.parametrize("fault", ["E9-same-bytes-twice"])
+@pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
+def test_the_same_recipe_gives_the_same_bytes(source: Source, tmp_path: Path, recipe: Recipe, fault: str) -> None:
+    for name in ("first", "second"):
+        make(source, tmp_path / name, recipe, report="quick" if recipe is GROUP_32 else "none")
+    first, second = (record.digests((tmp_path / name).iterdir()) for name in ("first", "second"))
+    assert first == second and record.FILE in first
+
+
+def test_one_tensor_is_in_memory_at_a_time(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, name: str) -> Tensor:
+        kept = [ref() for ref in alive if ref() is not None]
+        assert sum(tensor.nbytes for tensor in kept if tensor is not None) == 0, f"kept while {name} was read"
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    make(source, tmp_path / "out")
+    assert len(alive) == len(load_file(source.folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("fault", ["E4-fewer-tokens-than-inputs"])
+def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "COLLAPSED_KL", 1e-3)  # a random model has little to lose
+    text = tmp_path / "text.txt"
+    text.write_text("One two three. " * 200)
+    rewrite(source, "model.layers.0.input_layernorm.weight", lambda gain: gain.index_fill(0, torch.tensor([7]), 0))
+    work = plan(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
+    outcome = quantize(work, tmp_path / "out", CPU)
+    assert outcome.fallbacks == 0
+    dead, collapsed = outcome.notes
+    assert "3 layers have inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
+    assert "the model has collapsed" in collapsed
+    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
+    assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
+
+    few = plan(
+        Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32), report="none"
+    )
+    notes = quantize(few, tmp_path / "few", CPU).notes
+    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
+
+
+@pytest.mark.parametrize("fault", ["E6-quantized-input"])
+def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str) -> None:
+    make(source, tmp_path / "out")
+    with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
+        plan(Source("again", tmp_path / "out", None, None), GROUP_32)
+    write_config(source.folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelError, match=r"quantized already \(gptq\)"):
+        plan(source, GROUP_32)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["E11-own-head", "E11-tied-head"])
+@pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
+def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, recipe: Recipe, tied: bool) -> None:
+    """Head, embedding and norms stay as they are to the bit, and `ignore` tells every reader which linear does."""
+    if tied:
+        tensors = load_file(source.folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
+        write_config(source.folder, tie_word_embeddings=True)
+    make(source, tmp_path / "out", recipe)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source.folder, tmp_path / "out"))
+    linears = {name for name in before if ".self_attn." in name or ".mlp." in name}
+    packed = {f"{name}_{part}" for name in linears for part in ("packed", "scale", "shape")}
+    assert len(linears) == 21 and set(after) == (set(before) - linears) | packed
+    assert all(torch.equal(after[name], before[name]) for name in set(before) - linears)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["ignore"] == ["lm_head"]
+    assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
+
+
+@pytest.mark.parametrize("fault", ["E5-indivisible"])
+def test_a_group_that_does_not_fit_is_refused_before_any_work(source: Source, fault: str) -> None:
+    with pytest.raises(UsageError, match="--group 128 does not divide the 192 inputs of model.layers.0.mlp.down_proj"):
+        plan(source, Recipe())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["A26-nan", "A26-inf"])
+def test_weights_that_are_not_finite_are_refused_by_name(source: Source, tmp_path: Path, bad: float) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(source, name, lambda tensor: tensor.index_fill(0, torch.tensor([3]), bad))
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        make(source, tmp_path / "out")
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ["A28-bf16-beyond-fp16-scales"])
+def test_weights_beyond_the_scales_are_refused_by_name(source: Source, tmp_path: Path, fault: str) -> None:
+    write_config(source.folder, dtype="float16")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(source, name, lambda tensor: tensor * 1e8)
+    with pytest.raises(ModelError, match=f"{name}: a weight of .* is beyond the range"):
+        make(source, tmp_path / "out")
+    assert leftovers(tmp_path) == []
+
+
+def test_failure_half_way_leaves_the_target_as_it_was(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(source, tmp_path / "out")
+    before = record.digests((tmp_path / "out").iterdir())
+    monkeypatch.setattr(record, "encode", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(source, tmp_path / "out", overwrite=True)
+    assert leftovers(tmp_path) == ["out"]
+    assert record.digests((tmp_path / "out").iterdir()) == before
+
+
+@pytest.mark.parametrize("fault", ["D5-target-exists"])
+def test_a_target_is_replaced_only_when_asked(source: Source, tmp_path: Path, fault: str) -> None:
+    target = tmp_path / "out"
+    make(source, target)
+    with pytest.raises(UserError, match="out"):
+        make(source, target, Recipe("rtn", bits=8, group=32))
+    make(source, target, Recipe("rtn", bits=8, group=32), overwrite=True)
+    assert set(describe(target)[1].values()) == {Packing(8, 32)}
+
+
+@pytest.mark.parametrize("inside", ["", "copy"], ids=["D5-the-input", "D5-inside-the-input"])
+def test_the_source_is_never_written_to(source: Source, inside: str) -> None:
+    with pytest.raises(UsageError, match="lies within the model"):
+        make(source, source.folder / inside, overwrite=True)
+
+
+@pytest.mark.parametrize("fault", ["D1-no-space"])
+def test_no_space_is_known_before_the_work(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match="bytes needed, 1000 free"):
+        make(source, tmp_path / "out")
+    assert leftovers(tmp_path) == []
+
+
+def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
+    work = replace(plan(source, GROUP_32), need=Need(1 << 60, 0, 1024))
+    with pytest.raises(ResourceError, match="GiB of memory needed"):
+        quantize(work, tmp_path / "out", CPU)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+    ids=["E7-gpu", "E7-cpu", "E7-python"],
+)
+def test_memory_that_runs_out_is_no_crash(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Code 5, nothing at the target, and what was solved is kept for the next run."""
+
+    def failing(*_: object) -> None:
+        raise error
+
+    work = plan(source, DATA, report="none")
+    solve = blockwise.Solver.solve
+    asked: list[int] = []
+
+    def solving(self: blockwise.Solver, *arguments: Any) -> Any:
+        asked.append(1)
+        return solve(self, *arguments) if len(asked) < 6 else failing()
+
+    monkeypatch.setattr(blockwise.Solver, "solve", solving)
+    with pytest.raises(ResourceError, match="memory ran out"):
+        quantize(work, tmp_path / "out", CPU)
+    assert leftovers(tmp_path) == [".out.work"]
+    monkeypatch.setattr(blockwise.Solver, "solve", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize(work, tmp_path / "out", CPU)
+
+
+def test_other_errors_keep_their_name(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_write_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        make(source, tmp_path / "out")

@@ -1,0 +1,89 @@
+"""What a recipe means for a model, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from mycli.quant.recipe import Recipe
+from mycli.runtime.errors import UsageError
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+
+
+def config(**changes: object) -> ModelConfig:
+    raw = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 352,  # 11 x 32: no larger group divides it
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    return parse_config(Fields({**raw, **changes}, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (Recipe(), "gptq-int4-g128"),
+        (Recipe("rtn"), "rtn-int4-g128"),
+        (Recipe("awq+gptq", bits=3), "awq-gptq-int3-g128"),
+        (Recipe("rtn", bits=8, group=None), "rtn-int8-channel"),
+        (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
+        (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
+        (Recipe(bits=3, tune=True), "gptq-int3-g128-tuned"),
+    ],
+)
+def test_names_state_facts(recipe: Recipe, name: str) -> None:
+    assert recipe.name == name
+
+
+@pytest.mark.parametrize(
+    ("method", "folds", "solver"),
+    [("gptq", False, "gptq"), ("rtn", False, "rtn"), ("awq", True, "rtn"), ("awq+gptq", True, "gptq")],
+)
+def test_a_method_may_fold_before_it_solves(method: str, folds: bool, solver: str) -> None:
+    assert (Recipe(method).folds, Recipe(method).solver) == (folds, solver)
+
+
+def test_every_linear_and_nothing_else_is_packed() -> None:
+    model = config()
+    packings = Recipe(group=32).packings(model)
+    weights = [name.removesuffix(".weight") for name, shape in model.tensors() if len(shape) == 2]
+    assert list(packings) == [name for name in weights if name not in ("model.embed_tokens", "lm_head")]
+    assert set(packings.values()) == {Packing(4, 32)}
+
+
+def test_a_head_of_its_own_may_get_other_bits() -> None:
+    packings = Recipe(bits=3, group=32, head="int8").packings(config())
+    assert packings["lm_head"] == Packing(8, 32)
+    assert list(packings)[-1] == "lm_head"
+
+
+@pytest.mark.parametrize(
+    ("inner", "group", "hint"),
+    [(352, 128, "--group 32"), (320, 128, "--group 64"), (350, 32, "--group channel")],
+    ids=["E5-352-g128", "E5-320-g128", "E5-350-g32"],
+)
+def test_a_group_that_divides_not_everything_is_refused_with_one_that_does(inner: int, group: int, hint: str) -> None:
+    model = config(intermediate_size=inner)
+    with pytest.raises(
+        UsageError, match=f"--group {group} does not divide the {inner} inputs of .*layers.0.mlp.down"
+    ) as c:
+        Recipe(group=group).packings(model)
+    assert c.value.hint == hint
+    suggested = hint.removeprefix("--group ")
+    assert Recipe(group=None if suggested == "channel" else int(suggested)).packings(model)
+
+
+def test_a_tied_head_cannot_be_quantized() -> None:
+    with pytest.raises(UsageError, match="the head is the embedding"):
+        Recipe(group=32, head="int4").packings(config(tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("changes", [{"bits": 5}, {"bits": 0}, {"group": 16}, {"group": 0}])
+def test_widths_and_groups_outside_the_format_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(changes))}"):
+        replace(Recipe(), **changes)  # type: ignore[arg-type]  # on purpose

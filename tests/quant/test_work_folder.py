@@ -1,0 +1,207 @@
+"""Unfinished work on disk: kept whole, taken up again, never mixed; killed at any moment, the same bytes at the end."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.test_pipeline import SMALL
+from torch import Tensor
+
+from mycli.quant import blockwise, pipeline
+from mycli.quant import model_card as record
+from mycli.quant.model_card import Layer
+from mycli.quant.pipeline import default_work_folder, quantize
+from mycli.quant.planning import plan
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.error_compensation import Moments
+from mycli.quant.rounding.grid import Quantized
+from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import load_config
+from mycli.runtime.quantization.scheme import Packing
+from tests.conftest import PICO, ROOT
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+SOURCE = Source("pico-draft", DRAFT, None, None)
+RECIPE = Recipe(bits=4, group=64, samples=8, seq=32)
+CPU = Placement(torch.device("cpu"), torch.float32)
+RUN = {"recipe": {"bits": 4}, "versions": {"torch": "2"}}
+USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the environment of a test may make
+
+
+def solved(name: str = "a") -> Solved:
+    codes = torch.arange(64, dtype=torch.uint8).view(4, 16) % 16
+    layer = Layer(name, "int4-g16", 0.5, output_error=0.25, refit=1.0, damping=0.01, fallback="why")
+    return Solved({name: Quantized(codes, torch.ones(4, 1).bfloat16())}, {"norm": torch.ones(3)}, (layer,))
+
+
+def test_a_block_comes_back_as_it_was(tmp_path: Path) -> None:
+    with WorkFolder(tmp_path / "work", RUN) as work:
+        assert work.load(3) is None
+        work.save(3, solved())
+    with WorkFolder(tmp_path / "work", RUN) as work:
+        found = work.load(3)
+        assert found is not None and found.layers == solved().layers
+        assert torch.equal(found.linears["a"].codes, solved().linears["a"].codes)
+        assert found.linears["a"].scales.dtype == torch.bfloat16
+        assert torch.equal(found.changed["norm"], torch.ones(3))
+        work.clear()
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("fault", ["D8-changed-recipe"])
+def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
+    with WorkFolder(tmp_path, RUN) as work:
+        work.save(0, solved())
+    with pytest.raises(UsageError, match="differs in: recipe"), WorkFolder(tmp_path, {**RUN, "recipe": {"bits": 3}}):
+        pass
+    with pytest.raises(UsageError, match="differs in: versions"), WorkFolder(tmp_path, {"recipe": RUN["recipe"]}):
+        pass
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(UsageError, match="unknown run"), WorkFolder(tmp_path, RUN):
+        pass
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with WorkFolder(tmp_path, RUN), pytest.raises(UsageError, match="another process"), WorkFolder(tmp_path, RUN):
+        pass
+
+
+@pytest.mark.parametrize("length", [0, 5, 200])
+def test_a_damaged_block_is_solved_again(tmp_path: Path, length: int) -> None:
+    with WorkFolder(tmp_path, RUN) as work:
+        work.save(0, solved())
+        path = tmp_path / "block-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:length])
+        assert work.load(0) is None
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, replace(RECIPE, method="awq+gptq"), replace(RECIPE, tune=True)],
+    ids=lambda recipe: recipe.method + "-tune" * recipe.tune,
+)
+def test_finished_blocks_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    whole, target = tmp_path / "whole", tmp_path / "out"
+    quantize(plan(SOURCE, recipe, report="none"), whole, CPU)
+    asked: list[str] = []
+    solve = blockwise.Solver.solve
+
+    def failing(
+        self: blockwise.Solver, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
+    ) -> object:
+        asked.extend(weights)
+        if len(asked) == 10:  # q, k, v, o, gate, up, down of the first block; q, k, v of the second
+            raise Stop
+        return solve(self, weights, packing, fitted, held)
+
+    monkeypatch.setattr(blockwise.Solver, "solve", failing)
+    with pytest.raises(Stop):
+        quantize(plan(SOURCE, recipe, report="none"), target, CPU)
+    assert not target.exists() and default_work_folder(target).is_dir()
+    with pytest.raises(UsageError, match="differs in: recipe"):
+        quantize(plan(SOURCE, replace(recipe, bits=3), report="none"), target, CPU)
+    quantize(plan(SOURCE, recipe, report="none"), target, CPU)
+    assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
+    assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_the_work_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_write_blocks", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize(plan(SOURCE, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
+    assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
+
+
+def a_model(folder: Path) -> Path:
+    """Random, tiny, of many blocks, with the tokenizer of pico."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**SMALL, "hidden_size": 64, "num_hidden_layers": 12}))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
+        for name, shape in load_config(folder).tensors()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, folder / name)
+    return folder
+
+
+def blocks(folder: Path) -> dict[str, tuple[int, int]]:
+    """The finished blocks there are; one that is written again is not the same."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("block-*.safetensors")}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)], ids="D3-kill-9-{}-times".format)
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    tmp_path: Path, environment: dict[str, str], kills: int
+) -> None:
+    """The command as a user runs it; whatever block was finished before a kill is never solved again.
+
+    A block is on disk before the next is begun, so at most one is lost. A target that exists is whole at any moment.
+    """
+    source, target = a_model(tmp_path / "source"), tmp_path / "out"
+    arguments = ["quantize", str(source), "--group", "32", "--samples", "64", "--report", "none", "--overwrite", "-q"]
+    command = [sys.executable, "-m", "mycli.cli", *arguments, "--seq", "64", "-o", str(target)]
+    work, chance = default_work_folder(target), random.Random(0)
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    def working(process: "subprocess.Popen[bytes]") -> float:
+        """When it holds the work folder's lock: what comes before is mostly Python's imports."""
+        lock = str(work / "lock")
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                if lock in map(os.readlink, Path(f"/proc/{process.pid}/fd").iterdir()):
+                    break
+            time.sleep(0.005)
+        return time.monotonic()
+
+    process = start()
+    begun = working(process)
+    assert process.wait() == 0
+    seconds = time.monotonic() - begun
+    expected = record.digests(target.iterdir())
+    shutil.rmtree(target)
+    struck = runs = 0
+    while struck < kills and runs < 4 * kills:
+        runs += 1
+        done = blocks(work)
+        process, moment = start(), chance.uniform(0, 0.8 * seconds)
+        if chance.random() < 0.8:
+            working(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(moment) == 0, "only a kill ends it early"
+        process.send_signal(signal.SIGKILL)
+        code, kept = process.wait(), blocks(work)
+        print(f"run {runs}: exit {code}, {len(done)} blocks found, {len(kept)} left, target {target.exists()}")
+        if code == -signal.SIGKILL and work.exists():
+            struck += 1
+            assert done.items() <= kept.items(), "a finished block was solved again"
+        if target.exists():
+            assert record.digests(target.iterdir()) == expected
+    assert start().wait() == 0
+    assert record.digests(target.iterdir()) == expected
+    print(f"{struck} of {runs} runs were killed at work, which takes {seconds:.1f} s: the same bytes every time")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in USERS) == ["out", "source"]

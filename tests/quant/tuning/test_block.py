@@ -1,0 +1,113 @@
+"""Training a block: close calls are those of the solver's problem, and the output comes nearer to the original's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.test_gptq import problem
+from tests.test_tunable import CPU, DRAFT, GRID, rounded, stored
+from torch import Tensor
+
+from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.calibration.hessian import HELD
+from mycli.quant.calibration.sampler import bundled
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.solvers import rtn
+from mycli.quant.tuning import block as tuning
+from mycli.quant.tuning.block import PULL, close_calls, tune_block
+from mycli.quant.work_folder import Solved
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+LAYER = 1
+
+
+def test_close_calls_are_the_best_single_moves() -> None:
+    """Against the error itself, over a fine range of moves of one level while all others stay."""
+    weight, hessian = problem(4, 32)
+    grid = Grid(Packing(3, 32), torch.bfloat16)
+    quantized = rtn.solve(weight, grid).quantized
+    found = close_calls(weight, quantized, grid, hessian)
+    restored, step = dequantize(quantized, grid), torch.linspace(-0.5, 0.5, 2001)
+    for row in range(4):
+        for column in (0, 7, 31):
+            moved = restored[row].repeat(len(step), 1)
+            moved[:, column] += step * quantized.scales[row, 0].float()
+            lost = (moved - weight[row]).double()
+            errors = torch.einsum("nk,kl,nl->n", lost, hessian.double(), lost)
+            assert abs(float(step[errors.argmin()]) * PULL - float(found[row, column])) < 2e-3
+
+
+def test_a_dead_input_moves_nothing() -> None:
+    weight, hessian = problem(4, 32)
+    hessian[5], hessian[:, 5] = 0, 0
+    grid = Grid(Packing(3, 32), torch.bfloat16)
+    assert not close_calls(weight, rtn.solve(weight, grid).quantized, grid, hessian)[:, 5].any()
+
+
+def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tensor], Tensor, Tensor]:
+    model = StreamedModel(DRAFT, CPU)
+    packings, solved = rounded(model, LAYER)
+    windows = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
+    stream = model.embed(windows)
+    model.advance(model.block(0), stream, model.surroundings(24))
+    wanted = stream.clone()
+    model.advance(model.block(LAYER), wanted, model.surroundings(24))
+    weights = model.weights([spec for group in model.config.block_linears(LAYER).values() for spec in group])
+    calls = {
+        name: close_calls(weight, solved.linears[name], GRID, torch.eye(weight.shape[1]))
+        for name, weight in weights.items()
+    }
+    return model, solved, packings, calls, stream, wanted
+
+
+def error(model: StreamedModel, solved: Solved, stream: Tensor, wanted: Tensor) -> float:
+    found = stream.clone()
+    model.advance(stored(model, solved), found, model.surroundings(stream.shape[1]))
+    apart = slice(HELD - 1, None, HELD)
+    return float((found - wanted)[apart].square().mean())
+
+
+def test_the_output_comes_nearer_and_the_stored_block_is_what_was_judged() -> None:
+    model, solved, packings, calls, stream, wanted = setting()
+    kept = stream.clone()
+    tuned = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    calls = setting()[3]
+    assert torch.equal(stream, kept), "the stream is only read"
+    share = error(model, tuned, stream, wanted) / error(model, solved, stream, wanted)
+    for name, quantized in tuned.linears.items():
+        moved = (quantized.codes.int() - solved.linears[name].codes.int()).abs()
+        assert 0 < int((moved > 0).sum()) < 0.2 * moved.numel() and int(moved.max()) == 1
+        assert quantized.codes.dtype == torch.uint8 and int(quantized.codes.max()) < 8
+    assert share < 0.97
+    again = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    assert all(torch.equal(again.linears[name].codes, each.codes) for name, each in tuned.linears.items())
+
+
+def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "SCALE_RATE", 3.0)
+    model, solved, packings, calls, stream, wanted = setting()
+    tuned = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    assert tuned.linears == solved.linears and tuned.changed == solved.changed
+
+
+@pytest.mark.parametrize("folds", [False, True], ids=["gptq", "awq+gptq"])
+def test_blocks_are_tuned_as_they_pass(folds: bool) -> None:
+    """Each in turn, on the stream of those before it as they are stored; every layer says what was gained."""
+    model = StreamedModel(DRAFT, CPU)
+    packings = {
+        spec.name: Packing(3, 64)
+        for layer in range(model.config.layers)
+        for group in model.config.block_linears(layer).values()
+        for spec in group
+    }
+    tokenizer = Tokenizer.load(DRAFT, model.config.vocab_size)
+    windows = bundled(tokenizer, model.config.vocab_size, 4 * HELD, 64, seed=0).windows
+    made: dict[bool, list[Solved]] = {False: [], True: []}
+    for tunes, blocks in made.items():
+        quantize_blocks(model, packings, Solver("gptq", torch.bfloat16, "mse", folds, tunes), windows, blocks.append)
+    assert all(layer.tuned is None for block in made[False] for layer in block.layers)
+    shares = [layer.tuned for block in made[True] for layer in block.layers]
+    assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1
+    assert made[True][0].layers == tuple(replace(layer, tuned=shares[0]) for layer in made[False][0].layers)

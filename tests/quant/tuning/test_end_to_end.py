@@ -1,0 +1,98 @@
+"""Training of scales: it lowers the KL of text it was not trained on, is refused where it does not, and repeats."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.test_tunable import CPU, DRAFT, rounded
+
+from mycli.quant.calibration.hessian import HELD
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.pipeline import plan, quantize
+from mycli.quant.recipe import Recipe
+from mycli.quant.tuning import end_to_end as tuning
+from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales
+from mycli.quant.work_folder import Solved
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.scheme import Packing
+
+SOURCE = Source("pico-draft", DRAFT, None, None)
+WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
+
+
+def tune() -> tuple[list[Solved], Tuned]:
+    model = StreamedModel(DRAFT, CPU)
+    packings: dict[str, Packing] = {}
+    blocks = []
+    for layer in range(model.config.layers):
+        packing, solved = rounded(model, layer)
+        packings |= packing
+        blocks.append(solved)
+    return blocks, tune_scales(model, blocks, packings, torch.bfloat16, WINDOWS, seed=0)
+
+
+def test_what_is_computed_again_has_the_gradients_it_would_have_had() -> None:
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    start = torch.ones(2, 3, requires_grad=True)
+    calls = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return (x @ weight).tanh()
+
+    def gradients(again: bool) -> list[torch.Tensor]:
+        x = start
+        for _ in range(2):
+            x = recomputed(layer, x) if again else layer(x)
+        x.square().sum().backward()
+        found = [leaf.grad for leaf in (weight, start) if leaf.grad is not None]
+        weight.grad = start.grad = None
+        return found
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(one, other)
+    assert calls[:4] == [False, False, True, True], "nothing is kept of the first pass"
+
+
+def test_kl_falls_on_windows_held_apart_and_codes_stay() -> None:
+    blocks, tuned = tune()
+    assert 0 < tuned.kl.after < 0.98 * tuned.kl.before
+    assert len(tuned.blocks) == len(blocks) + 1, "one more, with the last norm"
+    assert list(tuned.blocks[-1].changed) == ["model.norm.weight"]
+    for before, after in zip(blocks, tuned.blocks, strict=False):
+        for name, quantized in before.linears.items():
+            assert torch.equal(quantized.codes, after.linears[name].codes)
+    again = tune()[1]
+    assert again.kl == tuned.kl
+    for one, other in zip(tuned.blocks, again.blocks, strict=True):
+        assert all(torch.equal(one.linears[name].scales, other.linears[name].scales) for name in one.linears)
+        assert all(torch.equal(one.changed[name], other.changed[name]) for name in one.changed)
+
+
+def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "RATE", 3.0)
+    blocks, tuned = tune()
+    assert tuned.blocks == blocks and tuned.kl.after == tuned.kl.before
+
+
+def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
+    recipe = Recipe(bits=3, group=64, samples=2 * HELD, seq=32)
+    plain = quantize(plan(SOURCE, recipe), tmp_path / "plain", CPU)
+    tuned = quantize(plan(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
+    told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
+    assert told["after"] <= told["before"] and any("tuning" in note for note in tuned.notes)
+    assert json.loads((tmp_path / "plain" / "mycli.json").read_text())["tuning"] is None
+    assert plain.card is not None and tuned.card is not None
+    assert plain.card.divergence is not None and tuned.card.divergence is not None
+    assert tuned.card.divergence.kl.value < plain.card.divergence.kl.value
+    assert plain.size == tuned.size
+
+
+def test_too_little_to_judge_by_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--tune needs calibration"):
+        plan(SOURCE, Recipe("rtn", tune=True))
+    few = plan(SOURCE, Recipe(group=64, samples=HELD - 1, seq=64, tune=True), report="none")
+    with pytest.raises(UsageError, match="windows"):
+        quantize(few, tmp_path / "few", CPU)

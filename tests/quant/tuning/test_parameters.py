@@ -1,0 +1,81 @@
+"""A block that is trained computes what the stored one will; every scale, gain and, if asked, code gets a gradient."""
+
+import torch
+
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize
+from mycli.quant.solvers import rtn
+from mycli.quant.tuning.parameters import TunableBlock
+from mycli.quant.work_folder import Solved
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.layers.linear import DenseMatmul
+from mycli.runtime.layers.transformer import Block
+from mycli.runtime.quantization.scheme import Packing
+from tests.conftest import ROOT
+
+DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+CPU = Placement(torch.device("cpu"), torch.float32)
+GRID = Grid(Packing(3, 64), torch.bfloat16)
+
+
+def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solved]:
+    """A block rounded to nearest."""
+    specs = [spec for group in model.config.block_linears(layer).values() for spec in group]
+    weights = model.weights(specs)
+    linears: dict[str, Quantized] = {name: rtn.solve(weight, GRID).quantized for name, weight in weights.items()}
+    return dict.fromkeys(linears, GRID.packing), Solved(linears, {}, ())
+
+
+def stored(model: StreamedModel, solved: Solved) -> Block:
+    """The block of layer 1 as a reader would have it."""
+    block = model.block(1)
+    for product in Block.INPUTS:
+        linear = block.product(product)
+        linear.matmuls = (DenseMatmul(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs])),)
+    for norm in (block.input_norm, block.post_norm):
+        norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
+    return block
+
+
+def test_what_is_trained_is_what_will_be_stored() -> None:
+    model = StreamedModel(DRAFT, CPU)
+    packings, solved = rounded(model, 1)
+    block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype)
+    x = torch.randn(2, 8, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    surroundings = model.surroundings(8)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
+    block(x, *surroundings).square().sum().backward()
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.stretches())
+    with torch.no_grad():
+        for leaf in block.stretches():  # by odd shares, which no storage dtype holds
+            leaf += 0.1234567 * torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1))
+    after = block.solved()
+    for name, quantized in after.linears.items():
+        assert torch.equal(quantized.codes, solved.linears[name].codes)
+        assert quantized.scales.dtype == torch.bfloat16
+        assert not torch.equal(quantized.scales, solved.linears[name].scales)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))
+
+
+def test_codes_move_where_they_may() -> None:
+    model = StreamedModel(DRAFT, CPU)
+    packings, solved = rounded(model, 1)
+    generator = torch.Generator().manual_seed(2)
+    shifts = {name: torch.rand(each.codes.shape, generator=generator) - 0.5 for name, each in solved.linears.items()}
+    taken = {name: shift.clone() for name, shift in shifts.items()}
+    block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype, taken)
+    x = torch.randn(2, 8, model.config.hidden_size, generator=generator)
+    surroundings = model.surroundings(8)
+    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
+    block(x, *surroundings).square().sum().backward()
+    assert len(block.shifts()) == len(solved.linears)
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.shifts())
+    with torch.no_grad():
+        for leaf in block.shifts():
+            leaf += 0.6  # most by one step; beyond the end of the grid none
+    after = block.solved()
+    for name, quantized in after.linears.items():
+        moved = quantized.codes.int() - solved.linears[name].codes.int()
+        wanted = (solved.linears[name].codes.int() + (shifts[name] > -0.1)).clamp(max=7)
+        assert torch.equal(quantized.codes.int(), wanted) and bool(moved.any())
+    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))

@@ -1,0 +1,45 @@
+"""Weights are asked for before torch is imported, and only where they fit."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.checkpoint import prefetch as read_ahead
+from mycli.runtime.device.system import Memory
+
+PROBE = """
+import sys
+from mycli.cli.main import main
+from mycli.runtime.checkpoint import prefetch as read_ahead
+real = read_ahead.read_ahead
+def spy(folder):
+    print(folder.name, "torch" in sys.modules, file=sys.stderr)
+    real(folder)
+read_ahead.read_ahead = spy
+main(["run", "pico", "Who are you?", "-n", "1", "--device", "cpu"])
+"""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise here")
+
+
+def test_before_torch(environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "pico False" in done.stderr
+
+
+@pytest.mark.parametrize("available, count", [(4000, 2), (100, 0)])
+def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, count: int) -> None:
+    for name in ("a.safetensors", "b.safetensors", "other.bin"):
+        (tmp_path / name).write_bytes(bytes(900))
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *_: advised.append(descriptor))
+    monkeypatch.setattr(read_ahead, "memory", lambda: Memory(available, available, "machine"))
+    before = set(threading.enumerate())
+    read_ahead.read_ahead(tmp_path)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert len(advised) == count

@@ -1,0 +1,113 @@
+"""The header parser against hostile bytes (A1 to A18), and against the library that everyone else reads with."""
+
+import tracemalloc
+
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES, MAX_TENSORS, header_bytes, make_header, parse_header
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.sanitize import one_line
+from tests.attacks.safetensors_attacks import ATTACKS, file, raw, simple, tensor
+
+
+@pytest.mark.parametrize("case", ATTACKS)
+def test_header_rejected(case: str) -> None:
+    make, problem = ATTACKS[case]
+    data = make()
+    with pytest.raises(ModelError, match=problem) as caught:
+        parse_header(data, len(data), "model.safetensors")
+    message = caught.value.message
+    assert message.startswith("model.safetensors:")
+    assert one_line(message, 1000) == message, "a hostile name reached the message unescaped"
+    assert len(message) < 400
+    assert caught.value.hint
+
+
+def test_valid_file_is_read() -> None:
+    data = simple(
+        a=("F32", (2,), bytes(8)), b=("BF16", (2, 1), bytes(4)), empty=("I8", (0, 7), b""), scalar=("I64", (), bytes(8))
+    )
+    entries = parse_header(data, len(data), "x.safetensors")
+    start = len(data) - 20
+    assert {name: (e.dtype, e.shape, e.offset, e.nbytes) for name, e in entries.items()} == {
+        "a": ("F32", (2,), start, 8),
+        "b": ("BF16", (2, 1), start + 8, 4),
+        "empty": ("I8", (0, 7), start + 12, 0),
+        "scalar": ("I64", (), start + 12, 8),
+    }
+    assert {e.file for e in entries.values()} == {"x.safetensors"}
+
+
+def test_order_of_header_does_not_matter() -> None:
+    data = file({"b": tensor(8, 16), "a": tensor(0, 8)}, bytes(16))
+    assert list(parse_header(data, len(data), "x")) == ["b", "a"]
+
+
+def test_padding_and_metadata_pass() -> None:
+    data = raw(b'{"__metadata__":{"format":"pt"}}      ')
+    assert parse_header(data, len(data), "x") == {}
+
+
+def test_prefix_of_a_remote_file() -> None:
+    data = simple(a=("F32", (2,), bytes(8)))
+    needed = header_bytes(data[:9], len(data), "x")
+    assert needed == len(data) - 8
+    assert parse_header(data[:needed], len(data), "x") == parse_header(data, len(data), "x")
+    with pytest.raises(ValueError, match="needed"):
+        parse_header(data[: needed - 1], len(data), "x")
+
+
+@pytest.mark.parametrize("case", ["A3-length-2^63", "A13-too-many-values", "A14-deep-lists"])
+def test_rejection_takes_little_memory(case: str) -> None:
+    data = ATTACKS[case][0]()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError):
+            parse_header(data, len(data), "x")
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_largest_allowed_count_is_read() -> None:
+    data = file({f"t{i}": tensor(0, 0, [0]) for i in range(MAX_TENSORS)})
+    assert len(parse_header(data, len(data), "x")) == MAX_TENSORS
+
+
+PLANS = st.dictionaries(
+    st.text(st.characters(min_codepoint=0x21, max_codepoint=0x2FF, exclude_categories=["Cc", "Cs"]), min_size=1).filter(
+        lambda name: name != "__metadata__" and "../" not in name and "..\\" not in name
+    ),
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 4), max_size=4)),
+    max_size=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(PLANS)
+def test_made_header_is_read_by_us_and_by_the_library(plan: dict[str, tuple[str, list[int]]]) -> None:
+    header, entries = make_header([(name, dtype, tuple(shape)) for name, (dtype, shape) in plan.items()], "f")
+    size = max((entry.offset + entry.nbytes for entry in entries.values()), default=len(header))
+    data = header.ljust(size, b"\1")
+    assert parse_header(data, size, "f") == entries
+    assert {e.name: (e.dtype, list(e.shape)) for e in entries.values()} == plan
+    theirs = dict(safetensors.deserialize(data))
+    assert {name: (value["dtype"], value["shape"]) for name, value in theirs.items()} == plan
+    assert all(entry.offset % ITEM_BYTES[entry.dtype] == 0 for entry in entries.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40), st.integers(0, 120), st.integers(0, 255))
+def test_no_damage_escapes_as_another_exception(noise: bytes, position: int, byte: int) -> None:
+    """Any bytes are a ModelError, or hold what the library finds in them too."""
+    good = bytearray(simple(a=("F32", (2,), bytes(8)), b=("U8", (3,), b"abc")))
+    good[position % len(good)] = byte
+    for data in (bytes(good), noise, bytes(good) + noise):
+        try:
+            entries = parse_header(data, len(data), "f")
+        except ModelError:
+            continue
+        assert {name for name, _ in safetensors.deserialize(data)} == set(entries)

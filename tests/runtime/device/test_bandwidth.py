@@ -1,0 +1,42 @@
+"""Data-sheet bandwidth by name, and the notes of measurements."""
+
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.device.bandwidth import FILE, datasheet, remember, remembered
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("NVIDIA H200", 4800),
+        ("NVIDIA GeForce RTX 4090", 1008),
+        ("Tesla T4", 320),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A1000", None),
+    ],
+)
+def test_bandwidth_by_exact_name(name: str, expected: float | None) -> None:
+    assert datasheet(name) == expected
+
+
+def test_a_measurement_is_remembered_beside_others(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    assert remembered(folder, "cpu") is None
+    remember(folder, "cpu", 36.204)
+    remember(folder, "NVIDIA H200", 4300)
+    remember(folder, "cpu", 37)
+    remember(folder, "cpu", 18)  # while other work took the rest
+    assert (remembered(folder, "cpu"), remembered(folder, "NVIDIA H200")) == (37, 4300)
+    assert remembered(folder, "another") is None
+    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in folder.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cpu": "fast"}', '{"cpu": -1}', '{"cpu": NaN}'])
+def test_a_damaged_note_is_no_note(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert remembered(tmp_path, "cpu") is None
+    remember(tmp_path, "cpu", 20)
+    assert remembered(tmp_path, "cpu") == 20

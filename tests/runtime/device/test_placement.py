@@ -1,0 +1,96 @@
+"""Where a model runs, on machines that are not at hand: torch says what it would say there."""
+
+import warnings
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mycli.runtime.device.placement import place
+from mycli.runtime.errors import ExitCode, ResourceError, UsageError
+from mycli.runtime.models.config import load_config
+
+CONFIG = load_config(Path(str(files("mycli.runtime"))) / "pico" / "pico")
+
+
+def machine(
+    monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, driver: bool = True, capability: tuple[int, int] = (9, 0)
+) -> None:
+    """One with a GPU of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough."""
+
+    def available() -> bool:
+        if not driver:
+            warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=2)
+        return driver
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if cuda else None)
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "F13-no-cuda-in-torch": ({"cuda": False}, "no CUDA"),
+    "F13-old-driver": ({"driver": False}, "driver on your system is too old"),
+    "F13-old-gpu": ({"capability": (6, 1)}, "no code for sm_61, only from sm_75"),
+}
+
+
+@pytest.mark.parametrize("fault, reason", FAULTS.values(), ids=FAULTS)
+def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], reason: str
+) -> None:
+    machine(monkeypatch, **fault)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what torch warns of is said once, by us
+        found = place(CONFIG)
+    assert found.device.type == "cpu" and len(found.notes) == 1
+    assert found.notes[0].startswith("running on the CPU: ") and reason in found.notes[0]
+    for request in ("cuda", "cuda:0"):
+        with pytest.raises(ResourceError, match=reason) as caught:
+            place(CONFIG, request)
+        assert caught.value.exit_code == ExitCode.RESOURCES
+    assert place(CONFIG, "cpu").notes == (), "asked for: nothing to announce"
+
+
+def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    found = place(CONFIG)
+    assert (found.device, found.dtype, found.notes) == (torch.device("cuda", 0), torch.bfloat16, ())
+    with pytest.raises(ResourceError, match="there are 1 devices"):
+        place(CONFIG, "cuda:1")
+
+
+def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--shadow is for GPUs"):
+        place(CONFIG, "cpu", shadow=True)
+    machine(monkeypatch)
+    assert place(CONFIG, shadow=True).shadow and not place(CONFIG).shadow
+
+
+@pytest.mark.parametrize("fault", ["F14-no-bf16"])
+def test_fp16_where_the_gpu_has_no_bf16(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    machine(monkeypatch, capability=(7, 5))
+    found = place(CONFIG)
+    assert found.device.type == "cuda" and found.dtype == torch.float16
+    assert "no bfloat16" in found.notes[0] and "float16" in found.notes[0]
+    assert place(CONFIG, dtype="float32").notes == ()
+    machine(monkeypatch, capability=(8, 0))
+    assert place(CONFIG).dtype == torch.bfloat16
+
+
+def test_float16_becomes_bf16_on_the_cpu_with_a_notice() -> None:
+    found = place(replace(CONFIG, dtype="float16"), "cpu", kv="int8")
+    assert found.dtype == torch.bfloat16 and "slow" in found.notes[0] and found.kv == "int8"
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "CPU"])
+def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine(monkeypatch)
+    with pytest.raises(UsageError, match="not a device"):
+        place(CONFIG, name)

@@ -1,0 +1,123 @@
+"""What the machine is said to have, against made-up /proc and /sys."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.device import system as machine
+
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:  100 kB\nMemAvailable:   12582912 kB\nHugePages_Total:       0\n"
+GIB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v2(folder: str, limit: str, usage: int, inactive: int) -> dict[str, str]:
+    base = f"sys/fs/cgroup/{folder}"
+    return {
+        f"{base}memory.max": limit,
+        f"{base}memory.current": str(usage),
+        f"{base}memory.stat": f"anon 5\ninactive_file {inactive}\n",
+    }
+
+
+def test_memory_of_a_bare_machine(tmp_path: Path) -> None:
+    found = machine.memory(tree(tmp_path, {"proc/meminfo": MEMINFO}))
+    assert found == machine.Memory(16 * GIB, 12 * GIB, "machine")
+
+
+def test_a_container_limit_counts_and_its_page_cache_is_free(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(4 * GIB), 3 * GIB, 2 * GIB)}
+    found = machine.memory(tree(tmp_path, files))
+    assert (found.total, found.available) == (4 * GIB, 3 * GIB)
+    assert found.limit.endswith("sys/fs/cgroup")
+
+
+def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n"}
+    files |= v2("a/b/", "max", 0, 0) | v2("a/", str(2 * GIB), GIB, 0) | v2("", str(8 * GIB), 2 * GIB, 0)
+    assert machine.memory(tree(tmp_path, files)).available == GIB
+
+
+def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/docker/0123\n", **v2("", str(GIB), 0, 0)}
+    assert machine.memory(tree(tmp_path, files)).total == GIB
+
+
+def test_cgroup_version_1(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n0::/\n"}
+    files |= {
+        "sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(2 * GIB),
+        "sys/fs/cgroup/memory/x/memory.usage_in_bytes": str(GIB),
+        "sys/fs/cgroup/memory/x/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
+    }
+    assert machine.memory(tree(tmp_path, files)).available == GIB + GIB // 2
+
+
+def test_a_full_group_leaves_nothing(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(GIB), 2 * GIB, 0)}
+    assert machine.memory(tree(tmp_path, files)).available == 0
+
+
+def test_without_proc_the_physical_memory_is_all_there_is_to_say(tmp_path: Path) -> None:
+    found = machine.memory(tmp_path)
+    assert found.total == found.available > 0
+
+
+def test_memory_of_this_machine_is_plausible() -> None:
+    found = machine.memory()
+    assert 0 < found.available <= found.total
+
+
+@pytest.mark.parametrize(
+    "text, model, flag",
+    [
+        ("processor : 0\nmodel name\t: Fast: 9000\nflags\t\t: fpu avx2\n\nflags : other\n", "Fast: 9000", "avx2"),
+        ("processor : 0\nFeatures\t: fp asimd\n", "", "asimd"),
+        ("", "", ""),
+    ],
+    ids=["x86", "arm", "none"],
+)
+def test_cpu(tmp_path: Path, text: str, model: str, flag: str) -> None:
+    found = machine.cpu(tree(tmp_path, {"proc/cpuinfo": text}))
+    assert found.model == model and (not flag or flag in found.flags) and "other" not in found.flags
+    assert found.cores >= 1
+
+
+def test_tiles_are_those_of_bf16() -> None:
+    assert machine.Cpu("", 1, frozenset(("amx_tile", "amx_bf16"))).tiles
+    assert not machine.Cpu("", 1, frozenset(("amx_tile", "amx_int8"))).tiles
+
+
+def test_machine_does_not_import_torch() -> None:
+    code = (
+        "import sys, mycli.runtime.device.system as m, mycli.runtime.device.nvml; "
+        "import mycli.runtime.device.bandwidth; m.memory(), m.cpu(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_this_process_holds_grows_with_what_it_touches() -> None:
+    if not machine.reset_peak():
+        pytest.skip("the kernel does not reset the peak")
+    before = machine.resident()
+    block = bytearray(b"x") * (64 << 20)
+    assert machine.peak_resident() - before >= 60 << 20
+    del block
+    machine.reset_peak()
+    assert machine.peak_resident() - before < 32 << 20
+
+
+def test_without_proc_nothing_is_said(tmp_path: Path) -> None:
+    assert (machine.resident(tmp_path), machine.peak_resident(tmp_path), machine.reset_peak(tmp_path)) == (0, 0, False)

@@ -1,0 +1,121 @@
+"""The estimate against what a real process allocates, on pico."""
+
+import json
+import math
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mycli.runtime.device.placement import TORCH_DTYPES, Placement
+from mycli.runtime.diagnostics.memory_check import Part, check, measure
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ExitCode, GateError
+from mycli.runtime.memory.estimate import Plan
+from mycli.runtime.memory.fit import Scheme
+from mycli.runtime.models.config import Dtype, Kv
+from mycli.runtime.quantization.packed_weight import pack
+from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+
+FOLDER = Path(str(files("mycli.runtime"))) / "pico" / "pico"
+EXACT = ("weights", "embeddings and head", "cache")
+
+
+def plan(**changes: object) -> Plan:
+    config, packings = describe(FOLDER)
+    return replace(Plan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
+
+
+MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "int8"), ("float32", 1, "bf16")]
+
+
+@pytest.mark.parametrize("dtype, batch, kv", MEASURED)
+def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
+    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], kv=kv)
+    parts = measure(FOLDER, plan(dtype=dtype, batch=batch, kv=kv), placement)
+    assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
+    for part in parts:
+        if part.name in EXACT:
+            assert abs(part.error) <= 0.001, part
+    assert parts[0].actual > 0  # the workspace may be nothing in a process that has freed memory to use again
+    total = parts[-1]
+    assert total.actual >= sum(part.actual for part in parts[:-1]), "loading may take more"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random codes at int4-g128 with an int8 head of its own, large enough for layouts to show."""
+    folder = tmp_path_factory.mktemp("packed")
+    config = replace(describe(FOLDER)[0], tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024)
+    packings = Scheme(Packing(4, 128), Packing(8, 128)).packings(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in config.tensors():
+        packing = packings.get(name.removesuffix(".weight"))
+        if packing is None:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        codes = torch.randint(0, 1 << packing.bits, shape).to(torch.uint8)
+        tensors[f"{name}_packed"] = pack(codes, packing.bits)
+        tensors[f"{name}_scale"] = torch.full((shape[0], packing.groups(shape[1])), 0.01, dtype=torch.bfloat16)
+        tensors[f"{name}_shape"] = torch.tensor(shape)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((FOLDER / "config.json").read_text())
+    raw |= {"tie_word_embeddings": False, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": write_quantization(packings, [])}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype, shadow", [("bfloat16", False), ("bfloat16", True), ("float32", False)])
+def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
+    config, packings = describe(packed)
+    assert len(packings) == 2 * 7 + 1
+    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], shadow=shadow)
+    parts = measure(packed, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
+    check([part for part in parts if part.exact], 0.001)
+    linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
+    assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
+
+
+def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
+    model = load_model(packed, Placement(torch.device("cpu"), torch.bfloat16, shadow=True))
+    linear = next(model.layers()).gate_up
+    assert linear.shadow is not None and model.head.shadow is None
+    x = torch.randn(65, 512).bfloat16()
+    (matmul,) = linear.matmuls
+    few, many = linear(x[:64]), linear(x)
+    assert torch.equal(few, matmul(x[:64]))
+    expected = x.double() @ matmul.dequantize().double().T
+    assert torch.equal(linear.shadow, matmul.dequantize()) and (many - expected).norm() / expected.norm() < 5e-3
+    linear.shadow.zero_()
+    assert not linear(x).any() and torch.equal(linear(x[:64]), few)
+
+
+def test_a_wrong_prediction_is_caught() -> None:
+    parts = measure(FOLDER, plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16))
+    with pytest.raises(GateError, match=r"weights -50.0%.*cache -50.0%") as caught:
+        check(parts, 0.03)
+    assert caught.value.exit_code == ExitCode.GATE
+
+
+@pytest.mark.parametrize(
+    "part, passes",
+    [
+        (Part("cache", 100, 102, True), True),
+        (Part("cache", 100, 104, True), False),
+        (Part("cache", 100, 96, True), False),
+        (Part("total", 100, 50, False), True),
+        (Part("total", 100, 104, False), False),
+        (Part("workspace", 100, 300, False), True),  # only as part of the total
+        (Part("cache", 0, 1, True), False),
+        (Part("cache", 0, 0, True), True),
+    ],
+)
+def test_gate(part: Part, passes: bool) -> None:
+    if passes:
+        check([part], 0.03)
+    else:
+        with pytest.raises(GateError, match=part.name):
+            check([part], 0.03)

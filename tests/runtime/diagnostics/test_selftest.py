@@ -1,0 +1,64 @@
+"""The doctor finds this installation healthy, and finds a kernel that is not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.diagnostics import selftest as doctor
+from mycli.runtime.kernels.reference import DequantizeKernel
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+
+CPU = torch.device("cpu")
+
+
+class Twisted:
+    """A kernel that reads the scales of the wrong rows."""
+
+    name = "twisted"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        return None if packing.bits == 4 else "4 bits only"
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        rolled = PackedWeight(weight.packed, weight.scales.roll(1, 0), weight.packing, weight.in_features)
+        return DequantizeKernel().prepare(rolled, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_kernel_agrees_with_its_reference(dtype: torch.dtype) -> None:
+    findings = list(doctor.check_kernels(CPU, dtype))
+    assert all(finding.ok for finding in findings), [one for one in findings if not one.ok]
+    assert [one.packing for one in findings if one.used] == [packing.name for packing in doctor.PACKINGS]
+
+
+def test_a_wrong_kernel_is_found_and_a_declining_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "kernels", lambda: (Twisted(), DequantizeKernel()))
+    found = {(one.packing, one.kernel): one for one in doctor.check_kernels(CPU, torch.float32)}
+    wrong, right = found["int4-g128", "twisted"], found["int4-g128", "dequantize"]
+    assert (wrong.ok, wrong.used, right.ok, right.used) == (False, True, True, False)
+    declined = found["int8-g128", "twisted"]
+    assert (declined.ok, declined.error, declined.reason) == (True, None, "4 bits only")
+    assert found["int8-g128", "dequantize"].used
+
+
+@pytest.mark.parametrize(
+    "found, error",
+    [(torch.tensor([1.0, 1.0]), 0.0), (torch.tensor([1.5, 0.5]), 0.5), (torch.tensor([1.0, torch.nan]), float("inf"))],
+    ids=["equal", "half", "nan"],
+)
+def test_relative_error(found: Tensor, error: float) -> None:
+    assert doctor.relative_error(found, torch.ones(2, dtype=torch.float64)) == pytest.approx(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_golden_reply(dtype: torch.dtype) -> None:
+    assert doctor.golden_reply(Placement(CPU, dtype)) == doctor.ANSWER
+
+
+def test_versions_name_python_and_torch() -> None:
+    found = doctor.versions()
+    assert {"python", "torch"} <= set(found)  # this one is absent where it runs from a checkout

@@ -1,0 +1,213 @@
+"""When a pass is captured and replayed, and that buffers carry what changes; a recording stands in for a CUDA graph."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.engine import cuda_graph as replay
+from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Replay, Work
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import RopeScaling
+from tests.support.prefix_model import CONFIG, CPU
+
+CAPACITY = 32
+
+
+class Sums:
+    """Logits that say what the step was given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        return sequences * tokens <= 8
+
+    def __call__(
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+    ) -> Tensor:
+        self.calls += 1
+        found = (tokens * 100 + lengths[:, None])[:, -1:] if last else tokens * 100 + lengths[:, None]
+        return found[..., None].expand(-1, -1, 3).half()
+
+
+def recording(work: Work) -> Work:
+    """As a graph would: runs once when captured, and replays write to the same place."""
+    out = work().clone()
+
+    def again() -> Tensor:
+        return out.copy_(work())
+
+    return again
+
+
+def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[StaticCache, Rope]:
+    config = CONFIG if rope is None else type(CONFIG)(**{**vars(CONFIG), "rope": rope})
+    return StaticCache(config, CAPACITY, CPU, torch.float16, sequences), Rope(config, CAPACITY, CPU, torch.float16)
+
+
+def one(token: int, start: int, logits: str = "last") -> Batch:
+    return Batch(torch.tensor([[token]]), start, logits)  # type: ignore[arg-type]  # one of the three
+
+
+def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> None:
+    captures: list[Work] = []
+
+    def capture(work: Work) -> Work:
+        captures.append(work)
+        return recording(work)
+
+    step = Sums()
+    fast = Replay(step, capture)
+    cache, rope = session()
+    for start, token in enumerate([5, 6, 7, 8]):
+        found = fast(one(token, start), rope, cache)
+        assert found is not None and found[0, 0, 0] == token * 100 + start + 1, (
+            "tokens and lengths are those of this pass"
+        )
+        cache.advance(1)
+        assert len(captures) == min(start, 1)
+    assert fast(Batch(torch.tensor([[1, 2]]), 4, "all"), rope, cache) is not None and len(captures) == 1
+    other, its_rope = session()
+    assert fast(one(9, 0), its_rope, other) is not None and len(captures) == 1, "a graph holds addresses of one cache"
+
+
+def test_launch_by_launch_without_capture() -> None:
+    step = Sums()
+    fast, (cache, rope) = Replay(step, None), session()
+    for _ in range(3):
+        assert fast(one(3, 0), rope, cache) is not None
+    assert step.calls == 3
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        one(1, 0, "none"),
+        one(1, 4),
+        one(1, CAPACITY),
+        Batch(torch.zeros(1, 9, dtype=torch.int64), 0),
+    ],
+    ids=["no-logits", "elsewhere-than-the-cache-ends", "full", "too-many-tokens"],
+)
+def test_other_passes_are_the_plain_models(batch: Batch) -> None:
+    fast, (cache, rope) = Replay(Sums(), recording), session()
+    if batch.start == CAPACITY:
+        cache.advance(CAPACITY)
+    assert fast(batch, rope, cache) is None
+
+
+def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
+    cache, rope = session(RopeScaling("dynamic", 2.0, original_context=16))
+    assert Replay(Sums(), recording)(one(1, 0), rope, cache) is None
+
+
+def test_graphs_go_with_their_cache_and_are_limited() -> None:
+    def capture(work: Work) -> Work:
+        """A graph keeps addresses, not what was captured."""
+        out = work()
+        return lambda: out
+
+    fast, (cache, rope) = Replay(Sums(), capture), session()
+    for sequences in range(1, 9):
+        for logits in ("last", "all"):
+            for _ in range(2):
+                tokens = torch.zeros(sequences, 1, dtype=torch.int64)
+                assert fast(Batch(tokens, 0, logits), rope, cache) is not None  # type: ignore[arg-type]  # as above
+    assert sum(len(known) for known in fast._graphs.values()) <= MOST_GRAPHS
+    del cache
+    gc.collect()
+    assert not fast._graphs
+
+
+class Plain(Transformer):
+    """Logits of ones; remembers nothing."""
+
+    def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
+        assert cache is not None
+        if cache.length != batch.start:
+            raise ValueError("the cache holds another number")
+        cache.advance(batch.count)
+        return torch.ones(*batch.tokens.shape, 2)
+
+
+def model(head: Callable[[Tensor], Tensor]) -> Plain:
+    made = Plain(CONFIG)
+    made.embedding = torch.zeros(8, 2)
+    made.norm.forward = lambda x: x  # type: ignore[method-assign]  # not of interest here
+    made.head.forward = head  # type: ignore[method-assign]  # as above
+    return made
+
+
+def test_a_model_uses_its_short_pass_and_keeps_a_copy_of_the_logits() -> None:
+    plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
+    plain.short_pass = Replay(Sums(), recording)
+    cache, rope = session()
+    kept = [plain(one(token, start), rope, cache) for start, token in enumerate([3, 4, 5])]
+    assert [int(logits[0, 0, 0]) for logits in kept if logits is not None] == [301, 402, 503]
+    assert cache.length == 3
+    with pytest.raises(ValueError, match="the cache holds"):
+        plain(one(1, 7), rope, cache)
+
+
+def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
+
+    class Right(Sums):
+        def __call__(self, *arguments: object, **options: object) -> Tensor:
+            tokens = arguments[0]
+            assert isinstance(tokens, Tensor)
+            return torch.ones(*tokens.shape, 3).half() * self.factor
+
+        factor = 1.0
+
+    step = Right()
+    assert replay.difference(plain, step) is None
+    step.factor = 1.1
+    assert "10.0%" in str(replay.difference(plain, step))
+    step.factor = float("nan")
+    assert replay.difference(plain, step) is not None
+    warnings: list[str] = []
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: step)
+    assert replay.make_replay(plain, warnings.append) is None and "fused kernels" in warnings[0]
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: "dense")
+    assert replay.make_replay(plain, warnings.append) is None and len(warnings) == 1
+
+
+def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or that cannot be captured at all, as with a driver too old for what its launches ask for."""
+    plain, warnings = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[str]()
+
+    class Right(Sums):
+        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
+            return torch.ones(*tokens.shape, 3).half()
+
+    def refused(work: replay.Work) -> replay.Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
+    captures: dict[str, replay.Capture] = {
+        "replayed, they give other logits": lambda work: lambda: work() * 1.001,
+        "not permitted": refused,
+    }
+    for words, capture in captures.items():
+        monkeypatch.setattr(replay, "cuda_graph", capture)
+        assert replay.make_replay(plain, warnings.append) is None and words in warnings[-1]
+    monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
+    assert replay.make_replay(plain, warnings.append) is not None and len(warnings) == 2
+
+
+def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Sums):
+        def __call__(self, *_: object, **__: object) -> Tensor:
+            raise RuntimeError("no kernel image\nfor this device")
+
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Failing())
+    warnings: list[str] = []
+    assert replay.make_replay(model(lambda x: torch.ones(*x.shape[:-1], 3)), warnings.append) is None
+    assert warnings[0].endswith("RuntimeError: no kernel image")

@@ -1,0 +1,104 @@
+"""Samples of one prefill are what single replies are; logprobs are the model's own."""
+
+import math
+
+import pytest
+import torch
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.samples import draw_samples
+from mycli.runtime.errors import UsageError
+from mycli.runtime.sampling.grammar import Grammar
+from mycli.runtime.sampling.logprobs import LogprobRecorder
+from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.tokenizer.chat_template import Message
+from tests.conftest import PICO
+
+
+@pytest.fixture(scope="module")
+def pico() -> Assistant:
+    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+
+
+def prompt(pico: Assistant, text: str) -> list[int]:
+    return pico.tokenizer.chat([Message("user", text)])
+
+
+def test_greedy_samples_are_the_greedy_reply(pico: Assistant) -> None:
+    ids = prompt(pico, "What is the capital of Japan?")
+    session = Session(pico.model, 128)
+    for sample in draw_samples(pico, session, ids, Sampling(), 3, 40, top=1):
+        reply = Reply(pico, session, ids, Sampling(), limit=40)
+        assert ("".join(reply), reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
+        assert [one.token for one in sample.logprobs] == sample.tokens
+        assert all(one.top[0] == (one.token, one.logprob) for one in sample.logprobs)
+
+
+def test_the_prompt_is_prefilled_once(pico: Assistant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass over more than one token has one sequence; the samples only ever add a token each."""
+    shapes: list[tuple[int, ...]] = []
+    forward = Session._forward
+
+    def counting(self: Session, tokens: torch.Tensor, logits: bool) -> torch.Tensor:
+        shapes.append(tuple(tokens.shape))
+        return forward(self, tokens, logits)
+
+    monkeypatch.setattr(Session, "_forward", counting)
+    ids = prompt(pico, "Tell me a story.")
+    draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=1), 4, 5)
+    assert shapes == [(1, len(ids))] + [(4, 1)] * 5
+
+
+def test_samples_differ_end_alone_and_repeat_by_seed(pico: Assistant) -> None:
+    ids = prompt(pico, "Tell me a story.")
+
+    def draw(seed: int) -> list[tuple[str, str | None]]:
+        samples = draw_samples(
+            pico, Session(pico.model, 256), ids, Sampling(1.0, seed=seed), 4, 60, stops=("was", "had"), top=0
+        )
+        for sample in samples:
+            assert len(sample.logprobs) == len(sample.tokens) <= 60
+            assert not ("was" in sample.text or "had" in sample.text)
+        return [(sample.text, sample.finish_reason) for sample in samples]
+
+    first = draw(5)
+    assert first == draw(5) != draw(6)
+    assert len({text for text, _ in first}) > 1
+
+
+def test_constrained_samples_each_obey(pico: Assistant) -> None:
+    grammar = Grammar.from_regex("(red|green|blue){1,3}", pico.tokenizer, pico.stop_ids)
+    ids = prompt(pico, "Name a colour.")
+    samples = draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=2), 5, 30, grammar=grammar)
+    for sample in samples:
+        rest = sample.text
+        for word in ("red", "green", "blue"):
+            rest = rest.replace(word, "")
+        assert sample.finish_reason == "stop" and sample.text and not rest
+
+
+def test_a_prompt_that_does_not_fit_is_refused(pico: Assistant) -> None:
+    """F1."""
+    with pytest.raises(UsageError, match="room for 4"):
+        draw_samples(pico, Session(pico.model, 4), prompt(pico, "Hello!"), Sampling(), 2, 8)
+
+
+def test_logprobs_are_of_the_model_before_settings() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5, -3.0], [0.0, 0.0, 0.0, 0.0]])
+    recorder = LogprobRecorder(2, sequences=2)
+    recorder.record(logits, torch.tensor([[0], [3]]))
+    (first,), (second,) = recorder.rows
+    total = sum(math.exp(value) for value in (1.0, 2.0, 0.5, -3.0))
+    assert first.logprob == pytest.approx(math.log(math.exp(1.0) / total), abs=1e-6)
+    assert [token for token, _ in first.top] == [1, 0] and first.top[0][1] == pytest.approx(
+        2 - math.log(total), abs=1e-6
+    )
+    assert second.logprob == pytest.approx(math.log(1 / 4)) and len(second.top) == 2
+
+
+@pytest.mark.parametrize("top", [-1, 21])
+def test_logprobs_are_bounded(top: int) -> None:
+    with pytest.raises(UsageError, match="--logprobs"):
+        LogprobRecorder(top)

@@ -1,0 +1,88 @@
+"""What is said of a model: the same from a folder, from the cache, and over ranges of a hub without a download."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.model_info import Facts, fetch_facts, read_facts
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.hub.retry import Patience
+from tests.conftest import PICO
+from tests.support.hub_server import Fault, HubServer, hub_server
+
+FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with hub_server() as running:
+        yield running
+
+
+def local(folder: Path, **files: bytes) -> Facts:
+    for name, data in {**FILES, **files}.items():
+        (folder / name.replace("__", ".")).write_bytes(data)
+    return read_facts(Source("m", folder))
+
+
+def remote(server: HubServer, files: dict[str, bytes]) -> Facts:
+    server.add("org/pico", files)
+    with Hub(server.address(), None, lambda text: None, Patience(first_delay=0.01)) as hub:
+        return fetch_facts(hub, "org/pico")
+
+
+def test_pico() -> None:
+    facts = read_facts(Source("pico", PICO))
+    assert facts.config.parameters() == 5_770_496 and facts.bits_per_weight == 16.0 and facts.scheme == "bfloat16"
+    assert facts.eos and facts.template and facts.record is None and not facts.warnings
+
+
+def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> None:
+    here, there = read_facts(Source("pico", PICO)), remote(server, FILES)
+    assert there.tensors == here.tensors and there.config == here.config and there.template == here.template
+    assert there.source.repo == "org/pico" and there.remote and not there.warnings
+    ranges = [request.headers["Range"] for request in server.requests("storage:")]
+    assert "bytes=0-65535" in ranges and len(FILES["model.safetensors"]) > 20 * 65536
+    assert not (tmp_path / "hub").exists() and not there.source.folder.exists()
+
+
+def test_a_header_longer_than_the_first_range(server: HubServer) -> None:
+    data = FILES["model.safetensors"]
+    length = int.from_bytes(data[:8], "little")
+    padded = data[8 : 8 + length] + b" " * 80_000
+    long = len(padded).to_bytes(8, "little") + padded + data[8 + length :]
+    assert remote(server, {**FILES, "model.safetensors": long}).nbytes == read_facts(Source("pico", PICO)).nbytes
+
+
+def test_a_server_without_ranges_still_answers(server: HubServer) -> None:
+    server.fail("storage:", Fault(ignore_range=True), times=3)
+    assert remote(server, FILES).nbytes == read_facts(Source("pico", PICO)).nbytes
+
+
+@pytest.mark.parametrize(
+    "data", [b"<!DOCTYPE html>" * 100, b"\xff" * 2000, b"GGUF" * 500], ids=["html", "A3-length", "gguf"]
+)
+def test_a18_a_remote_file_that_is_no_safetensors(data: bytes, server: HubServer) -> None:
+    with pytest.raises(ModelError):
+        remote(server, {**FILES, "model.safetensors": data})
+
+
+def test_what_will_not_load_is_shown_with_a_warning(tmp_path: Path) -> None:
+    config = json.loads(FILES["config.json"])
+    facts = local(tmp_path, config__json=json.dumps({**config, "vocab_size": 5000, "auto_map": {"A": "b"}}).encode())
+    assert any("will not load" in warning for warning in facts.warnings)
+    assert any("auto_map" in warning for warning in facts.warnings)
+
+
+def test_a_broken_tokenizer_hides_nothing_else(tmp_path: Path) -> None:
+    facts = local(tmp_path, tokenizer__json=b"{")
+    assert any("tokenizer.json" in warning for warning in facts.warnings)
+    assert facts.config.layers == 6 and facts.template is not None

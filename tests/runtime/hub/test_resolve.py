@@ -1,0 +1,289 @@
+"""Names to folders: what each spelling means, what is refused, and what an unfinished or foreign cache is worth."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
+from mycli.runtime.hub import resolve as hub
+from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
+from tests.conftest import PICO, ROOT
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return tmp_path
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def cached(repo: str = "org/tiny", commit: str = COMMIT, ref: str | None = "main") -> Path:
+    folder = hub.repo_folder(repo)
+    if ref:
+        (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+    return model(folder / "snapshots" / commit)
+
+
+def tree(repo: str, commit: str, *names: str) -> None:
+    path = hub.repo_folder(repo) / "trees" / f"{commit}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = {name: {"size": 2, "blob_id": "c" * 40} for name in names}
+    path.write_text(json.dumps({"format_version": 1, "files": files}))
+
+
+def failure(name: str, offline: bool = False) -> UserError:
+    with pytest.raises(UserError) as caught:
+        resolve(name, offline=offline)
+    return caught.value
+
+
+def test_built_in_models() -> None:
+    for name in ("pico", "pico-draft"):
+        assert (resolve(name).folder / "model.safetensors").stat().st_size > 1000
+        assert resolve(name).repo is None
+
+
+def test_a_folder_by_every_spelling(folders: Path) -> None:
+    folder = model(folders / "work" / "sub" / "deep")
+    for spelling in ("sub/deep", "./sub/deep", str(folder), "sub/deep/"):
+        assert resolve(spelling).folder.resolve() == folder
+    os.chdir(folder)
+    assert resolve(".").folder.resolve() == folder
+
+
+def test_home_is_expanded(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folders))
+    folder = model(folders / "m")
+    assert resolve("~/m").folder == folder
+
+
+def test_a_quantized_name(folders: Path) -> None:
+    folder = model(folders / "home" / "models" / "tiny-rtn-int4-g128")
+    assert resolve("tiny-rtn-int4-g128").folder == folder
+    assert "tiny-rtn-int4-g128" in hub.local_names()
+
+
+def test_a_cached_repository_at_its_commit() -> None:
+    first, second = cached(), cached(commit=OTHER, ref="v2/beta")
+    assert resolve("org/tiny") == hub.Source("org/tiny", first, "org/tiny", COMMIT)
+    assert resolve("org/tiny@v2/beta").folder == second
+    assert resolve(f"org/tiny@{OTHER}").revision == OTHER
+    assert hub.local_names() == ["pico", "pico-draft", "org/tiny"]
+
+
+def test_a_branch_never_pulled_is_not_another_one() -> None:
+    cached(ref="v1")
+    error = failure("org/tiny")
+    assert error.message == "org/tiny is not on this machine; here is org/tiny@v1"
+    assert error.hint == "mycli pull org/tiny" and error.exit_code == ExitCode.NOT_FOUND
+    cached("org/loose", ref=None)
+    assert f"org/loose@{COMMIT}" in failure("org/loose").message
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("org/tyni", "org/tiny"), ("ORG/TINY", "org/tiny"), ("tiny", "org/tiny"), ("pcio", "pico"), ("Pico", "pico")],
+)
+def test_a_misspelt_name_gets_the_closest(name: str, suggestion: str) -> None:
+    cached()
+    error = failure(name)
+    assert isinstance(error, NotFoundError) and f"did you mean {suggestion}" in error.message
+
+
+def test_an_ambiguous_name_says_how_to_write_each(folders: Path) -> None:
+    model(folders / "work" / "pico")
+    error = failure("pico")
+    assert error.message == "pico means 2 models" and "./pico or /" in error.hint
+    assert resolve("./pico").folder.resolve() == folders / "work" / "pico"
+    cached()
+    model(folders / "work" / "org" / "tiny")
+    assert failure("org/tiny").hint == "write ./org/tiny or org/tiny@main"
+    assert resolve("org/tiny@main").repo == "org/tiny"
+
+
+def test_a_folder_that_is_no_model_hides_nothing(folders: Path) -> None:
+    (folders / "work" / "pico").mkdir()
+    assert resolve("pico").folder.samefile(PICO)
+    assert "no config.json" in failure("./pico").message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a\0b",
+        "x" * 5000,
+        "org/../etc",
+        "org/na--me",
+        "org/tiny@../../x",
+        "org/tiny@",
+        "org/tiny@/x",
+        "a/b@c\nd",
+        "-/x",
+    ],
+)
+def test_hostile_names_are_refused_before_they_are_paths(name: str) -> None:
+    assert failure(name).exit_code in (ExitCode.USAGE, ExitCode.NOT_FOUND)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("./none", NotFoundError, "no such folder"),
+        ("some/folder/deep", NotFoundError, "no such folder"),
+        ("./file.gguf", ModelError, "a model is a folder"),
+        ("x" * 300, NotFoundError, "no model of that name"),
+        ("~nobody-of-that-name/x", NotFoundError, "no such folder"),
+    ],
+)
+def test_paths_that_do_not_work(name: str, kind: type[UserError], words: str) -> None:
+    Path("file.gguf").write_bytes(b"GGUF")
+    error = failure(name)
+    assert isinstance(error, kind) and (words in error.message or "too long" in error.message)
+
+
+def test_offline_partial_snapshot_lists_what_is_missing() -> None:
+    """D12."""
+    folder = cached()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / hub.INDEX).write_text(json.dumps(index))
+    (folder / "model-1.safetensors").write_text("x")
+    tree("org/tiny", COMMIT, "config.json", hub.INDEX, "tokenizer.json", "other.json")
+    error = failure("org/tiny", offline=True)
+    assert error.message == "org/tiny is only partly downloaded: missing model-2.safetensors, tokenizer.json"
+    assert error.hint == "without --offline: mycli pull org/tiny"
+
+
+def test_a_first_download_that_broke_off_is_known_without_a_branch() -> None:
+    tree("org/tiny", COMMIT, "config.json", "model.safetensors")
+    assert "missing config.json, model.safetensors" in failure("org/tiny").message
+
+
+def test_a_cache_written_by_another_tool_has_no_record() -> None:
+    folder = cached()
+    assert resolve("org/tiny").folder == folder
+    (folder / "model.safetensors").unlink()
+    assert "missing model.safetensors" in failure("org/tiny").message
+
+
+def test_dangling_link_is_missing(folders: Path) -> None:
+    folder = cached()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("../../blobs/gone")
+    assert missing_files(folder, None) == ["config.json"]
+
+
+SHARDS = {
+    "A20-parent": "../../etc/passwd",
+    "A20-absolute": "/etc/passwd",
+    "A20-drive": "C:\\x.safetensors",
+    "A20-unc": "\\\\host\\x.safetensors",
+    "A20-nul": "a\0.safetensors",
+    "A20-folder": "a/b.safetensors",
+    "A21-bin": "w.bin",
+    "not-a-string": 3,
+}
+
+
+@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS.keys())
+def test_an_index_names_only_safetensors_beside_it(shard: object) -> None:
+    folder = cached()
+    (folder / hub.INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ModelError, match="weight_map"):
+        read_shards(hub.read_object(folder / hub.INDEX))
+    assert failure("org/tiny").exit_code == ExitCode.MODEL
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"files": 3}', '{"files": {"x": {"size": -1, "blob_id": "c"}}}', "[]"])
+def test_a_damaged_record_counts_as_none(text: str) -> None:
+    cached()
+    tree("org/tiny", COMMIT)
+    (hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json").write_text(text)
+    assert hub.read_tree(hub.repo_folder("org/tiny"), COMMIT) is None
+    assert resolve("org/tiny").repo == "org/tiny"
+
+
+def test_the_record_prefers_the_large_files_hash() -> None:
+    tree("org/tiny", COMMIT)
+    path = hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
+    entry = {"size": 130, "blob_id": "c" * 40, "lfs_sha256": "d" * 64, "lfs_size": 9}
+    path.write_text(json.dumps({"format_version": 1, "files": {"w": entry}}))
+    assert hub.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 64),)
+
+
+@pytest.mark.parametrize("text", ["", "../../x", "A" * 40, "a" * 41, "\xff"])
+def test_a_damaged_branch_points_nowhere(text: str) -> None:
+    cached()
+    (hub.repo_folder("org/tiny") / "refs" / "main").write_bytes(text.encode("latin-1"))
+    assert "is not on this machine" in failure("org/tiny").message
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"HF_HOME": "/x/hf"},
+        {"HF_HUB_CACHE": "/x/cache", "HF_HOME": "/y"},
+        {"HUGGINGFACE_HUB_CACHE": "/x/old"},
+        {"XDG_CACHE_HOME": "/x/xdg"},
+        {"HF_HUB_CACHE": "~/c"},
+        {"HF_HOME": "$HOME/h"},
+    ],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) -> None:
+    code = (
+        "from mycli.runtime.hub.resolve import cache; from huggingface_hub import constants; "
+        "assert str(cache()) == constants.HF_HUB_CACHE, (cache(), constants.HF_HUB_CACHE)"
+    )
+    base = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "PYTHONPATH": str(ROOT / ".links")}
+    subprocess.run([sys.executable, "-c", code], env={**base, **environment}, check=True)
+
+
+def test_our_own_folders_follow_xdg() -> None:
+    assert hub.home({"MYCLI_HOME": "/m"}) == Path("/m")
+    assert hub.home({"XDG_DATA_HOME": "/d"}) == Path("/d/mycli")
+    assert hub.state({"XDG_STATE_HOME": "/s"}) == Path("/s/mycli")
+    assert hub.state({}) == Path.home() / ".local/state/mycli"
+
+
+def test_resolving_imports_nothing_slow() -> None:
+    code = (
+        "import sys; from mycli.runtime.hub.resolve import resolve; resolve('pico'); "
+        "assert not {'torch', 'huggingface_hub', 'httpx2', 'httpx'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / ".links")}, check=True)
+
+
+def test_custom_code_is_warned_of(folders: Path) -> None:
+    """B15."""
+    folder = model(folders / "m")
+    assert hub.custom_code(folder) == ""
+    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.X"}}')
+    assert "auto_map" in hub.custom_code(folder)
+    (folder / "config.json").write_text("[" * 10**5)
+    assert hub.custom_code(folder) == ""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "https://hf.co/org/x"])
+def test_what_is_no_repository(name: str) -> None:
+    with pytest.raises(UsageError, match="not a model of the hub"):
+        hub.split_name(name)

@@ -1,0 +1,135 @@
+"""Attention of few tokens on the CPU against fp64: every cache, grouping, window, instruction set; the same bits."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import Stored, quantize
+from mycli.runtime.kernels.cpu.attention import attend_few
+from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.layers.attention import attend_dense, visible
+
+CPU = torch.device("cpu")
+SPARE = 7  # positions of the cache that are not filled: whatever lies there must not be read
+# Of the result, relative RMS: fp32 sums; query and weights of codes have 15 bits.
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.int8: 2e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    kv_heads: int
+    group: int
+    tokens: int
+    head_dim: int
+    length: int
+    window: int | None = None
+
+
+CASES = [
+    Case(1, 1, 1, 1, 16, 1),
+    Case(1, 2, 4, 1, 64, 700),
+    Case(2, 2, 3, 1, 80, 33),
+    Case(1, 2, 7, 5, 128, 513),
+    Case(3, 1, 2, 8, 96, 1030),
+    Case(1, 2, 2, 8, 64, 8),
+    Case(1, 1, 4, 1, 256, 90),
+    Case(2, 2, 4, 1, 64, 1100, 100),  # a window that begins within the second chunk of 512
+    Case(1, 2, 2, 8, 64, 1026, 512),
+    Case(1, 1, 1, 4, 32, 40, 1),
+    Case(1, 1, 5, 3, 48, 60, 4096),
+]
+
+
+def stored(values: Tensor, dtype: torch.dtype) -> Stored:
+    """A view of a larger cache, of which the rest is not a number."""
+    *outer, length, head_dim = values.shape
+    data = torch.full((*outer, length + SPARE, head_dim), 127 if dtype == torch.int8 else torch.nan).to(dtype)
+    if dtype != torch.int8:
+        data[:, :, :length] = values.to(dtype)
+        return Stored(data[:, :, :length])
+    scales = torch.full((*outer, length + SPARE), torch.nan)
+    data[:, :, :length], scales[:, :, :length] = quantize(values)
+    return Stored(data[:, :, :length], scales[:, :, :length])
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Stored, Stored]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.batch, case.kv_heads, case.length, case.head_dim)
+    query = torch.randn(case.batch, case.tokens, case.kv_heads * case.group, case.head_dim, generator=generator)
+    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    return 2 * query, stored(keys, dtype), stored(values, dtype)
+
+
+def exact(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
+    def double(one: Stored) -> Stored:
+        scales = 1.0 if one.scales is None else one.scales.double().unsqueeze(-1)
+        return Stored(one.data.double() * scales)
+
+    mask = visible(case.length - case.tokens, case.tokens, case.window, CPU)
+    return attend_dense(query.double(), double(keys), double(values), mask, case.window)
+
+
+def few(case: Case, query: Tensor, keys: Stored, values: Stored, library: Native | None = None) -> Tensor:
+    found = attend_few(query, keys, values, case.window, library)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_in_fp64(library: Native, case: Case, dtype: torch.dtype) -> None:
+    query, keys, values = inputs(case, dtype)
+    found, expected = few(case, query, keys, values, library), exact(case, query, keys, values)
+    assert found.shape == expected.shape
+    assert float((found - expected).norm() / expected.norm()) < ERROR[dtype]
+    half = query.bfloat16()
+    rounded, expected = few(case, half, keys, values, library), exact(case, half, keys, values)
+    assert rounded.dtype == torch.bfloat16
+    assert float((rounded - expected).norm() / expected.norm()) < 0.0025  # of rounding to bf16
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: Native, dtype: torch.dtype) -> None:
+    case = Case(2, 2, 3, 6, 64, 1100, 600)
+    query, keys, values = inputs(case, dtype)
+    together = few(case, query, keys, values, library)
+    for token in range(case.tokens):
+        end = case.length - case.tokens + token + 1
+
+        def until(one: Stored, end: int = end) -> Stored:
+            return Stored(one.data[:1, :, :end], None if one.scales is None else one.scales[:1, :, :end])
+
+        alone = attend_few(query[:1, token : token + 1].contiguous(), until(keys), until(values), case.window, library)
+        assert alone is not None and torch.equal(alone[:, 0], together[:1, token])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(few(case, query, keys, values, library), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+def test_not_a_number_stays_one_and_concerns_its_own_sequence_only(library: Native, dtype: torch.dtype) -> None:
+    case = Case(2, 2, 2, 1, 64, 600)
+    query, keys, values = inputs(case, dtype)
+    clean = few(case, query, keys, values, library)
+    bad = values.data if values.scales is None else values.scales
+    bad[0, 1, 300] = torch.nan
+    found = few(case, query, keys, values, library)
+    assert found[0, 0, 128:].isnan().all() and torch.equal(found[0, 0, :128], clean[0, 0, :128])
+    assert torch.equal(found[1], clean[1])
+    query[1, 0, 0] = torch.inf
+    assert not few(case, query, keys, values, library)[1, 0, :64].isfinite().any()
+
+
+def test_what_it_does_not_take_is_left_to_torch() -> None:
+    case = Case(1, 1, 2, 1, 64, 20)
+    query, keys, values = inputs(case, torch.float32)
+    assert attend_few(query.half(), keys, values, None) is None
+    assert attend_few(query.expand(1, 9, 2, 64), keys, values, None) is None, "nine tokens are a prompt"
+    assert attend_few(query[..., :20], keys, values, None) is None
+    assert attend_few(query, Stored(keys.data.transpose(1, 2)), values, None) is None

@@ -1,0 +1,136 @@
+"""Attention to the cache against plain torch, in the interpreter: grouped heads, windows, several tokens, int8."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.test_triton_fused import difference, numbers, product
+
+from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.layers.attention import visible
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.random_tensors import normal
+from tests.support.triton_interpreter import Interpret, backwards, interpret
+
+pytest.importorskip("triton")
+
+from mycli.runtime.kernels.triton.decode import BLOCK_K, LayerCache, attend, splits  # noqa: E402  (only where Triton is)
+
+__all__ = ["interpret"]
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    tokens: int = 1
+    window: int | None = None
+    int8: bool = False
+    dtype: torch.dtype = torch.float16
+    processors: int = 8
+    packing: Packing = Packing(4, 128)
+
+    def __str__(self) -> str:
+        options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
+        into = f"-to-{self.packing.name}"
+        shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{dtype}-on{self.processors}{into}"
+
+
+def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
+    """A cache with NaN or rubbish where nothing was written, and what it holds as fp32."""
+    capacity = 600
+    shape = (2, len(case.lengths), case.kv_heads, capacity, case.head_dim)
+    wide = normal(*shape)
+    present = torch.arange(capacity) < torch.tensor(case.lengths)[:, None, None]
+    if case.int8:
+        scales = wide.abs().amax(-1) / 127
+        codes = (wide / scales[..., None]).round().to(torch.int8)
+        scales = torch.where(present, scales, torch.nan)
+        wide = codes.float() * scales[..., None]
+        return LayerCache(codes[0], codes[1], scales[0].contiguous(), scales[1].contiguous()), wide[0], wide[1]
+    stored = torch.where(present[..., None], wide, torch.nan).to(case.dtype)
+    return LayerCache(stored[0], stored[1]), stored[0].float(), stored[1].float()
+
+
+def attention(case: Case) -> float:
+    cache, keys, values = filled(case)
+    sequences, group = len(case.lengths), case.heads // case.kv_heads
+    query = normal(sequences, case.tokens, case.heads, case.head_dim, seed=1).to(case.dtype)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    into = product(case.heads * case.head_dim, case.packing, case.processors)
+    counters = torch.zeros(sequences * case.kv_heads, dtype=torch.int32)
+    first = numbers(attend(query, cache, lengths, case.window, into, counters))
+    with backwards():
+        again = numbers(attend(query, cache, lengths, case.window, into, counters))
+    if counters.any() or not torch.equal(first, again):
+        return float("inf")
+    found, beyond = first.tensor_split([case.heads * case.head_dim], dim=1)
+    if beyond.any():
+        return float("inf")
+    found = found.view(sequences, case.tokens, -1)
+    worst = 0.0
+    for sequence, length in enumerate(case.lengths):
+        start = length - case.tokens
+        seen = visible(start, case.tokens, case.window, query.device)
+        if seen is None:
+            seen = torch.arange(length) <= torch.arange(start, length)[:, None]
+            seen &= torch.arange(length) > torch.arange(start, length)[:, None] - (case.window or length + 1)
+        k, v = (t[sequence, :, :length].repeat_interleave(group, 0) for t in (keys, values))
+        score = query[sequence].float().transpose(0, 1) @ k.transpose(1, 2) * case.head_dim**-0.5
+        weight = score.masked_fill(~seen, -torch.inf).softmax(-1)
+        worst = max(worst, difference(found[sequence], (weight @ v).transpose(0, 1).flatten(1)))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1,)),
+        Case((64, 65, 300)),
+        Case((570,), heads=8, kv_heads=1, processors=64),
+        Case((200,), heads=7, kv_heads=7, head_dim=80, packing=Packing(8, None)),
+        Case((300, 7), tokens=4, heads=4, kv_heads=1),
+        Case((300, 5), window=100),
+        Case((300,), window=64, tokens=3, processors=64),
+        Case((130, 40), int8=True),
+        Case((300,), int8=True, tokens=5, heads=8, window=150, dtype=torch.bfloat16),
+        Case((100,), dtype=torch.bfloat16, head_dim=128, packing=Packing(4, 128)),
+        Case((100,), head_dim=64, heads=6, kv_heads=3, packing=Packing(4, 128)),
+        Case((100,), head_dim=80, heads=2, kv_heads=1, packing=Packing(4, 32)),
+        Case((300, 9), heads=3, kv_heads=3, packing=Packing(4, None), processors=64),
+        Case((70,), heads=2, kv_heads=2, tokens=12, packing=Packing(8, 64)),
+    ],
+    ids=str,
+)
+def test_attend(case: Case, interpret: Interpret) -> None:
+    bound = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[case.dtype]
+    assert interpret(attention, case) < bound  # type: ignore[operator]  # the pool carries any result
+
+
+def test_splits_fill_the_chip_and_keep_whole_turns() -> None:
+    h200 = Chip((9, 0), 132)
+    assert splits(h200, 8, 8192) == 32 and splits(h200, 8 * 64, 8192) == 1
+    for capacity in (1, 256, 4096, 1 << 17):
+        assert 1 <= splits(h200, 8, capacity) <= max(1, capacity // (4 * BLOCK_K))
+
+
+def test_refuses_what_the_kernels_take_for_granted() -> None:
+    keys = torch.zeros((1, 2, 8, 64), dtype=torch.float16)
+    scales = torch.zeros((1, 2, 8))
+    for wrong in (
+        lambda: LayerCache(keys, keys.transpose(2, 3).contiguous().transpose(2, 3)),
+        lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8)),
+        lambda: LayerCache(keys, keys, scales, scales),
+        lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8), scales, scales[:, :, :4]),
+    ):
+        with pytest.raises(ValueError, match="cache"):
+            wrong()
+    lengths = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="64 queries"):
+        attend(
+            torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, product(256, Packing(4, 32)), lengths
+        )

@@ -1,0 +1,260 @@
+"""What products do besides multiplying, against plain torch, in the interpreter."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.test_triton_shuffle import weight
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.layers.rope import rotate
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.random_tensors import normal
+from tests.support.triton_interpreter import Interpret, backwards, interpret
+
+pytest.importorskip("triton")
+
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul  # noqa: E402  (only where Triton is)
+
+__all__ = ["interpret"]
+
+# The interpreter cuts bf16 off where a GPU rounds, at each of a few steps.
+TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
+
+
+def product(k: int, packing: Packing, processors: int = 1, n: int = 16) -> TritonMatmul:
+    return TritonMatmul(weight(packing, n, k, 0), Chip((9, 0), processors))
+
+
+def numbers(activation: Activation) -> Tensor:
+    """What an operand stands for, [rows, K'], fp32; checks the sums that go with it."""
+    rows, tiles = activation.values.shape[0], activation.tiles
+    scaled = activation.values.float().view(rows, tiles, -1) * activation.sums[:, :rows, 0].t().unsqueeze(-1)
+    torch.testing.assert_close(scaled.sum(-1).t(), activation.sums[:, :rows, 1], rtol=1e-4, atol=1e-4)
+    flat = scaled.view(rows, -1)
+    if activation.tile.permuted:  # (k half, t, pair of pairs, pair) -> (t, pair of pairs, k half, pair)
+        flat = flat.view(rows, -1, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows, -1)
+    return flat
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A product of `k` columns added to a stream of `size`, and the norm for one of `into`."""
+
+    k: int
+    size: int
+    rows: int
+    dtype: torch.dtype
+    packing: Packing
+    into: Packing | None
+
+    def __str__(self) -> str:
+        into = self.into.name if self.into else "nothing"
+        return f"{self.k}x{self.size}-rows{self.rows}-{self.packing.name}-{self.dtype}-{into}".replace("torch.", "")
+
+
+def summed(case: Sum) -> tuple[float, float, bool]:
+    """Errors of the stream and of a product of its norm; whether counters are zero, any order of programs the same."""
+    from mycli.runtime.kernels.triton.decode import Norm, add
+
+    first = product(case.k, case.packing, 8, n=case.size)
+    x = first.prepare(normal(case.rows, case.k).to(case.dtype))
+    residual, gain = normal(case.rows, case.size, seed=3).to(case.dtype), normal(case.size, seed=1).to(case.dtype)
+    following = None if case.into is None else product(case.size, case.into)
+    norm = None if following is None else Norm(gain, 1e-3, following)
+    parts = first.partial(x)
+    assert len(parts) > 1
+    expected = residual + parts.sum(0).to(case.dtype)
+    counters, results = torch.zeros(16, dtype=torch.int32), []
+    for order in (nullcontext, backwards):
+        stream = residual.clone()
+        with order():
+            into = add(x, first, stream, norm, counters)
+        result = stream
+        if following is not None and into is not None:
+            assert not numbers(into)[:, case.size :].any()
+            result = following.multiply(into, torch.float32)
+        results.append((stream, result))
+    (stream, result), (again, result_again) = results
+    normed = expected
+    if following is not None:
+        normed = functional.rms_norm(expected.double(), (case.size,), gain.double(), 1e-3)
+        normed = normed @ following.dequantize().double().t()
+    same = torch.equal(stream, again) and torch.equal(result, result_again) and not counters.any()
+    return difference(stream, expected), difference(result, normed), same
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Sum(512, 256, 1, torch.bfloat16, Packing(4, 128), Packing(4, 128)),
+        Sum(1024, 384, 3, torch.float16, Packing(4, 32), Packing(3, 64)),
+        Sum(512, 200, 8, torch.float16, Packing(8, None), Packing(8, None)),
+        Sum(512, 96, 2, torch.bfloat16, Packing(2, 64), Packing(4, 32)),
+        Sum(512, 200, 2, torch.float16, Packing(4, 128), None),
+    ],
+    ids=str,
+)
+def test_add(case: Sum, interpret: Interpret) -> None:
+    stream, normed, same = interpret(summed, case)  # type: ignore[misc]  # the pool carries any result
+    assert stream < TOLERANCE[case.dtype] and normed < TOLERANCE[case.dtype] and same
+
+
+def embedded() -> tuple[bool, float]:
+    from mycli.runtime.kernels.triton.decode import Norm, embed
+
+    embedding, tokens = normal(9, 200).half(), torch.tensor([8, 0, 3])
+    gain, following = normal(200, seed=1).half(), product(200, Packing(4, None))
+    stream, into = embed(tokens, embedding, Norm(gain, 1e-5, following))
+    expected = functional.rms_norm(embedding[tokens].double(), (200,), gain.double(), 1e-5)
+    expected = expected @ following.dequantize().double().t()
+    return torch.equal(stream, embedding[tokens]), difference(following.multiply(into, torch.float32), expected)
+
+
+def test_embed(interpret: Interpret) -> None:
+    same, error = interpret(embedded)  # type: ignore[misc]  # the pool carries any result
+    assert same and error < TOLERANCE[torch.float16]
+
+
+def silu(size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packing) -> tuple[float, bool]:
+    from mycli.runtime.kernels.triton.decode import activate
+
+    first, following = product(512, packing, 8, n=2 * size), product(size, into)
+    wide = normal(rows, 512)
+    wide *= 3 / (wide @ first.dequantize().float().t()).std()  # both sides of the bend of SiLU
+    x = first.prepare(wide.to(dtype))
+    counters = torch.zeros(16, dtype=torch.int32)
+    found = numbers(activate(x, first, dtype, following, counters))
+    with backwards():
+        again = numbers(activate(x, first, dtype, following, counters))
+    gate, up = first.partial(x).sum(0).chunk(2, dim=-1)
+    beyond = float(found[:, size:].abs().sum())
+    same = torch.equal(found, again) and not counters.any()
+    return difference(found[:, :size], functional.silu(gate) * up) + beyond, same
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "dtype", "packing", "into"),
+    [
+        (256, 1, torch.bfloat16, Packing(4, 128), Packing(4, 128)),
+        (704, 3, torch.float16, Packing(4, 64), Packing(4, 64)),  # a block has rows of gate and of up
+        (40, 2, torch.float16, Packing(4, 64), Packing(3, None)),  # and of one piece of them, both
+        (160, 8, torch.float16, Packing(8, 32), Packing(2, 32)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Packing) else str(value),
+)
+def test_activate(
+    size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packing, interpret: Interpret
+) -> None:
+    error, same = interpret(silu, size, rows, dtype, packing, into)  # type: ignore[misc]  # any result
+    assert error < TOLERANCE[dtype] and same
+
+
+def refused(rows: int, counters: int) -> str:
+    from mycli.runtime.kernels.triton.decode import activate
+
+    first, following = product(128, Packing(4, 128), n=1024), product(512, Packing(4, 128))
+    try:
+        activate(first.activation(rows), first, torch.float16, following, torch.zeros(counters, dtype=torch.int32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("rows", "counters"), [(1, 3), (65, 64)])
+def test_refuses_too_few_counters_and_too_many_rows(rows: int, counters: int, interpret: Interpret) -> None:
+    assert f"{rows} rows" in str(interpret(refused, rows, counters))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]  # after the new tokens
+    tokens: int = 1
+    bias: bool = False
+    norm: bool = False
+    int8: bool = False
+    dtype: torch.dtype = torch.float16
+
+    def __str__(self) -> str:
+        options = "".join(f"-{name}" for name in ("bias", "norm", "int8") if getattr(self, name))
+        shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
+        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{self.dtype}"
+
+
+def rotation(case: Rotation) -> tuple[float, float, float, bool]:
+    """Errors of queries, keys and values; whether nothing else of the cache was touched."""
+    from mycli.runtime.kernels.triton.decode import LayerCache, Projection, project
+
+    (sequences, capacity), dim, new = (len(case.lengths), 24), case.head_dim, case.tokens
+    width = (case.heads + 2 * case.kv_heads) * dim
+    qkv = product(1024, Packing(4, 64), 8, n=width)
+    wide = normal(sequences * new, 1024)
+    x = qkv.prepare((wide / (wide @ qkv.dequantize().float().t()).std()).to(case.dtype))
+    parts = qkv.partial(x)
+    bias = normal(width, seed=1).to(case.dtype) if case.bias else None
+    gains = [normal(dim, seed=seed).to(case.dtype) if case.norm else None for seed in (2, 3)]
+    angles = normal(capacity, dim // 2, seed=4)
+    cos, sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
+    layers = torch.zeros((2, sequences, case.kv_heads, capacity, dim), dtype=torch.int8 if case.int8 else case.dtype)
+    layers += 7
+    scales = [torch.zeros((sequences, case.kv_heads, capacity)) if case.int8 else None for _ in range(2)]
+    cache = LayerCache(layers[0], layers[1], *scales)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    projection = Projection(case.heads, bias, *gains, 1e-6)
+    counters = torch.zeros(16, dtype=torch.int32)
+    with backwards():
+        again = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
+    query = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
+    assert not counters.any() and len(parts) > 1 and torch.equal(query, again)
+
+    wide = parts.sum(0) + (0 if bias is None else bias.float())
+    split = wide.view(sequences, new, -1, dim).split([case.heads, case.kv_heads, case.kv_heads], dim=2)
+    q, k, v = (
+        part if gain is None else functional.rms_norm(part, (dim,), gain.float(), 1e-6)
+        for part, gain in zip(split, (*gains, None), strict=True)
+    )
+    errors, kept = [0.0, 0.0, 0.0], torch.ones((sequences, capacity), dtype=torch.bool)
+    for sequence, length in enumerate(case.lengths):
+        at = slice(length - new, length)
+        kept[sequence, at] = False
+        table = cos[at].float(), sin[at].float()
+        stored = [layers[i, sequence, :, at].float() for i in range(2)]
+        if case.int8:
+            stored = [
+                s * scale[sequence, :, at, None] for s, scale in zip(stored, scales, strict=True) if scale is not None
+            ]
+        pairs = (
+            (query[sequence], rotate(q[sequence, None], *table)[0]),
+            (stored[0], rotate(k[sequence, None], *table)[0].transpose(0, 1)),
+            (stored[1], v[sequence].transpose(0, 1)),
+        )
+        errors = [max(error, difference(*pair)) for error, pair in zip(errors, pairs, strict=True)]
+    untouched = layers.transpose(2, 3)[:, kept]
+    return (*errors, bool((untouched == 7).all()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Rotation(4, 2, 64, (5,)),
+        Rotation(4, 4, 32, (9, 3), tokens=3, bias=True),
+        Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16),
+        Rotation(3, 1, 80, (4,), tokens=2, int8=True),
+    ],
+    ids=str,
+)
+def test_project(case: Rotation, interpret: Interpret) -> None:
+    *errors, untouched = interpret(rotation, case)  # type: ignore[misc]  # the pool carries any result
+    query, keys, values = errors
+    stored = 1e-2 if case.int8 else TOLERANCE[case.dtype]
+    assert query < TOLERANCE[case.dtype] and keys < stored and values < stored and untouched

@@ -1,0 +1,254 @@
+"""The Triton product against fp64 in the interpreter: every packing, dtype, tile and awkward size."""
+
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.test_triton_shuffle import weight
+
+from mycli.runtime.kernels.triton import linear as triton_packed
+from mycli.runtime.kernels.triton.linear import TritonPacked, small_product
+from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.support.random_tensors import normal
+from tests.support.triton_interpreter import Interpret, interpret
+
+pytest.importorskip("triton")
+
+__all__ = ["interpret"]
+
+
+@dataclass(frozen=True)
+class Case:
+    packing: Packing
+    rows: int = 1
+    n: int = 40
+    k: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 1
+    scale: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        chip = f"sm{self.capability[0]}{self.capability[1]}x{self.processors}"
+        scales = f"-{self.scale}-scales" if self.scale else ""
+        return f"{self.packing.name}-{self.rows}x{self.k}-to-{self.n}-{dtype}-{chip}{scales}"
+
+
+def few_rows() -> list[Case]:
+    """Every packing with 1 to 8 rows."""
+    cases = []
+    for index, (bits, group) in enumerate((bits, group) for bits in BITS for group in (*GROUP_SIZES, None)):
+        dtype = (torch.bfloat16, torch.float16)[index % 2]
+        cases.append(Case(Packing(bits, group), rows=(1, 3, 8)[index % 3], dtype=dtype))
+    return cases
+
+
+CASES = [
+    *few_rows(),
+    Case(Packing(4, 128), rows=8, n=130, k=128),
+    Case(Packing(4, 128), rows=1, n=1, k=128),
+    Case(Packing(4, 32), rows=2, n=33, k=96),
+    Case(Packing(3, 64), rows=2, n=7, k=192),
+    Case(Packing(8, None), rows=2, n=20, k=200),
+    Case(Packing(4, 64), rows=5, processors=8, k=512),
+    Case(Packing(2, 128), rows=1, processors=8, k=512),
+    Case(Packing(4, 128), rows=3, scale=torch.float32),
+    Case(Packing(4, 128), rows=12),
+    Case(Packing(8, 64), rows=20),
+    Case(Packing(4, 128), rows=40, k=128, dtype=torch.float16),
+    Case(Packing(3, 128), rows=18),
+    Case(Packing(4, 128), rows=12, capability=(8, 0)),
+    Case(Packing(2, None), rows=33, capability=(8, 9)),
+    Case(Packing(4, 32), rows=17, capability=(10, 0)),
+    Case(Packing(4, 128), rows=66, k=128, capability=(12, 0)),
+]
+CALLED = [
+    Case(Packing(4, 128), rows=2, n=40),
+    Case(Packing(8, 128), rows=2, n=40, k=1024, processors=8, dtype=torch.float16),
+    Case(Packing(4, 128), rows=257, n=40, k=128),
+    Case(Packing(2, 32), rows=300, n=40, k=128, dtype=torch.float16),
+]
+
+
+def build(case: Case) -> tuple[PackedWeight, torch.Tensor]:
+    stored = weight(case.packing, case.n, case.k, seed=case.n + case.k, dtype=case.scale or case.dtype)
+    stored = replace(stored, scales=stored.scales * 0.01)
+    return stored, normal(case.rows, case.k, seed=1).to(case.dtype)
+
+
+def exact(stored: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    return x.double() @ dequantize(replace(stored, scales=stored.scales.double())).t()
+
+
+def error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative RMSE."""
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+def product(case: Case) -> tuple[float, float]:
+    """Errors of the product before it is rounded to the dtype, and of the unpacked weight."""
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(case)
+    matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
+    y = matmul.multiply(matmul.prepare(x), torch.float32)
+    dense = matmul.dequantize()
+    assert y.shape == (case.rows, case.n) and dense.dtype == stored.scales.dtype
+    return error(y, exact(stored, x)), error(dense, dequantize(stored).double())
+
+
+def ulp(dtype: torch.dtype) -> float:
+    """Of a number just below a power of two. The interpreter cuts bf16 off where a GPU rounds to nearest."""
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product(case: Case, interpret: Interpret) -> None:
+    unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
+    assert unrounded < 1e-4, "fp32 sums of 1024 + u: 2 bits lose most"
+    assert dense <= (0 if case.dtype is torch.float16 or case.scale else ulp(case.dtype))
+
+
+def called(case: Case) -> tuple[float, bool]:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(case)
+    matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
+    y = matmul(x)
+    assert y.dtype == case.dtype and y.shape == (case.rows, case.n)
+    return error(y, exact(stored, x)), torch.equal(y, matmul(x))
+
+
+@pytest.mark.parametrize("case", CALLED, ids=str)
+def test_call_rounds_once_and_repeats_itself(case: Case, interpret: Interpret) -> None:
+    rounded, same = interpret(called, case)  # type: ignore[misc]  # the pool carries any result
+    assert rounded < ulp(case.dtype) and same
+
+
+def magnitudes(scale: float, dtype: torch.dtype) -> float:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(Case(Packing(4, 128), rows=2, n=16, k=512, dtype=dtype))
+    x *= scale
+    x[0, 7] *= 300  # one large activation must not cost its neighbours their digits
+    x[:, 128:256] = 0
+    matmul = TritonMatmul(stored, Chip((9, 0), 1))
+    return error(matmul.multiply(matmul.prepare(x), torch.float32), exact(stored, x))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e5, 1e30], ids="x{:g}".format)
+def test_bf16_of_any_magnitude(scale: float, interpret: Interpret) -> None:
+    """The kernel multiplies in fp16, which ends at 65504; a power of two per group makes room."""
+    assert interpret(magnitudes, scale, torch.bfloat16) < 5e-5  # type: ignore[operator]  # the pool carries any result
+
+
+def not_a_number() -> tuple[bool, bool]:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(Case(Packing(4, 128), rows=2, n=16))
+    x[1, 3] = torch.nan
+    y = TritonMatmul(stored, Chip((9, 0), 1))(x)
+    return bool(y[0].isfinite().all()), bool(y[1].isnan().all())
+
+
+def test_nan_stays_in_its_row(interpret: Interpret) -> None:
+    assert interpret(not_a_number) == (True, True)
+
+
+def test_no_rows(interpret: Interpret) -> None:
+    assert interpret(empty) == (0, 40)
+
+
+def empty() -> tuple[int, ...]:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(Case(Packing(4, 128)))
+    return tuple(TritonMatmul(stored, Chip((9, 0), 1))(x[:0]).shape)
+
+
+def test_wrong_activations_are_refused() -> None:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, x = build(Case(Packing(4, 128)))
+    matmul = TritonMatmul(stored, Chip((9, 0), 1))
+    for wrong in (x.float(), x[:, :-1], x.t().contiguous().t().expand(2, -1)[:, ::2], x[0]):
+        with pytest.raises(ValueError, match="activations"):
+            matmul(wrong)
+
+
+def test_holds_no_second_copy() -> None:
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+
+    stored, _ = build(Case(Packing(4, 128), n=128))
+    assert TritonMatmul(stored, Chip((9, 0), 1)).nbytes == stored.packed.nbytes + stored.scales.nbytes
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [("cpu", torch.bfloat16, "not on cpu"), ("meta", torch.bfloat16, "not on meta")],
+)
+def test_declines_with_a_reason(device: str, dtype: torch.dtype, reason: str) -> None:
+    declined = TritonPacked().decline(Packing(4, 128), 64, 128, torch.device(device), dtype)
+    assert declined is not None and reason in declined
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((7, 5), torch.float16, "needs compute capability 8.0, this device has 7.5"),
+        ((9, 0), torch.float32, "not torch.float32"),
+        ((9, 0), torch.bfloat16, None),
+        ((12, 0), torch.float16, None),
+    ],
+    ids=str,
+)
+def test_on_a_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: None)
+    declined = TritonPacked().decline(Packing(4, 128), 64, 128, torch.device("cuda"), dtype)
+    assert (declined is None) if reason is None else (declined is not None and reason in declined)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(1e-3, None), (0.2, "off by 20.0%"), (math.nan, "is wrong"), (None, "RuntimeError: no image")]
+)
+def test_is_not_used_where_it_fails_or_is_wrong(
+    error: float | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(*_: object) -> float:
+        if error is None:
+            raise RuntimeError("no image\nmore")
+        return error
+
+    monkeypatch.setattr(triton_packed, "small_product", product)
+    monkeypatch.setattr(triton_packed, "chip_of", lambda device: None)
+    found = triton_packed.self_check.__wrapped__(torch.device("cuda"), Packing(4, 128))
+    assert found is None if reason is None else reason in str(found)
+
+
+def product_in_interpreter(packing: Packing) -> float:
+    return max(small_product(torch.device("cpu"), packing, Chip((9, 0), 1), rows) for rows in (1, 12))
+
+
+def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
+    error = interpret(product_in_interpreter, Packing(4, 128))
+    assert isinstance(error, float) and 0 < error < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "overlap"), [((9, 0), 12030, True), ((8, 9), 13000, False), ((9, 0), 12020, False)]
+)
+def test_launches_overlap_where_chip_and_driver_can(
+    capability: tuple[int, int], driver: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(triton_packed, "_driver", lambda: driver)
+    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, overlap)

@@ -1,0 +1,56 @@
+"""A launch that begins early: what it may not do before the launch before it has ended, read in the code for a GPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  (reason: only where Triton is installed)
+
+from tests.ptx import (
+    builds,  # noqa: E402  (reason: as above)
+    report,  # noqa: E402  (reason: as above)
+)
+
+MEMORY = r"\b(ld\.global|st\.global|atom\.|red\.|cp\.async(?!\.bulk\.prefetch))"
+ACCESS = r"\b(LDG|LDGSTS|STG|ATOMG?|RED|LD|ST|UTMALDG)\."
+KERNELS = ["embed", "rows 8 add 1", "rows 8 SiLU 8", "rows 8 rotate int8 8", "attend to 1", "attend int8 to 8"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in the home folder, nothing comes from it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+def build(name: str, capability: int) -> builds.Build:
+    return next(build for build in builds.decode_builds(capability) if build.name.endswith(name))
+
+
+def places(pattern: str, text: str) -> list[int]:
+    return [match.start() for match in re.finditer(pattern, text)]
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Path) -> None:
+    assembly = build(name, capability).compile(GPUTarget("cuda", capability, 32)).asm
+    ptx = assembly["ptx"][assembly["ptx"].index(".entry") :]
+    (wait,), (allow,) = places(r"griddepcontrol\.wait", ptx), places(r"griddepcontrol\.launch_dependents", ptx)
+    assert wait < allow, "the launch after next must not begin before the last has ended"
+    assert wait < min(places(MEMORY, ptx))
+    fetched = places(r"cp\.async\.bulk\.prefetch\.L2\.global", ptx)
+    assert [place < wait for place in fetched] == [True] * name.startswith("rows")
+
+    (tmp_path / "cubin").write_bytes(assembly["cubin"])
+    sass = report._tool("nvdisasm", "-c", str(tmp_path / "cubin"))
+    (wait,) = places("ACQBULK", sass)
+    assert wait < min(places(ACCESS, sass)), "the assembler has kept the order"
+    assert all(place < wait for place in places("UBLKPF", sass))
+
+
+def test_older_chips_do_not_have_it() -> None:
+    for name in KERNELS:
+        assert "griddepcontrol" not in build(name, 89).compile(GPUTarget("cuda", 89, 32)).asm["ptx"]

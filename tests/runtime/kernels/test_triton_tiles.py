@@ -1,0 +1,41 @@
+"""The table of tiles: complete, within what the kernels take for granted, and a split of K that covers it once."""
+
+import pytest
+
+from mycli.runtime.kernels.triton.tiles import Chip, dense_rows, parts, tile
+from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, tile_k
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+
+CHIPS = [Chip(capability, 132) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0))]
+PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_every_packing_has_a_tile(packing: Packing, chip: Chip) -> None:
+    for rows in (1, 8, 9, 16, 17, 33, 64, 65, dense_rows(chip)):
+        shape = tile(chip, packing, rows)
+        assert shape.block_m >= min(rows, 16)
+        assert shape.block_n % (layout_of(packing).chunk_n * shape.warps) == 0, "a warp's rows are whole chunks"
+        assert shape.block_m > 8 or not shape.permuted
+
+
+@pytest.mark.parametrize("size", [(6144, 4096), (4096, 14336), (128256, 4096), (64, 96), (4096, 4224)], ids=str)
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_parts_cover_k_once(packing: Packing, size: tuple[int, int]) -> None:
+    n, k = size
+    for chip in CHIPS:
+        for rows in (1, 8, 64):
+            shape, columns, kept = tile(chip, packing, rows), tile_k(packing), padded_k(packing, k)
+            count, each = parts(chip, shape, packing, rows, n, kept, columns)
+            tiles, unroll = kept // columns, shape.unroll(columns, kept)
+            assert tiles % unroll == 0 and each % unroll == 0
+            assert (count - 1) * each < tiles <= count * each
+            assert 8 * 4 * 8 * count * rows <= max(kept * packing.bits, 8 * 32 * rows), "partial sums are an eighth"
+
+
+def test_speculation_costs_the_same_tile() -> None:
+    """One to eight rows are one kernel: a verified guess is free until then."""
+    for chip in CHIPS:
+        for packing in PACKINGS:
+            assert len({tile(chip, packing, rows) for rows in range(1, 9)}) == 1

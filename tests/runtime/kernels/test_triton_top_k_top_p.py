@@ -1,0 +1,165 @@
+"""The limit that top-k and top-p leave, against the definition on the host, value by value, in the interpreter."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from mycli.runtime.sampling.sampler import Sampling, adjusted, distribution
+from tests.support.random_tensors import normal
+from tests.support.triton_interpreter import Interpret, interpret
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402  (only where Triton is)
+import triton.language as tl  # noqa: E402  (as above)
+
+from mycli.runtime.kernels.triton.sample import BLOCK, Feedback, choose_tokens  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.top_k_top_p import Cuts, find_limit, key_of, settle  # noqa: E402  (as above)
+
+__all__ = ["interpret"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`unit`: logits are multiples of it, so that many are equal; 0 for as they come. `spread`: about one."""
+
+    sampling: Sampling
+    vocab: int = 2500
+    sequences: int = 2
+    dtype: torch.dtype = torch.float32
+    unit: float = 0.0
+    spread: float = 4.0
+
+    def __str__(self) -> str:
+        given = self.sampling
+        cut = f"k{given.top_k}-p{given.top_p}-t{given.temperature}"
+        return f"{self.sequences}x{self.vocab}-{cut}-{self.dtype}-{self.unit}-{self.spread}".replace("torch.", "")
+
+    def logits(self) -> Tensor:
+        """Padded by what is larger than all."""
+        logits = normal(self.sequences, self.vocab, seed=3) * self.spread + 1
+        if self.unit:
+            logits = (logits / self.unit).round() * self.unit
+        return torch.cat((logits, torch.full((self.sequences, 9), 99.0)), dim=1).to(self.dtype)
+
+
+def settings(sampling: Sampling, sequences: int, vocab: int) -> tuple[Feedback, Cuts]:
+    to = Feedback.make(1, sequences, torch.get_default_device())
+    top_k = sampling.top_k if sampling.top_k < vocab else 0
+    for buffer, value in (
+        (to.temperature, sampling.temperature),
+        (to.top_k, top_k),
+        (to.top_p, sampling.top_p),
+        (to.min_p, sampling.min_p),
+    ):
+        buffer.fill_(value)
+    return to, Cuts(top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
+
+
+@triton.jit
+def kept_kernel(  # type: ignore[no-untyped-def]  # device code carries no types
+    logits, out, weights, lows, goals, top_k, stride, vocab, step, blocks, TOP_P: tl.constexpr, SIZE: tl.constexpr
+):
+    sequence = tl.program_id(0)
+    goal = tl.load(goals + sequence) if TOP_P else tl.load(top_k)
+    low, _ = settle(weights, lows, goal, 0.0, step, sequence, blocks, False, 8)
+    place = tl.arange(0, SIZE)
+    x = tl.load(logits + sequence * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    tl.store(out + sequence * vocab + place, (key_of(x) >= low).to(tl.int8), mask=place < vocab)
+
+
+def kept(case: Case) -> tuple[list[list[bool]], list[list[bool]]]:
+    """Which tokens the device keeps, and which the host."""
+    logits = case.logits()
+    to, cuts = settings(case.sampling, case.sequences, case.vocab)
+    limit = find_limit(logits, case.vocab, cuts, to.temperature, to.top_k, to.top_p, BLOCK)
+    out = torch.empty(case.sequences, case.vocab, dtype=torch.int8)
+    kept_kernel[(case.sequences,)](
+        logits,
+        out,
+        limit.weights,
+        limit.lows,
+        limit.goals,
+        to.top_k,
+        logits.stride(0),
+        case.vocab,
+        limit.step,
+        limit.peaks.shape[1],
+        TOP_P=cuts.top_p,
+        SIZE=triton.next_power_of_2(case.vocab),
+    )
+    host = adjusted(logits[:, : case.vocab].double(), case.sampling).isfinite()
+    return out.bool().tolist(), host.tolist()
+
+
+WARM = Sampling(temperature=0.7)
+CASES = [
+    Case(replace(WARM, top_k=20)),
+    Case(replace(WARM, top_k=1)),
+    Case(replace(WARM, top_k=2499)),
+    Case(replace(WARM, top_k=20), unit=0.5),
+    Case(replace(WARM, top_p=0.9)),
+    Case(replace(WARM, top_p=0.9), unit=0.5),
+    Case(replace(WARM, top_p=0.0)),
+    Case(replace(WARM, top_p=0.999, temperature=2.0)),
+    Case(replace(WARM, top_k=50, top_p=0.8)),
+    Case(replace(WARM, top_k=50, top_p=0.8, temperature=2.0), spread=1.0),
+    Case(replace(WARM, top_k=20), spread=1e-5),
+    Case(replace(WARM, top_k=50, top_p=0.8), unit=0.25, dtype=torch.bfloat16),
+    Case(replace(WARM, top_k=5000, top_p=0.5), dtype=torch.bfloat16, vocab=1025, sequences=3),
+    Case(replace(WARM, top_k=7, top_p=0.95), dtype=torch.float16, vocab=9, sequences=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -> None:
+    device, host = interpret(kept, case)  # type: ignore[misc]  # the pool carries any result
+    assert any(any(row) for row in host) and device == host
+
+
+SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
+ROWS, LAUNCHES = 40, 6
+DRAWN = {
+    "min": Sampling(temperature=1.0, min_p=0.1),
+    "all": Sampling(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
+}
+
+
+def counts(sampling: Sampling) -> list[int]:
+    logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).bfloat16().expand(ROWS, -1)
+    to, cuts = settings(sampling, ROWS, len(SMALL))
+    found = []
+    for length in range(LAUNCHES):
+        to.lengths.fill_(length)
+        to.seed.fill_(5)
+        choose_tokens(logits, len(SMALL), True, to, 0, cuts)
+        found.append(to.chosen[0].clone())
+    return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_are_distributed_as_on_the_host(name: str, interpret: Interpret) -> None:
+    found = torch.tensor(interpret(counts, DRAWN[name])).double()
+    expected = distribution(SMALL.double()[None], DRAWN[name])[0] * ROWS * LAUNCHES
+    allowed = expected > 0
+    assert 1 < int(allowed.sum()) < len(SMALL)
+    assert not found[~allowed].any(), "a token that was cut was drawn"
+    assert chisquare(found[allowed].numpy(), expected[allowed].numpy()).pvalue > 1e-4
+
+
+def spoiled(value: float) -> list[int]:
+    logits = torch.zeros(3, 3000)
+    logits[:, 2000] = 9.0
+    logits[1, 5] = value
+    to, cuts = settings(Sampling(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
+    choose_tokens(logits, 3000, True, to, 0, cuts)
+    return to.chosen[0].tolist()  # type: ignore[no-any-return]  # torch's list
+
+
+@pytest.mark.parametrize(("value", "token"), [(math.nan, -1), (math.inf, -1), (-math.inf, 2000)])
+def test_logits_that_are_no_numbers_are_told_all_the_same(value: float, token: int, interpret: Interpret) -> None:
+    assert interpret(spoiled, value) == [2000, token, 2000]

@@ -1,0 +1,67 @@
+"""The inline PTX of the unpacking, run by a small emulator: it must find each code where the layout put it."""
+
+import re
+
+import numpy as np
+import pytest
+
+from mycli.runtime.kernels.triton.weight_layout import Layout, layout_of
+from mycli.runtime.quantization.scheme import Packing
+
+pytest.importorskip("triton")
+
+from mycli.runtime.kernels.triton import unpack as triton_unpack  # noqa: E402  (reason: only where Triton is installed)
+
+OUTPUTS = {8: 2, 4: 4, 3: 16, 2: 8}
+TEXT = {8: triton_unpack.ASM8, 4: triton_unpack.ASM4, 3: triton_unpack.ASM3, 2: triton_unpack.ASM2}
+
+
+def run(text: str, inputs: list[int], outputs: int) -> list[int]:
+    """Execute shr.u32, lop3.b32 and prmt.b32 on 32-bit registers; the inputs follow the outputs in number."""
+    registers = {f"${outputs + place}": value for place, value in enumerate(inputs)}
+
+    def value(name: str) -> int:
+        return int(name, 0) if name[0].isdigit() else registers[name]
+
+    for operation, operands in re.findall(r"^(\w+)\.[bu]32 ([^;]*);", text, flags=re.M):
+        target, *names = (name.strip() for name in operands.split(","))
+        a, b, c = (value(name) for name in names[:3]) if len(names) > 2 else (*(value(n) for n in names), 0)
+        if operation == "shr":
+            result = a >> b
+        elif operation == "lop3":
+            table = value(names[3])
+            result = sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
+        else:
+            assert operation == "prmt"
+            both = b << 32 | a
+            result = sum((both >> 8 * (c >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+        registers[target] = result
+    return [registers[f"${place}"] for place in range(outputs)]
+
+
+def field(words: list[int], layout: Layout, row: int, half: int) -> int:
+    word, shift = layout.fields[row][half]
+    if word is None:
+        return sum((words[bit] >> shift & 1) << bit for bit in range(3))
+    return words[word] >> shift & (1 << layout.bits) - 1
+
+
+def step(bits: int, row: int) -> int:
+    """The power of two that the kernels take off: `_row_steps` in Python."""
+    return {8: 1, 4: 16**row, 3: 8 ** (row // 3), 2: 4**row}[bits]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_assembly_finds_every_code(bits: int) -> None:
+    layout = layout_of(Packing(bits, 128))
+    halves = len(layout.fields[0])
+    generator = np.random.default_rng(bits)
+    for _ in range(40):
+        words = [int(word) for word in generator.integers(0, 1 << 32, layout.words)]
+        results = run(TEXT[bits], words, OUTPUTS[bits])
+        for place, result in enumerate(results):
+            half, row = divmod(place, len(layout.fields)) if halves == 2 else (0, place)
+            pair = np.array([result], dtype=np.uint32).view(np.float16)
+            for side in range(2):
+                code = field([word >> 16 * side & 0xFFFF for word in words], layout, row, half)
+                assert pair[side] == 1024 + step(bits, row) * code, (row, half, side)

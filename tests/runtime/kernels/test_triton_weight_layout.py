@@ -1,0 +1,81 @@
+"""The shuffled layout: a bijection with the file, for every packing and any size, that decodes fill to zero weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mycli.runtime.kernels.triton.weight_layout import (
+    layout_of,
+    padded_k,
+    shuffle,
+    shuffle_scales,
+    tile_k,
+    unshuffle,
+    unshuffle_scales,
+)
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.support.random_tensors import codes, normal
+
+PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
+
+
+def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
+    drawn = codes(packing.bits, rows, columns, seed=seed)
+    scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
+    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns)
+
+
+@given(
+    packing=st.sampled_from(PACKINGS),
+    rows=st.integers(1, 150),
+    groups=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_bijection(packing: Packing, rows: int, groups: int, dtype: torch.dtype, seed: int) -> None:
+    columns = groups * (packing.group_size or 24)
+    original = weight(packing, rows, columns, seed, dtype)
+    shuffled = shuffle(original)
+    assert shuffled.dtype == torch.int16 and shuffled.is_contiguous()
+    found = unshuffle(shuffled, packing, rows, columns)
+    assert torch.equal(found, unpack(original.packed, packing.bits, columns))
+    scales = unshuffle_scales(shuffle_scales(original), dtype, rows, packing.groups(columns))
+    assert torch.equal(scales, original.scales)
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
+    layout = layout_of(packing)
+    rows, columns = layout.chunk_n, 4 * (packing.group_size or 24)
+    original = weight(packing, rows - 1, columns, 0)
+    shuffled = shuffle(original)
+    kept = padded_k(packing, columns)
+    assert shuffled.numel() * 16 == rows * kept * packing.bits
+    found = unshuffle(shuffled, packing, rows, kept)
+    zero = 1 << (packing.bits - 1)
+    assert (found[-1] == zero).all() and (found[:, columns:] == zero).all()
+    assert unshuffle_scales(shuffle_scales(original), torch.float16, rows, 1)[-1] == 0
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_a_lane_holds_the_operand_registers_of_an_mma(packing: Packing) -> None:
+    """mma.m16n8k16: lane 4g + t holds rows g and g + 8, columns 2t, 2t + 1 and 8 more; here 8t .. 8t + 7 of 32."""
+    layout = layout_of(packing)
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for lane in (0, 5, 31):
+        shuffled = torch.zeros((1, 1, layout.words, 32, 8), dtype=torch.int16)
+        shuffled[:, :, :, lane] = -1
+        codes = unshuffle(shuffled.view(1, 1, layout.words, 256), packing, layout.chunk_n, layout.chunk_k)
+        seen[lane] = {(int(row), int(column)) for row, column in codes.nonzero()}
+        rows, columns = {row % 8 for row, _ in seen[lane]}, {column % 32 // 8 for _, column in seen[lane]}
+        assert rows == {lane // 4} and columns == {lane % 4}
+        assert len(seen[lane]) == layout.chunk_n * layout.chunk_k // 32
+
+
+def test_a_group_is_whole_tiles() -> None:
+    for packing in PACKINGS:
+        assert tile_k(packing) % layout_of(packing).chunk_k == 0
+        assert padded_k(packing, 1) == tile_k(packing)

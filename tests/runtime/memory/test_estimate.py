@@ -1,0 +1,239 @@
+"""Memory and bandwidth predictions against figures that others have published, and against each other."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mycli.runtime.kernels.cpu import matmul as cpu
+from mycli.runtime.memory.estimate import (
+    CACHE_BLOCK,
+    CPU_KEPT,
+    CPU_PART,
+    GIB,
+    Plan,
+    bytes_per_step,
+    cache_bytes,
+    embedding_bytes,
+    estimate,
+    gib,
+    longest_context,
+    mask_bytes,
+    tokens_per_second,
+    weight_bytes,
+)
+from mycli.runtime.memory.fit import Scheme
+from mycli.runtime.models.config import ModelConfig, RopeScaling, parse_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+from tests.conftest import ROOT
+
+PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
+INT4 = Packing(4, 128)
+
+
+def published(name: str) -> ModelConfig:
+    return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
+
+
+def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> Plan:
+    config = published(name)
+    return Plan(config, Scheme(packing, head).packings(config), **changes)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name: str) -> None:
+    assert published(name).parameters() == PUBLISHED[name]["parameters"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_dense_weights_are_every_parameter_once(name: str) -> None:
+    model = plan(name)
+    assert weight_bytes(model) + embedding_bytes(model) == 2 * PUBLISHED[name]["parameters"]
+
+
+@pytest.mark.parametrize("bits, gigabytes", [(16, 140), (8, 70), (4, 35)])
+def test_70b_at_16_8_4_bits(bits: int, gigabytes: float) -> None:
+    packing = Packing(bits, None) if bits < 16 else None
+    model = plan("Llama-3.1-70B", packing, packing)
+    # The rule of thumb counts every parameter at `bits`; the embedding table stays at 16.
+    table = 2 * model.config.vocab_size * model.config.hidden_size
+    total = weight_bytes(model) + embedding_bytes(model) - table * (1 - bits / 16)
+    assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_7b_cache_is_one_gib_at_2048() -> None:
+    assert cache_bytes(plan("Llama-2-7B", context=2048)) == GIB
+
+
+def test_175b_cache_is_nine_gib_at_2048() -> None:
+    gpt3 = ModelConfig(
+        "llama", 12288, 96, 96, 96, 128, 49152, 50257, 2048, 1e-5, 10000.0, RopeScaling(), False, "float16"
+    )
+    assert cache_bytes(Plan(gpt3, context=2048)) == 9 * GIB
+
+
+def test_grouped_queries_make_the_cache_smaller() -> None:
+    assert cache_bytes(plan("Llama-3.1-8B", context=1024)) == 128 * 1024 * 1024  # 128 KiB a token
+
+
+@pytest.mark.parametrize("context", [1, 15, 16, 17, 8192])
+def test_cache_is_whole_blocks(context: int) -> None:
+    one = cache_bytes(plan("Llama-3.1-8B", context=CACHE_BLOCK))
+    assert cache_bytes(plan("Llama-3.1-8B", context=context)) == one * -(-context // CACHE_BLOCK)
+
+
+def test_int8_cache_is_codes_and_a_scale_for_each_vector() -> None:
+    model = replace(plan("Llama-3.1-8B", context=1024), kv="int8")
+    assert cache_bytes(model) == 2 * 32 * 8 * 1024 * (128 + 4)
+    assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == 2 * 32 * 8 * 100 * (128 + 4)
+    wide = replace(model, dtype="float32", kv="bf16")
+    assert cache_bytes(wide) == 2 * 32 * 8 * 1024 * 128 * 2
+    assert estimate(wide).workspace.cache == 2 * 8 * 1024 * 128 * 4
+    assert estimate(model).workspace.cache == 2 * 8 * 1024 * 128 * 2
+    assert estimate(replace(model, kv="bf16")).workspace.cache == 0
+
+
+def test_packed_linear_is_codes_and_scales() -> None:
+    dense, packed = plan("Llama-3.1-8B"), plan("Llama-3.1-8B", INT4)
+    linears = 6_979_321_856  # weights in the linears of all blocks
+    assert weight_bytes(dense) - weight_bytes(packed) == linears * (16 - 4.125) / 8
+
+
+def test_three_bits_round_up_to_words() -> None:
+    config = replace(published("SmolLM2-135M"), layers=1, hidden_size=48, intermediate_size=48, heads=3, head_dim=16)
+    row = 4 * 5 + 2  # 48 codes of 3 bits are 144 bits: five words; one scale
+    rows = 48 + 48 + 48 + 48 + 3 * 48  # q k v o, gate up down
+    norms = 3 * 48 * 2
+    assert weight_bytes(Plan(config, Scheme(Packing(3, None)).packings(config))) == rows * row + norms
+
+
+def test_tied_head_is_held_once_and_packed_head_beside_the_table() -> None:
+    config = published("Qwen2.5-0.5B")
+    assert embedding_bytes(Plan(config)) == 2 * config.vocab_size * config.hidden_size
+    config = published("Qwen2.5-7B")
+    table = config.vocab_size * config.hidden_size
+    assert embedding_bytes(plan("Qwen2.5-7B", head=Packing(8, None))) == 3 * table + 2 * config.vocab_size
+
+
+@pytest.mark.parametrize(
+    "packing, head, depth, expected",
+    [
+        (INT4, INT4, 0, 1111),
+        (INT4, INT4, 2048, 1039),
+        (INT4, INT4, 8192, 870),
+        (INT4, INT4, 32768, 527),
+        (INT4, Packing(8, None), 0, 1043),
+        (INT4, None, 0, 925),
+        (Packing(4, 64), Packing(4, 64), 0, 1079),
+        (Packing(3, 128), Packing(3, 128), 0, 1467),
+        (None, None, 0, 286),
+    ],
+    ids=str,
+)
+def test_ceiling_of_8b_at_h200_copy_bandwidth(
+    packing: Packing | None, head: Packing | None, depth: int, expected: int
+) -> None:
+    assert tokens_per_second(plan("Llama-3.1-8B", packing, head), depth, 4300) == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_batch_shares_the_reading_of_weights_not_of_the_cache() -> None:
+    one, four = plan("Llama-3.1-8B"), plan("Llama-3.1-8B", batch=4)
+    assert tokens_per_second(four, 0, 1000) == pytest.approx(4 * tokens_per_second(one, 0, 1000))
+    assert bytes_per_step(four, 100) - bytes_per_step(four, 0) == 4 * (
+        bytes_per_step(one, 100) - bytes_per_step(one, 0)
+    )
+
+
+def test_a_sliding_window_bounds_what_is_read_not_what_is_held() -> None:
+    model = plan("Mistral-7B-v0.1", context=32768)
+    assert bytes_per_step(model, 4096) == bytes_per_step(model, 32768)
+    assert cache_bytes(model) == 8 * cache_bytes(replace(model, context=4096))
+
+
+def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
+    assert mask_bytes(plan("Llama-3.1-8B", context=512)) == 0
+    assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
+    assert mask_bytes(replace(plan("Llama-3.1-8B", context=2048), gpu=True)) == 0
+    assert mask_bytes(replace(plan("Llama-3.1-8B", context=8192), gpu=True)) == 2048 * 8192 * 3
+
+
+def test_workspace_counts_the_largest_product_once() -> None:
+    result = estimate(plan("Llama-3.1-8B", INT4, gpu=True))
+    assert result.workspace.dequantization == 2 * 14336 * 4096 * 2  # gate and up, as one matrix of bf16
+    assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 32 << 20  # the CPU takes them in parts
+    assert estimate(plan("Qwen2.5-0.5B", INT4)).workspace.dequantization == 2 * 4864 * 896 * 2
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True)).workspace.dequantization == 0
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True, dtype="float32")).workspace.dequantization > 0
+    assert estimate(plan("Qwen2.5-0.5B", INT4, tiles=True, gpu=True)).workspace.dequantization > 0
+    assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
+    small = estimate(plan("Qwen2.5-0.5B")).workspace
+    assert small.kept == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
+    assert estimate(plan("Llama-3.1-8B")).workspace.kept == CPU_KEPT and result.workspace.kept == 0
+    assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
+
+
+def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
+    packed = plan("Llama-3.1-8B", INT4, gpu=True)
+    shadow = replace(packed, shadow=True)
+    more, less = estimate(shadow), estimate(packed)
+    assert more.weights - less.weights == 2 * 6_979_321_856  # the linears of the blocks, in bf16
+    assert more.embeddings == less.embeddings and more.workspace.dequantization == 0
+    assert bytes_per_step(shadow, 100) == bytes_per_step(packed, 100)
+    assert estimate(replace(plan("Llama-3.1-8B"), shadow=True)).weights == estimate(plan("Llama-3.1-8B")).weights
+
+
+def test_parts_add_up_and_the_runtime_differs_by_target() -> None:
+    result = estimate(plan("Llama-3.1-8B", INT4))
+    parts = (result.weights, result.embeddings, result.cache, result.draft, result.workspace.total, result.runtime)
+    assert result.total == sum(parts) == result.needed + result.runtime
+    assert estimate(plan("Llama-3.1-8B", INT4, gpu=True)).runtime != result.runtime
+
+
+def test_a_draft_brings_its_weights_and_a_cache_of_the_same_context() -> None:
+    target = plan("Llama-3.1-8B", context=4096, batch=2)
+    draft = plan("Llama-3.2-1B")
+    with_draft = estimate(replace(target, draft=draft))
+    of_its_own = replace(draft, context=4096, batch=2)
+    assert with_draft.draft == 2 * 1_235_814_400 + cache_bytes(of_its_own)
+    assert with_draft.total == estimate(target).total + with_draft.draft
+
+
+def test_fp32_doubles_what_is_dense() -> None:
+    half, full = estimate(plan("Qwen2.5-0.5B")), estimate(plan("Qwen2.5-0.5B", dtype="float32"))
+    assert (full.weights, full.embeddings, full.cache) == (2 * half.weights, 2 * half.embeddings, 2 * half.cache)
+
+
+@given(st.integers(min_value=1 << 20, max_value=64 * GIB), st.sampled_from(["Llama-3.1-8B", "Qwen2.5-0.5B"]))
+def test_longest_context_fits_and_one_block_more_does_not(free: int, name: str) -> None:
+    model = plan(name, INT4)
+    longest = longest_context(model, free)
+    if longest:
+        assert estimate(replace(model, context=longest)).total <= free
+    if longest < model.config.max_context:
+        assert estimate(replace(model, context=longest + CACHE_BLOCK + 1)).total > free
+
+
+def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
+    model = plan("Llama-3.1-8B", INT4)
+    free = estimate(replace(model, context=4096)).needed
+    assert longest_context(model, free, started=True) == 4096
+    assert longest_context(model, free) < 4096
+
+
+def test_constants_agree_with_what_runs() -> None:
+    assert cpu._PART == CPU_PART
+
+
+def test_memory_has_its_unit() -> None:
+    assert gib(5.125 * GIB) == "5.12 GiB" and gib(11.5e6) == "0.0107 GiB"
+
+
+def test_estimate_does_not_import_torch() -> None:
+    code = "import sys, mycli.runtime.memory.fit, mycli.runtime.diagnostics.vllm_tp; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

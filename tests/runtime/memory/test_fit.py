@@ -1,0 +1,127 @@
+"""What is proposed when memory is short: it must be true, and the smallest change of its kind."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mycli.runtime.errors import ExitCode, ResourceError, UsageError
+from mycli.runtime.memory.estimate import GIB, Plan, estimate, gib
+from mycli.runtime.memory.fit import Scheme, fit, preflight, quantize_command, remedy, schemes
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+from tests.conftest import ROOT
+
+PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
+
+
+def published(name: str) -> ModelConfig:
+    return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
+
+
+LLAMA = Plan(published("Llama-3.1-8B"))
+
+
+def test_schemes_use_the_largest_group_that_divides() -> None:
+    assert [s.name(LLAMA.config) for s in schemes(LLAMA.config)] == [
+        "bfloat16",
+        "int8-g128",
+        "int4-g128",
+        "int3-g128",
+        "int2-g128",
+    ]
+    assert schemes(published("SmolLM2-135M"))[1].packing == Packing(8, 64)  # 576 = 9 x 64
+    odd = replace(published("SmolLM2-135M"), hidden_size=100)
+    assert schemes(odd)[1].packing == Packing(8, None)
+
+
+def test_a_group_that_does_not_divide_names_the_linear() -> None:
+    with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of model.layers.0.self_attn.q_proj"):
+        Scheme(Packing(4, 128)).packings(published("SmolLM2-135M"))
+    untied = replace(published("SmolLM2-135M"), tie_embeddings=False)
+    with pytest.raises(UsageError, match="lm_head"):
+        Scheme(None, Packing(4, 128)).packings(untied)
+
+
+def test_a_tied_head_is_not_quantized() -> None:
+    with pytest.raises(UsageError, match="embedding"):
+        Scheme(Packing(4, 64), Packing(8, 64)).packings(published("SmolLM2-135M"))
+
+
+@pytest.mark.parametrize(
+    "free, scheme, longest",
+    [(80, "bfloat16", True), (24, "bfloat16", False), (12, "int8-g128", False), (8, "int4-g128", False)],
+)
+def test_fit_takes_the_best_scheme_then_the_longest_context(free: int, scheme: str, longest: bool) -> None:
+    found = fit(LLAMA, free * GIB, None, schemes(LLAMA.config))
+    assert found is not None
+    chosen, choice = found
+    assert choice.name(LLAMA.config) == scheme
+    assert estimate(chosen).total <= free * GIB
+    assert chosen.context >= 8192
+    assert (chosen.context == 131072) is longest
+
+
+def test_fit_keeps_a_context_that_was_asked_for() -> None:
+    found = fit(LLAMA, 24 * GIB, 131072, schemes(LLAMA.config))
+    assert found is not None and found[0].context == 131072
+    assert found[1].packing == Packing(4, 128)  # 16 GiB of cache leave no room for more
+    assert fit(LLAMA, 16 * GIB, 131072, schemes(LLAMA.config)) is None
+
+
+def test_fit_with_little_memory_shortens_the_usual_context() -> None:
+    found = fit(LLAMA, 5 * GIB, None, schemes(LLAMA.config))
+    assert found is not None and found[1].packing == Packing(2, 128) and 256 <= found[0].context < 8192
+    assert fit(LLAMA, 2 * GIB, None, schemes(LLAMA.config)) is None
+
+
+def test_preflight_passes_and_returns_the_estimate() -> None:
+    assert preflight(LLAMA, 80 * GIB, "cuda:0") == estimate(LLAMA)
+
+
+def test_preflight_counts_the_runtime_only_where_it_is_still_to_come() -> None:
+    exact = estimate(LLAMA).needed
+    preflight(LLAMA, exact, "main memory")
+    with pytest.raises(ResourceError):
+        preflight(LLAMA, exact, "main memory", started=False)
+    with pytest.raises(ResourceError):
+        preflight(LLAMA, exact - 1, "main memory")
+
+
+@pytest.mark.parametrize(
+    "plan, free, change",
+    [
+        (replace(LLAMA, context=32768), 18, "--ctx"),
+        (replace(LLAMA, draft=Plan(published("Llama-3.2-1B"))), 17.5, "--draft"),
+        (replace(LLAMA, batch=64), 17.5, "--batch 1"),
+        (LLAMA, 12, "mycli quantize MODEL --bits 8 --group 128"),
+        (LLAMA, 0.5, "no single change"),
+    ],
+    ids=["F10-context", "F10-draft", "F10-batch", "F10-quantize", "F10-hopeless"],
+)
+def test_out_of_memory_names_needed_free_and_the_smallest_change(plan: Plan, free: float, change: str) -> None:
+    with pytest.raises(ResourceError) as caught:
+        preflight(plan, int(free * GIB), "cuda:0", started=False)
+    assert caught.value.exit_code == ExitCode.RESOURCES
+    assert f"{estimate(plan).total / GIB:.2f} GiB needed" in caught.value.message
+    assert f"{gib(free * GIB)} free" in caught.value.message
+    assert change in caught.value.hint
+
+
+@settings(max_examples=30)
+@given(st.integers(min_value=GIB, max_value=20 * GIB))
+def test_a_proposed_context_really_fits(free: int) -> None:
+    plan = replace(LLAMA, context=131072)
+    words = remedy(plan, free).split()
+    if "--ctx" in words:
+        context = int(words[words.index("--ctx") + 1])
+        assert estimate(replace(plan, context=context)).total <= free
+
+
+def test_quantize_command_can_be_run() -> None:
+    scheme = Scheme(Packing(4, None), Packing(8, None))
+    assert quantize_command(scheme, "a b") == "mycli quantize 'a b' --bits 4 --group channel --head int8"

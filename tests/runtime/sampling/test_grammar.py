@@ -1,0 +1,243 @@
+"""Constrained output: what is drawn is a text of the grammar, on real vocabularies; hostile grammars are refused."""
+
+import contextlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Constraint, Grammar
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.speculative.decode import SpeculativeSession
+from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.conftest import PICO, ROOT
+
+SHARED = ROOT.parent / "shared" / "data" / "tokenizers"
+END = {"pico": "<|im_end|>", "llama-3": "<|eot_id|>", "qwen2": "<|im_end|>"}
+ROWS = {"pico": 4096, "llama-3": 128_256, "qwen2": 151_936}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def load(name: str, folder: Path) -> Tokenizer:
+    if name == "pico":
+        return Tokenizer.load(PICO, ROWS[name])
+    shutil.copy(SHARED / f"{name}.json", folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END[name]}))
+    return Tokenizer.load(folder, ROWS[name])
+
+
+@pytest.fixture(scope="module", params=["pico", "llama-3", "qwen2"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    name = str(request.param)
+    if name != "pico" and not (SHARED / f"{name}.json").exists():
+        pytest.skip("the full-size tokenizers are not beside this checkout")
+    return load(name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def pico() -> Tokenizer:
+    return Tokenizer.load(PICO, ROWS["pico"])
+
+
+def draw(tokenizer: Tokenizer, grammar: Grammar, seed: int, limit: int = 400) -> tuple[str, bool]:
+    """A reply drawn from random logits that favour short tokens and ends a little, and whether it ended."""
+    size = len(tokenizer.vocabulary)
+    noise = torch.Generator().manual_seed(seed)
+    sampler = Sampler(
+        Sampling(temperature=1.0, top_k=50, seed=seed), size, torch.device("cpu"), constraint=grammar.start()
+    )
+    ids = []
+    for _ in range(limit):
+        token = int(sampler.sample(torch.randn(1, size, generator=noise)))
+        if token in tokenizer.eos:
+            return tokenizer.decode(ids), True
+        ids.append(token)
+    return tokenizer.decode(ids), False
+
+
+@pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-c]+x", r"(yes|no), (sir|madam)", "👩‍👩‍👧|é|日本"])
+def test_what_is_drawn_matches_the_expression(tokenizer: Tokenizer, pattern: str) -> None:
+    grammar = Grammar.from_regex(pattern, tokenizer, frozenset(tokenizer.eos))
+    done = 0
+    for seed in range(4):
+        text, ended = draw(tokenizer, grammar, seed)
+        done += ended
+        assert not ended or re.fullmatch(pattern, text), text
+    assert done
+
+
+def test_what_is_drawn_is_of_the_schema(tokenizer: Tokenizer) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "bé", 3]}, "minItems": 2, "maxItems": 2}
+    grammar = Grammar.from_schema(json.dumps(schema), "s.json", tokenizer, frozenset(tokenizer.eos))
+    texts = [draw(tokenizer, grammar, seed) for seed in range(4)]
+    assert any(ended for _, ended in texts)
+    for text, ended in texts:
+        if ended:
+            value = json.loads(text)
+            assert len(value) == 2 and all(item in ("a", "bé", 3) for item in value)
+
+
+def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    """A string may hold any characters, but no token that is markup."""
+    grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
+    constraint = grammar.start()
+    constraint.follow([tokenizer.encode("a", add_special=False)[0]])
+    allowed = constraint.apply(torch.zeros(1, len(tokenizer.vocabulary)))[0].isfinite()
+    permitted = {index for index in tokenizer.control_ids if allowed[index]}
+    assert permitted == set(tokenizer.eos)
+
+
+def test_endless_whitespace_is_bounded(pico: Tokenizer) -> None:
+    """F17: a model that loves blanks has to go on."""
+    blanks = [
+        index
+        for index, token in enumerate(pico.vocabulary)
+        if token is not None and (piece := pico.piece(index, first=False)) and not piece.strip()
+    ]
+    logits = torch.zeros(1, len(pico.vocabulary))
+    logits[0, blanks] = 50.0
+    logits[0, list(pico.eos)] = 20.0
+    grammar = Grammar.from_schema(JSON_MODE, "--json-mode", pico, frozenset(pico.eos))
+    sampler = Sampler(Sampling(), len(pico.vocabulary), torch.device("cpu"), constraint=grammar.start())
+    ids: list[int] = []
+    while not ids or ids[-1] not in pico.eos:
+        ids.append(int(sampler.sample(logits)))
+        logits[0, pico.encode("}", add_special=False)] = 10.0
+        assert len(ids) < 400
+    text = pico.decode(ids)
+    assert json.loads(text) == {} or isinstance(json.loads(text), dict)
+    assert max(len(run) for run in re.findall(r"[ \t\r\n]*", text)) <= 40
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 1, 0.01, 1.0, seed=1)], ids=["greedy", "narrow"])
+def test_one_token_stays_under_every_filter(pico: Tokenizer, sampling: Sampling) -> None:
+    """F7: what top-k, top-p and min-p would choose is forbidden, yet something allowed is drawn."""
+    grammar = Grammar.from_regex("[xyz]", pico, frozenset(pico.eos))
+    logits = torch.full((1, len(pico.vocabulary)), -30.0)
+    logits[0, pico.encode("a", add_special=False)] = 30.0
+    sampler = Sampler(sampling, len(pico.vocabulary), torch.device("cpu"), constraint=grammar.start())
+    assert pico.decode([int(sampler.sample(logits))]) in ("x", "y", "z")
+
+
+def test_a_dead_end_is_an_error(pico: Tokenizer) -> None:
+    """F7: no token can continue, because the tail of the vocabulary that holds it is cut off."""
+    grammar = Grammar.from_regex("é", pico, frozenset(pico.eos))
+    with pytest.raises(ModelError, match="dead end"):
+        grammar.start().apply(torch.zeros(1, 3))
+
+
+def test_sequences_end_one_by_one(pico: Tokenizer) -> None:
+    grammar = Grammar.from_regex("ab?", pico, frozenset(pico.eos))
+    constraint: Constraint = grammar.start(2)
+    end, a, b = pico.eos[0], *(pico.encode(letter, add_special=False)[0] for letter in "ab")
+    constraint.follow([a, a])
+    assert constraint.complete
+    constraint.follow([end, b])
+    allowed = constraint.apply(torch.zeros(2, len(pico.vocabulary))).isfinite()
+    assert allowed[0].all() and allowed[1].nonzero().flatten().tolist() == [end]
+    constraint.follow([17, end])
+    assert constraint.complete
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE = {
+    "remote-reference": {"$ref": "http://localhost:1/x"},
+    "file-reference": {"$ref": "file:///etc/passwd"},
+    "endless-reference": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "nothing-matches": {"type": "integer", "minimum": 5, "maximum": 3},
+    "unknown-type": {"type": "nope"},
+    "not-supported": {"not": {}},
+    "lenient-asked-for": {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True},
+    "product": {
+        "allOf": [
+            {"anyOf": [{"type": "object", "properties": {f"k{i}": {"const": j}}} for j in range(3)]} for i in range(14)
+        ]
+    },
+    "deep": nested(300),
+    "large": {"enum": list(range(MAX_SOURCE // 4))},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schema_refused_before_generation(pico: Tokenizer, name: str) -> None:
+    with pytest.raises(UsageError):
+        Grammar.from_schema(json.dumps(HOSTILE[name]), "s.json", pico, frozenset(pico.eos))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "true", "nul", '"a"', "[" * 100_000])
+def test_what_is_no_schema_is_refused(pico: Tokenizer, text: str) -> None:
+    with pytest.raises(UsageError, match="s.json"):
+        Grammar.from_schema(text, "s.json", pico, frozenset(pico.eos))
+
+
+@pytest.mark.parametrize("pattern", ["", "[", "(?=a)b", r"(a)\1", "x" * (MAX_SOURCE + 1)])
+def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
+    with pytest.raises(UsageError, match="--regex"):
+        Grammar.from_regex(pattern, pico, frozenset(pico.eos))
+
+
+@pytest.mark.parametrize("pattern", ["a{100000000}", "(a{1000}){1000}", "(.*a.{20}){20}", "(x+x+)+y"])
+def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pattern: str) -> None:
+    """They are refused or they work; what counts is that neither takes for ever."""
+    with contextlib.suppress(ModelError):
+        text, _ = draw(pico, Grammar.from_regex(pattern, pico, frozenset(pico.eos)), seed=0, limit=10)
+        assert text
+
+
+def test_ordinary_schemas_are_not_too_large(pico: Tokenizer) -> None:
+    fields = {f"property_{i}": {"enum": [f"value {j} of {i}" for j in range(20)]} for i in range(100)}
+    schema = {"type": "object", "properties": {**fields, "person": PERSON}, "required": list(fields)}
+    Grammar.from_schema(json.dumps(schema), "s.json", pico, frozenset(pico.eos))
+
+
+def test_a_model_that_cannot_end_is_refused(pico: Tokenizer) -> None:
+    with pytest.raises(ModelError, match="end token"):
+        Grammar.from_regex("a", pico, frozenset())
+
+
+def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
+    logits = torch.randn(1, len(pico.vocabulary))
+    masked = Grammar.from_regex("a", pico, frozenset(pico.eos)).start().apply(logits)
+    kept = masked.isfinite()
+    assert torch.equal(masked[kept], logits[kept]) and (masked[~kept] == -math.inf).all() and kept.sum() >= 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft"])
+def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> None:
+    """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
+    placement = Placement(torch.device("cpu"), torch.float32)
+    model = load_model(PICO, placement)
+    drafter: Drafter = Lookup()
+    if name == "draft":
+        drafter = load_draft(PICO.parent / "pico-draft", pico, model, 128)
+    prompt = pico.encode("abbb abbb abbb a", add_special=True)
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
+        replies = []
+        for session in (Session(model, 128), SpeculativeSession(model, 128, drafter, Fixed(4))):
+            grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
+            sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
+            replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])
+            assert re.fullmatch("a(b{3} ab{3}){2}", pico.decode(replies[-1]))
+        assert replies[0] == replies[1]

@@ -1,0 +1,255 @@
+"""Sampling: the distribution against transformers' own processors, the draws against the distribution (chi squared)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers.generation import logits_process as reference
+
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.sampling.sampler import Choice, Sampler, Sampling, distribution
+
+VOCAB = 50
+DRAWS = 200_000
+
+SETTINGS = {
+    "plain": Sampling(temperature=1.0),
+    "cool": Sampling(temperature=0.5),
+    "hot": Sampling(temperature=1.8),
+    "top-k": Sampling(temperature=1.0, top_k=7),
+    "top-p": Sampling(temperature=1.0, top_p=0.8),
+    "min-p": Sampling(temperature=1.0, min_p=0.1),
+    "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
+    "bias": Sampling(temperature=1.0, logit_bias=((3, 4.0), (40, -100.0), (41, 1.5))),
+    "all": Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+}
+SEEN = torch.tensor([[3, 5, 5, 8, 13, 21, 34]])
+
+
+def random_logits(seed: int, rows: int = 1) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def expected(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What transformers' generate would draw from."""
+    processors: list[Any] = []
+    if sampling.logit_bias:
+        biases = {(token,): bias for token, bias in sampling.logit_bias}
+        processors.append(reference.SequenceBiasLogitsProcessor(biases))
+    if sampling.repetition_penalty != 1:
+        processors.append(reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(reference.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(reference.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(reference.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(reference.MinPLogitsWarper(sampling.min_p))
+    for processor in processors:
+        logits = processor(SEEN, logits)
+    return logits.softmax(-1)
+
+
+def mask_of(tokens: Tensor) -> Tensor:
+    return torch.zeros(1, VOCAB, dtype=torch.bool).scatter(1, tokens, True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_distribution_equals_transformers(name: str) -> None:
+    for seed in range(20):
+        logits = random_logits(seed)
+        actual = distribution(logits, SETTINGS[name], mask_of(SEEN))
+        assert torch.allclose(actual, expected(logits, SETTINGS[name]), atol=1e-6), seed
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_follow_the_distribution(name: str) -> None:
+    logits = random_logits(7)
+    sampler = Sampler(Sampling(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"), sequences=DRAWS)
+    sampler.observe(SEEN.expand(DRAWS, -1))
+    counts = torch.bincount(sampler.sample(logits.expand(DRAWS, -1))[:, 0], minlength=VOCAB).double()
+    probabilities = expected(logits.double(), SETTINGS[name])[0]
+    allowed = probabilities > 0
+    assert counts[~allowed].sum() == 0, "a token that was filtered out was drawn"
+    frequent = allowed & (probabilities * DRAWS >= 5)
+    observed = torch.cat((counts[frequent], counts[allowed & ~frequent].sum()[None]))
+    wanted = torch.cat((probabilities[frequent], probabilities[allowed & ~frequent].sum()[None])) * DRAWS
+    keep = wanted > 0
+    assert chisquare(observed[keep], wanted[keep] * observed.sum() / wanted.sum()).pvalue > 1e-4
+
+
+def test_seed_reproduces_and_no_seed_varies() -> None:
+    def tokens(seed: int | None) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), VOCAB, torch.device("cpu"))
+        return [int(sampler.sample(random_logits(step))) for step in range(40)]
+
+    assert tokens(5) == tokens(5)
+    assert tokens(5) != tokens(6)
+    assert tokens(None) != tokens(None)
+    assert tokens(-1) == tokens(-1)
+
+
+class Told:
+    """A constraint and a recorder that do nothing."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def follow(self, tokens: Sequence[int]) -> None: ...
+
+    def record(self, logits: Tensor, tokens: Tensor) -> None: ...
+
+
+def test_equal_logits_stay_or_go_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    for sampling in (Sampling(temperature=1.0, top_p=0.3), Sampling(temperature=1.0, top_k=1)):
+        assert torch.equal(distribution(logits, sampling) > 0, torch.tensor([[False, True, True, True, False]]))
+
+
+def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
+    def choice(sampling: Sampling, **options: Any) -> Choice | None:
+        return Sampler(sampling, VOCAB, torch.device("cpu"), **options).choice()
+
+    assert choice(Sampling(temperature=0.7, seed=-3)) == Choice(VOCAB, 0.7, -3)
+    assert choice(Sampling(top_k=3, top_p=0.5, min_p=0.1, seed=(1 << 63) - 1)) == Choice(VOCAB, 0.0, (1 << 63) - 1)
+    assert choice(Sampling(temperature=1e-9, seed=-(1 << 63))) == Choice(VOCAB, 0.0, -(1 << 63))
+    seeds = {found.seed for _ in range(20) if (found := choice(Sampling(temperature=1.0))) is not None}
+    assert len(seeds) == 20 and all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
+    assert choice(Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=0)) == Choice(
+        VOCAB, 1.0, 0, 3, 0.5, 0.1
+    )
+    everything = choice(Sampling(temperature=1.0, top_k=VOCAB))
+    assert everything is not None and everything.top_k == 0
+    for name in ("penalty", "bias", "all"):
+        assert choice(SETTINGS[name]) is None, name
+    for sampling in (Sampling(repetition_penalty=1.1), Sampling(logit_bias=((1, 2.0),))):
+        assert choice(sampling) is None, "greedy, but not by the logits alone"
+    for option in ("constraint", "recorder"):
+        assert choice(Sampling(), **{option: Told()}) is None, option
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9], ids=["zero", "F6-1e-9"])
+def test_greedy_takes_the_first_of_the_likeliest(temperature: float) -> None:
+    logits = random_logits(3)
+    logits[0, [17, 31]] = 99.0
+    sampler = Sampler(Sampling(temperature=temperature), VOCAB, torch.device("cpu"))
+    assert int(sampler.sample(logits)) == 17
+    assert distribution(logits, Sampling(temperature=temperature))[0, 17] == 1
+
+
+def test_penalty_applies_to_greedy_and_counts_what_was_drawn() -> None:
+    logits = torch.full((1, VOCAB), -1.0)
+    logits[0, 4], logits[0, 9] = 10.0, 6.0
+    sampler = Sampler(Sampling(repetition_penalty=2.0), VOCAB, torch.device("cpu"))
+    assert [int(sampler.sample(logits)) for _ in range(3)] == [4, 9, 4]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.sampled_from([0, 1, 3, 1 << 31]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.5, 1.0]),
+    min_p=st.sampled_from([0.0, 0.3, 1.0]),
+    scale=st.sampled_from([0.0, 1.0, 1e4]),
+)
+@settings(max_examples=100, deadline=None)
+def test_at_least_one_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
+    """F7: top_p 0, top_k 0, min_p 1, all equal logits, extreme logits."""
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    probabilities = distribution(random_logits(seed) * scale, sampling)
+    assert probabilities.isfinite().all()
+    assert math.isclose(float(probabilities.sum()), 1.0, abs_tol=1e-5)
+    if top_k:
+        assert int((probabilities > 0).sum()) <= max(top_k, int((probabilities == probabilities.max()).sum()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["F5-nan", "F5-inf"])
+@pytest.mark.parametrize("name", ["greedy", "plain", "all"])
+def test_logits_that_are_no_numbers_end_the_request(bad: float, name: str) -> None:
+    logits = random_logits(1)
+    logits[0, 20] = bad
+    sampler = Sampler(SETTINGS.get(name, Sampling()), VOCAB, torch.device("cpu"))
+    assert distribution(logits, sampler.sampling).isnan().all(), "drafts rely on it"
+    with pytest.raises(ModelError, match="not a number"):
+        sampler.sample(logits)
+
+
+def test_rows_that_pad_the_head_are_never_drawn() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 40:] = 100.0
+    sampler = Sampler(Sampling(temperature=2.0, seed=0), 40, torch.device("cpu"))
+    assert all(int(sampler.sample(logits)) < 40 for _ in range(200))
+    assert int(Sampler(Sampling(), 40, torch.device("cpu")).sample(logits)) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": math.nan},
+        {"temperature": -0.1},
+        {"temperature": 1e9},
+        {"top_p": 7.0},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"seed": 1 << 63},
+    ],
+    ids=lambda bad: "F6-" + next(iter(bad)),
+)
+def test_values_out_of_range_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_a_bias_holds_for_greedy() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 9] = 10.0, 6.0
+    for biases, best in ((((4, -5.0),), 9), (((4, -5.0), (4, 2.0)), 4), (((0, 100.0), (9, 90.0)), 0)):
+        assert int(Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu")).sample(logits)) == best
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [((VOCAB, 1.0),), ((-1, 1.0),), ((0, math.inf),), ((0, math.nan),), ((0, 101.0),), ((0, 1.0),) * 100_000],
+    ids=["F8-unknown-id", "F8-negative-id", "F8-inf", "F8-nan", "F8-too-large", "F8-100000-entries"],
+)
+def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(UsageError, match="logit_bias"):
+        Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu"))
+
+
+@given(
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 300, 4096]),
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.003, 0.1, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: float) -> None:
+    """Weights of any total, most of them zero, the first and the last token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(64, vocab, generator=generator) ** 8
+    weights *= torch.rand(64, vocab, generator=generator) < share
+    weights[torch.arange(64), torch.randint(0, vocab, (64,), generator=generator)] = 1e-30
+    sampler = Sampler(Sampling(temperature=1.0, seed=seed), vocab, torch.device("cpu"))
+    assert (weights.gather(1, sampler.draw(weights)) > 0).all()
+
+
+def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size, dtype=torch.float64))
+    weights = torch.zeros(2, 300)
+    weights[0, [5, 131]], weights[1, 0] = torch.tensor([1.0, 1e-20]), 0.3
+    sampler = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu"))
+    assert sampler.draw(weights)[:, 0].tolist() == [5, 0], "1 + 1e-20 is 1"
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_no_weights_draw_no_token(weight: float) -> None:
+    weights = torch.ones(2, 300)
+    weights[1] = weight
+    drawn = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu")).draw(weights)
+    assert drawn[0] < 300 and drawn[1] == 300

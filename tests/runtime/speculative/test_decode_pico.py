@@ -1,0 +1,170 @@
+"""Speculation on real weights: greedy tokens and the drawn distribution of pico with pico-draft, and with the lookup.
+
+The complete versions take minutes: `pytest -m slow tests/test_speculate_pico.py`.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.completion import Assistant
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.models.config import Kv
+from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
+from mycli.runtime.speculative.decode import SpeculativeSession
+from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup
+from mycli.runtime.tokenizer.chat_template import Message
+from tests.conftest import PICO
+from tests.support.prefix_model import CPU, PrefixModel
+
+CAPACITY = 256
+LIMIT = 24
+NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba", "Spain", "Chile")
+
+
+@cache
+def assistant(name: str, kv: Kv = "auto") -> Assistant:
+    return Assistant.load(PICO.parent / name, Placement(CPU, torch.float32, kv=kv))
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Questions, stories, book text and repetitions, a quarter each."""
+    tokenizer = assistant("pico").tokenizer
+    book = (PICO.parent / "held-out.txt").read_text(encoding="utf-8")
+    made = []
+    for index in range(count):
+        kind, number = index % 4, index // 4
+        if kind == 0:
+            questions = (f"What is the capital of {NAMES[number % 10]}?", f"Count to {number}.", "Who are you?")
+            made.append(tokenizer.chat([Message("user", questions[number % 3])]))
+        elif kind == 1:
+            made.append(tokenizer.chat([Message("user", f"Tell me a story about {NAMES[number % 10]} {number}.")]))
+        elif kind == 2:
+            made.append(tokenizer.encode(book[number * 1500 : number * 1500 + 400], add_special=True)[:120])
+        else:
+            made.append(tokenizer.encode(f"{book[number * 900 : number * 900 + 60]} " * 4, add_special=True)[:160])
+    return made
+
+
+def drafter(kind: str, kv: Kv = "auto") -> Drafter:
+    target, draft = assistant("pico").model, assistant("pico-draft", kv).model
+    return Lookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
+
+
+def greedy(session: Session, prompt: list[int]) -> list[int]:
+    size = assistant("pico").vocabulary_size
+    return [tokens[0] for tokens in session.generate(prompt, Sampler(Sampling(), size, CPU), LIMIT)]
+
+
+def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
+    """Prompt and length of every reply that is not the one without speculation."""
+    model = assistant("pico", kv).model
+    plain = Session(model, CAPACITY)
+    wanted = [greedy(plain, prompt) for prompt in prompts(count)]
+    found = []
+    for length in lengths:
+        session = SpeculativeSession(model, CAPACITY, drafter(kind, kv), Fixed(length))
+        replies = [greedy(session, prompt) for prompt in prompts(count)]
+        found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_greedy_tokens_are_the_same(kind: str, kv: Kv) -> None:
+    """F16."""
+    assert differences(4, kind, range(2, 9, 5), kv) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) -> None:
+    assert differences(200, kind, range(1, 9)) == []
+
+
+def remembered(name: str) -> PrefixModel:
+    """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
+    model = assistant(name).model
+    session = Session(model, CAPACITY)
+
+    def function(text: tuple[int, ...]) -> Tensor:
+        return session.prefill(list(text))[0].clone()
+
+    return PrefixModel(function, model.config.vocab_size, CAPACITY)
+
+
+def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float:
+    """Chi squared of `draws` replies of `length` tokens against the product of the target's own distributions."""
+    target, size = remembered("pico"), assistant("pico").vocabulary_size
+    prompt = assistant("pico").tokenizer.encode(BEGINNINGS[kind], add_special=True)
+
+    def following(text: tuple[int, ...]) -> dict[int, float]:
+        seen = torch.zeros(1, size, dtype=torch.bool)
+        seen[0, list(text)] = True
+        row = distribution(target.logits(text)[None, :size].double(), sampling, seen)[0]
+        return {int(token): float(row[token]) for token in row.nonzero()[:, 0]}
+
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        expected = {
+            (*text, token): before * chance
+            for text, before in expected.items()
+            for token, chance in following((*prompt, *text)).items()
+        }
+    guess: Drafter = Lookup() if kind == "ngram" else DraftModel(remembered("pico-draft"), CAPACITY, 1)
+    session = SpeculativeSession(target, CAPACITY, guess, Fixed(length))
+    counts: Counter[tuple[int, ...]] = Counter()
+    judged = 0
+    for seed in range(draws):
+        sampler = Sampler(replace(sampling, seed=seed), size, CPU)
+        counts[tuple(tokens[0] for tokens in session.generate(prompt, sampler, length))] += 1
+        assert session.timing.record is not None
+        judged += session.timing.record.judged
+    assert judged > draws / 10, "drafts were judged"
+    if not set(counts) <= set(expected):  # an impossible reply
+        return 0.0
+    statistic, cells, rare, rare_expected = 0.0, -1, 0, 0.0
+    for text, probability in expected.items():
+        wanted = probability * draws
+        if wanted < 5:
+            rare, rare_expected = rare + counts[text], rare_expected + wanted
+        else:
+            statistic, cells = statistic + (counts[text] - wanted) ** 2 / wanted, cells + 1
+    if rare_expected >= 5:
+        statistic, cells = statistic + (rare - rare_expected) ** 2 / rare_expected, cells + 1
+    return float(chi2.sf(statistic, cells))
+
+
+BEGINNINGS = {
+    "draft": "The old man looked at her and said that",  # many ways to go on, on which the models do not agree
+    "ngram": "The capital of Japan is Tokyo. The capital of Japan is",
+}
+SAMPLINGS = {
+    "temperature": Sampling(temperature=1.3, top_k=3),
+    "all": Sampling(temperature=1.5, top_k=6, top_p=0.9, min_p=0.03, repetition_penalty=1.2),
+}
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_draws_follow_the_target(kind: str) -> None:
+    assert p_value(2000, kind, SAMPLINGS["temperature"]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_200000_draws_follow_the_target(name: str, kind: str) -> None:
+    assert p_value(200_000, kind, SAMPLINGS[name]) > 1e-3
+
+
+def test_the_test_sees_a_wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused."""
+    monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
+    assert p_value(2000, "draft", SAMPLINGS["temperature"]) < 1e-3

@@ -1,0 +1,79 @@
+"""Which tokenizers run in this process, and that the ones that do cannot hang it."""
+
+from typing import Any
+
+import pytest
+import tokenizers
+
+from mycli.runtime.tokenizer import backend as encoding
+from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, is_tame
+
+QWEN = sorted(KNOWN_PATTERNS, key=len)[-1]
+
+
+def split(**pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def replace(source: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": source}, "content": content}
+
+
+def special(name: str) -> dict[str, Any]:
+    return {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": name}}], "special_tokens": {"<s>": {}}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"normalizer": {"type": "NFC"}, "pre_tokenizer": split(Regex=QWEN)},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(String=" "), {"type": "ByteLevel"}]}},
+        {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, special("<s>")]}},
+    ],
+)
+def test_tame(values: dict[str, Any]) -> None:
+    assert is_tame(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"normalizer": replace("a", "aa")}, id="C5-growing"),
+        pytest.param({"normalizer": replace("", "")}, id="C5-empty-pattern"),
+        pytest.param({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, id="C5-regex"),
+        pytest.param({"normalizer": {"type": "Prepend", "prepend": "a" * 9}}, id="C5-prepend"),
+        pytest.param({"normalizer": {"type": "Precompiled"}}, id="C2-precompiled"),
+        pytest.param(
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * (MAX_STEPS + 1)}}, id="long"
+        ),
+        pytest.param({"normalizer": {"type": "Sequence", "normalizers": None}}, id="malformed"),
+        pytest.param({"normalizer": ["NFC"]}, id="list"),
+        pytest.param({"pre_tokenizer": split(Regex="(a+)+")}, id="C4-regex"),
+        pytest.param({"pre_tokenizer": split(String="")}, id="C4-empty-pattern"),
+        pytest.param({"pre_tokenizer": {"type": "New"}}, id="unknown-kind"),
+        pytest.param({"post_processor": special("</s>")}, id="C2-missing-template-token"),
+    ],
+)
+def test_not_tame(values: dict[str, Any]) -> None:
+    assert not is_tame(values)
+
+
+def test_interrupt_passes_through() -> None:  # C2
+    for kind in (KeyboardInterrupt, SystemExit):
+
+        def stop(kind: type[BaseException] = kind) -> None:
+            raise kind
+
+        with pytest.raises(kind):
+            encoding._call(stop)
+
+
+@pytest.mark.parametrize("pattern", sorted(encoding.KNOWN_PATTERNS))
+def test_known_pattern_is_quick(pattern: str) -> None:
+    """No long run of one class, or of two in turn, makes a known pattern backtrack until the library gives up."""
+    split: Any = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for run in ("a", "A", "aA", "1", " ", "\n", " \n", "!", " !", "é", "日", "'s", "\u0301"):
+        for end in ("", "a", "!", "\n"):
+            assert split.pre_tokenize_str(run * 2000 + end)

@@ -1,0 +1,218 @@
+"""Chat templates render as transformers renders them, and a hostile one costs two seconds, not the machine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mycli.runtime.errors import ExitCode, ModelError, UsageError
+from mycli.runtime.tokenizer import chat_template as template_module
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, check_arguments, token_texts
+from mycli.runtime.utils.json_fields import Fields
+
+HERE = Path(__file__).parents[3] / "tests"
+OWN = sorted((HERE / "support/templates").glob("*.jinja"))
+SHARED = sorted((HERE.parents[1] / "shared/data/chat_templates").glob("*.jinja"))
+HOSTILE = HERE / "attacks/templates"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "wéather",
+            "description": "Tells <the> weather & 'time'",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CONVERSATIONS = {
+    "one": [("user", "Hi there")],
+    "system": [("system", "  Be brief. "), ("user", "Wer bist du?\n")],
+    "turns": [("user", "1 + 1?"), ("assistant", "<think>easy</think>\n\n2 "), ("user", " and <b>'3'</b>? 🎉\n")],
+    "system-turns": [("system", "Sys"), ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D\n")],
+    "empty": [("user", "")],
+}
+
+
+def objects(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def render(template: ChatTemplate, turns: list[tuple[str, str]], prompt: bool = True, **arguments: Any) -> str:
+    tools = arguments.pop("tools", None)
+    return template.render([objects(turns)], [tools] if tools else None, [arguments], prompt)[0]
+
+
+def reference(source: str, turns: list[tuple[str, str]], prompt: bool, **arguments: Any) -> str | None:
+    try:
+        rendered, _ = render_jinja_template(
+            [objects(turns)], chat_template=source, add_generation_prompt=prompt, **TOKENS, **arguments
+        )
+    except Exception:
+        return None
+    return str(rendered[0])
+
+
+@pytest.fixture(scope="module")
+def shared_child() -> ChatTemplate:
+    return ChatTemplate({"default": ""}, TOKENS)
+
+
+def with_source(child: ChatTemplate, source: str) -> ChatTemplate:
+    child._sources["default"] = source  # the helper process is kept: only the text changes
+    return child
+
+
+@pytest.mark.parametrize("path", OWN + SHARED, ids=lambda path: path.stem)
+def test_renders_as_transformers(path: Path, shared_child: ChatTemplate) -> None:
+    source = path.read_text("utf-8")
+    template = with_source(shared_child, source)
+    rendered = 0
+    for name, turns in CONVERSATIONS.items():
+        for prompt in (True, False):
+            for arguments in ({}, {"tools": TOOLS}, {"enable_thinking": False}, {"date_string": "1 May 2026"}):
+                expected = reference(source, turns, prompt, **arguments)
+                if expected is None:
+                    with pytest.raises((UsageError, ModelError)):
+                        render(template, turns, prompt, **arguments)
+                    continue
+                text = render(template, turns, prompt, **arguments)
+                again = reference(source, turns, prompt, **arguments)  # a date may change between the two
+                assert text in (expected, again), name
+                rendered += 1
+    assert rendered >= 10
+
+
+@pytest.fixture
+def short_deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(template_module, "RENDER_SECONDS", 1.0)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        pytest.param("ssti-class", ("SecurityError",), id="C9-class"),
+        pytest.param("ssti-lipsum-globals", ("SecurityError", "UndefinedError"), id="C9-lipsum-globals"),
+        pytest.param("ssti-format", ("SecurityError",), id="C9-format"),
+        pytest.param("ssti-namespace", ("SecurityError",), id="C9-namespace"),
+        pytest.param("ssti-mutate", ("SecurityError",), id="C9-mutate"),
+        pytest.param("ssti-include", ("TypeError",), id="C9-include"),
+        pytest.param("bomb-nested-range", ("Deadline",), id="C10-nested-range"),
+        pytest.param("bomb-multiply", ("MemoryError",), id="C10-multiply"),
+        pytest.param("bomb-format-width", ("MemoryError",), id="C10-format-width"),
+        pytest.param("bomb-lipsum", ("Deadline", "MemoryError"), id="C10-lipsum"),
+        pytest.param("bomb-recursion", ("RecursionError", "Death"), id="C10-recursion"),
+        pytest.param("bomb-output", ("OutputTooLong",), id="C10-output"),
+        pytest.param("bomb-power", ("Deadline", "MemoryError"), id="C10-power"),
+        pytest.param("error-syntax", ("TemplateSyntaxError",), id="C8-syntax"),
+        pytest.param("error-undefined", ("UndefinedError",), id="C8-undefined"),
+    ],
+)
+def test_hostile_template(name: str, kinds: tuple[str, ...], short_deadline: None) -> None:
+    template = ChatTemplate({"default": (HOSTILE / f"{name}.jinja").read_text()}, TOKENS)
+    with pytest.raises(ModelError, match=f"chat template: ({'|'.join(kinds)}): "):
+        render(template, CONVERSATIONS["one"])
+    # The next question is answered, by a new helper if the old one had to be killed.
+    assert render(with_source(template, "{{ messages[0].content }}"), CONVERSATIONS["one"]) == "Hi there"
+
+
+def test_refusal_carries_the_templates_own_words() -> None:  # C8
+    template = ChatTemplate({"default": (HOSTILE / "error-raise.jinja").read_text()}, TOKENS)
+    with pytest.raises(UsageError, match="refuses: only .*red") as caught:
+        render(template, CONVERSATIONS["one"])
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_helper_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    template = ChatTemplate({"default": "x"}, TOKENS)
+    render(template, CONVERSATIONS["one"])
+    process = template._child._process
+    assert process is not None
+    environ = Path(f"/proc/{process.pid}/environ")
+    if not environ.exists():
+        pytest.skip("no /proc")
+    assert b"hf_secret" not in environ.read_bytes()
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    template._child.close()
+    assert process.poll() is not None
+
+
+def write(folder: Path, config: dict[str, Any], file: str | None = None) -> Fields:
+    if file is not None:
+        (folder / "chat_template.jinja").write_text(file)
+    return Fields(config, "tokenizer_config.json")
+
+
+def test_file_wins_over_config(tmp_path: Path) -> None:  # C7
+    template = ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": "config"}, "file"))
+    assert template is not None and template.source() == "file"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}],
+        {"default": "plain", "tool_use": "with tools"},
+    ],
+    ids=["C7-list", "C7-object"],
+)
+def test_named_templates(tmp_path: Path, value: Any) -> None:
+    template = ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": value}))
+    assert template is not None
+    assert (template.source(), template.source(tools=True)) == ("plain", "with tools")
+    assert render(template, CONVERSATIONS["one"], tools=TOOLS) == "with tools"
+
+
+def test_named_without_default(tmp_path: Path) -> None:  # C7
+    template = ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": [{"name": "rag", "template": "x"}]}))
+    assert template is not None
+    with pytest.raises(ModelError, match="rag but no default"):
+        template.source()
+
+
+@pytest.mark.parametrize("value", [3, [{"name": "default"}], {"default": None}, [{"template": "x"}]])
+def test_malformed_template_field(tmp_path: Path, value: Any) -> None:  # C7
+    with pytest.raises(ModelError, match="chat_template"):
+        ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": value}))
+
+
+def test_no_template(tmp_path: Path) -> None:  # C6
+    assert ChatTemplate.load(tmp_path, write(tmp_path, {})) is None
+
+
+def test_template_file_rejected(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match="not UTF-8"):
+        ChatTemplate.load(tmp_path, write(tmp_path, {}))
+    (tmp_path / "chat_template.jinja").write_bytes(b"x" * (template_module.MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(ModelError, match="at most"):
+        ChatTemplate.load(tmp_path, write(tmp_path, {}))
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "bos_token", "add_generation_prompt"])
+def test_arguments_outside_the_list(name: str) -> None:  # C11
+    with pytest.raises(UsageError, match=name):
+        check_arguments({name: True})
+
+
+def test_arguments_reach_the_template() -> None:
+    template = ChatTemplate({"default": "{{ enable_thinking }} {{ documents | tojson }}"}, {})
+    assert render(template, [("user", "x")], enable_thinking=False, documents=[{"t": "é"}]) == 'False [{"t": "é"}]'
+
+
+def test_role_is_an_enumeration() -> None:  # C12
+    with pytest.raises(UsageError, match="role"):
+        Message("system<|im_end|>", "x")  # type: ignore[arg-type]  # what a careless caller would pass
+
+
+def test_token_texts() -> None:
+    raw = Fields(json.loads('{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}'), "x.json")
+    assert token_texts(raw) == {"bos_token": "<s>", "eos_token": "</s>"}
+    with pytest.raises(ModelError, match="eos_token"):
+        token_texts(Fields({"eos_token": ["</s>"]}, "x.json"))

@@ -1,0 +1,64 @@
+"""Marks around spelled control tokens: chosen unforgeable, found again, and safe when one of a pair is lost."""
+
+import pytest
+
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Marks, Stretch, strings
+
+END = AddedToken(1, "<end>", special=True, normalized=False)
+LONG = AddedToken(2, "<end>!", special=True, normalized=False)
+CALL = AddedToken(3, "<call>", special=False, normalized=False)
+BLANK = AddedToken(4, "\n\n", special=False, normalized=False)
+CONTROL = ControlText([END, LONG, CALL, BLANK], str)
+MARKS = Marks("[", "]")
+
+
+def test_marks_are_absent_from_the_texts() -> None:  # C13
+    usual = Marks.absent_from([])
+    other = Marks.absent_from([usual.start, "x" + usual.end])
+    assert len({usual.start, usual.end, other.start, other.end}) == 4
+
+
+def test_what_counts_as_spelled() -> None:
+    assert CONTROL.ids == {1, 2, 3}
+    assert CONTROL.spelled_in({"a": ["b", {"c<call>": 1}]})
+    assert not CONTROL.spelled_in(["\n\n", None, 3, True, "<END>"])
+    assert not CONTROL.spelled_in("<call>", special_only=True) and CONTROL.spelled_in("<end>", special_only=True)
+
+
+def test_wrap_takes_the_longest() -> None:
+    assert CONTROL.wrap({"k<call>": ["a<end>!<end>", 1]}, MARKS) == {"k[<call>]": ["a[<end>!][<end>]", 1]}
+    assert CONTROL.wrap("a<end>!", MARKS, keep=False) == "a[]"
+
+
+def test_normalized_spelling_wraps_the_whole_text() -> None:
+    control = ControlText([AddedToken(1, "<end>", special=True, normalized=True)], str.lower)
+    assert control.wrap("x<END>", MARKS) == "[x<END>]" and control.wrap("x", MARKS) == "x"
+    assert control.wrap("x<END>", MARKS, keep=False) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("rendered", "expected"),
+    [
+        ("", []),
+        ("a<end>b", [Stretch("a<end>b", False, False)]),
+        ("a[<end>]b", [Stretch("a<end>b", True, False)]),
+        ("<call>a[<end>]b<end>c", [("<call>", 0, 0), ("a<end>b", 1, 1), ("<end>c", 0, 0)]),
+        ("<call>[<end>]<end>[<call>]", [("<call>", 0, 0), ("<end>", 1, 1), ("<end>", 0, 0), ("<call>", 1, 1)]),
+        ("<call>a[<end>", [("<call>", 0, 0), ("a<end>", 1, 1)]),  # the second mark was lost
+        ("<end>] b<call>", [("<end> b", 1, 0), ("<call>", 0, 0)]),  # the first was
+        ("a]b<end>", [("ab", 1, 0), ("<end>", 0, 0)]),
+    ],
+)
+def test_stretches(rendered: str, expected: list[Stretch | tuple[str, int, int]]) -> None:
+    stretches = [
+        item if isinstance(item, Stretch) else Stretch(item[0], bool(item[1]), bool(item[2])) for item in expected
+    ]
+    assert list(CONTROL.stretches(rendered, MARKS)) == stretches
+
+
+def test_written_lists_the_templates_own() -> None:
+    assert CONTROL.written("<call>a[<end>]b<end>!", MARKS) == ["<call>", "<end>!"]
+
+
+def test_strings() -> None:
+    assert list(strings({"a": ["b", 1, None, ("c",)]})) == ["a", "b", "c"]

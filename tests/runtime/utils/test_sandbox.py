@@ -1,0 +1,88 @@
+"""The helper process: answers, errors, deadlines, death, and a fresh one afterwards. It runs the template renderer."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from mycli.runtime.utils.sandbox import Child, ChildError
+
+
+def ask(child: Child, source: str, seconds: float = 20.0) -> Any:
+    return child.ask({"template": source, "variables": [{"x": "é\ud800\n"}]}, seconds)
+
+
+@pytest.fixture
+def child() -> Child:
+    return Child("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
+
+
+def test_answers_and_stays(child: Child) -> None:
+    assert ask(child, "{{ x }}") == ["é\ud800\n"]
+    process = child._process
+    assert ask(child, "b") == ["b"] and child._process is process
+
+
+def test_error_inside_keeps_the_process(child: Child) -> None:
+    with pytest.raises(ChildError) as caught:
+        ask(child, "{{ 1 // 0 }}")
+    assert caught.value.kind == "ZeroDivisionError"
+    process = child._process
+    assert ask(child, "b") == ["b"] and child._process is process
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds", "kind"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", 0.5, "Deadline"),
+        ("{{ 'a' * 20000 }}", 20.0, "Death"),  # longer than reply_bytes
+    ],
+)
+def test_new_process_after_a_lost_one(child: Child, source: str, seconds: float, kind: str) -> None:
+    assert ask(child, "a") == ["a"]
+    process = child._process
+    assert process is not None
+    with pytest.raises(ChildError) as caught:
+        ask(child, source, seconds)
+    assert caught.value.kind == kind and process.returncode is not None
+    assert ask(child, "b") == ["b"]
+
+
+def test_killed_from_outside(child: Child) -> None:
+    ask(child, "a")
+    assert child._process is not None
+    os.kill(child._process.pid, signal.SIGKILL)
+    child._process.wait()
+    assert ask(child, "b") == ["b"]
+
+
+def test_request_larger_than_a_pipe_to_a_process_that_stopped_reading(child: Child) -> None:
+    ask(child, "a")
+    assert child._process is not None
+    os.kill(child._process.pid, signal.SIGSTOP)
+    with pytest.raises(ChildError) as caught:
+        ask(child, "a" * 1_000_000, 0.5)
+    assert caught.value.kind == "Deadline"
+
+
+def test_interrupt_while_waiting_leaves_no_process(child: Child) -> None:  # D15
+    ask(child, "a")
+    process = child._process
+    assert process is not None
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ask(child, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    assert process.returncode is not None
+    assert ask(child, "b") == ["b"]
+
+
+def test_ends_with_its_owner() -> None:
+    owner = Child("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
+    ask(owner, "a")
+    process = owner._process
+    assert process is not None
+    del owner
+    process.wait(10)

@@ -1,0 +1,134 @@
+"""A model whose logits are a function of the whole text before, in fp64: any position that a cache keeps wrongly shows.
+
+Also every way that a random computation can go, with its probability.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.sampling.sampler import Sampler, Sampling
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    hidden_size=2,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=2,
+    intermediate_size=2,
+    vocab_size=8,
+    max_context=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope=RopeScaling(),
+    tie_embeddings=True,
+    dtype="float32",
+)
+CPU = torch.device("cpu")
+Function = Callable[[tuple[int, ...]], Tensor]  # the text -> logits [vocab]
+
+
+class PrefixModel(Transformer):
+    """Reads the text back from the cache, so that what the cache holds decides."""
+
+    def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
+        super().__init__(replace(CONFIG, vocab_size=vocab_size, max_context=max_context))
+        self.embedding = torch.zeros(vocab_size, 2)
+        self.function = function
+        self.known: dict[tuple[int, ...], Tensor] = {}
+        self.passes: list[int] = []  # tokens of each
+
+    def logits(self, text: tuple[int, ...]) -> Tensor:
+        """After `text`; asked once."""
+        if text not in self.known:
+            self.known[text] = self.function(text)
+        return self.known[text]
+
+    def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
+        """Logits in the dtype of the function."""
+        assert cache is not None and cache.length == batch.start
+        stored = batch.tokens.float()[:, None, :, None].expand(-1, 1, -1, 2)
+        keys, _ = cache.write(0, batch.start, stored, stored)
+        cache.advance(batch.count)
+        self.passes.append(batch.count)
+        text = tuple(keys.data[0, 0, :, 0].long().tolist())
+        if batch.logits == "none":
+            return None
+        first = batch.end if batch.logits == "last" else batch.start + 1
+        return torch.stack([self.logits(text[:end]) for end in range(first, batch.end + 1)])[None]
+
+
+def random_function(seed: int, vocab_size: int, scale: float = 1.5) -> Function:
+    """Logits fp64, normal, other ones for every text."""
+
+    def function(text: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *text)) & (1 << 62) - 1)
+        return scale * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+
+    return function
+
+
+Choose = Callable[[Sequence[float]], int]
+
+
+class ChoosingSampler(Sampler):
+    """Asks `choose` instead of drawing."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int, choose: Choose) -> None:
+        super().__init__(sampling, vocab_size, CPU)
+        self.choose = choose
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """Of one row."""
+        total = float(weights.sum())
+        if not total > 0:
+            return torch.tensor([[weights.shape[1]]])
+        found: list[float] = (weights[0] / total).tolist()
+        return torch.tensor([[self.choose(found)]])
+
+    def accept(self, chances: Tensor) -> int:
+        """The first n are kept with the product of their chances and the refusal of the next."""
+        all_before, ways = 1.0, []
+        for chance in chances.clamp(max=1).tolist():
+            ways.append(all_before * (1 - chance))
+            all_before *= chance
+        return self.choose([*ways, all_before])
+
+
+class _Script:
+    """Follows the ways it is given, then takes the first that is possible, and remembers the others."""
+
+    def __init__(self, ways: list[int]) -> None:
+        self.given, self.taken = ways, list[int]()
+        self.others: list[list[int]] = []
+        self.probability = 1.0
+
+    def choose(self, chances: Sequence[float]) -> int:
+        if len(self.taken) < len(self.given):
+            way = self.given[len(self.taken)]
+        else:
+            way, *others = [index for index, chance in enumerate(chances) if chance > 0]
+            self.others += [[*self.taken, other] for other in others]
+        self.taken.append(way)
+        self.probability *= chances[way]
+        return way
+
+
+def all_outcomes(run: Callable[[Choose], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The probability of everything `run` can return: it is run once for each sequence of choices."""
+    outcomes: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    scripts = [_Script([])]
+    while scripts:
+        script = scripts.pop()
+        outcomes[run(script.choose)] += script.probability
+        scripts += [_Script(ways) for ways in script.others]
+    return outcomes
