@@ -30,8 +30,9 @@ class Layer:
     """One quantized linear. `error`: squared error of the weights over their squared norm.
 
     With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
-    scales, all three before any tuning; `refit` how much was corrected (see `quant.rounding.error_compensation`); `tuned` the
-    error of the whole block's output after tuning, over that before; the others are those of `schemes.Solution`.
+    scales, all three before any tuning; `refit` how much was corrected (see `quant.rounding.error_compensation`);
+    `tuned` the error of the whole block's output after tuning, over that before; the others are those of
+    `schemes.Solution`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`_columns.solve_block` as one Triton kernel: each program holds a few rows of the block and goes through its columns.
+"""`columns.solve_block` as one Triton kernel: each program holds a few rows of the block and goes through its columns.
 
 What a column needs from those before it is in registers; nothing is exchanged between programs, so the result does not
 depend on how many there are. Divisions round to nearest, as torch's do: a code at a tie is then the same.
@@ -59,7 +59,7 @@ def block_kernel(
 
 
 def launch(residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
-    """As `_columns.solve_block`; all on one device, residual, scales and codes contiguous."""
+    """As `columns.solve_block`; all on one device, residual, scales and codes contiguous."""
     count, rows = residual.shape
     found = torch.empty(residual.shape, dtype=torch.uint8, device=residual.device)
     shifts = torch.empty_like(residual)

@@ -3,8 +3,8 @@
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
 that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
 can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
-rounded where the plain model rounds them, but for what comes out of a norm (`triton_fused`). Knows kernels and layers;
-not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
+rounded where the plain model rounds them, but for what comes out of a norm (`triton.epilogues`). Knows kernels and
+layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
 """
 
 from dataclasses import dataclass

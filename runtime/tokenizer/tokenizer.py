@@ -185,7 +185,8 @@ class Tokenizer:
 
         `arguments` go to the template and are checked against a list (`template.ARGUMENTS`). Control tokens spelled in
         messages, tools or arguments are plain text (the policy is in `runtime.tokenizer.special_tokens`), unless
-        `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or failing template.
+        `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or failing
+        template.
         """
         template = self._checked_template(messages, tools, arguments)
         spelled = not allow_special and (

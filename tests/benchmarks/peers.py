@@ -4,8 +4,9 @@
 
 `--compressor` is the Python of an environment with llm-compressor (`pip install llmcompressor`), `--llama` the folder
 of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, and a
-line says so. What they make is read by the evaluator that reads ours: KL to the original on the package's held-out text.
-Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head stay.
+line says so. What they make is read by the evaluator that reads ours: KL to the original on the package's held-out
+text. Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head
+stay.
 """
 
 import argparse

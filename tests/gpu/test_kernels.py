@@ -17,8 +17,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.sampler import Sampler, Sampling
-from tests.test_columns import SHAPES, agree, problem
-from tests.test_decode_step import CAPACITY, CASES, Case, models
+from tests.quant.rounding.test_columns import SHAPES, agree, problem
+from tests.runtime.engine.test_decode_step import CAPACITY, CASES, Case, models
 
 pytestmark = [
     pytest.mark.gpu,

@@ -97,7 +97,7 @@ def _multiply(
 
 
 def multiply_builds(capability: int) -> Iterator[Build]:
-    """The packed product for every packing and number of rows, as `triton_packed` would launch it."""
+    """The packed product for every packing and number of rows, as `triton.linear` would launch it."""
     chip = Chip(divmod(capability, 10), 132)
     for bits in BITS:
         for group in (*GROUP_SIZES, None):
@@ -124,7 +124,7 @@ def _dequantize(packing: Packing) -> Build:
 
 
 def matmul_builds(capability: int) -> Iterator[Build]:
-    """All of `triton_matmul`."""
+    """All of `triton.gemm`."""
     yield from multiply_builds(capability)
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))

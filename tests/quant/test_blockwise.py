@@ -4,7 +4,6 @@ from threading import Event
 
 import pytest
 import torch
-from tests.test_gptq import problem
 from torch import Tensor
 
 from mycli.quant import blockwise
@@ -23,6 +22,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Block
 from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import ROOT
+from tests.quant.solvers.test_gptq import problem
 
 DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
 CPU = Placement(torch.device("cpu"), torch.float32)

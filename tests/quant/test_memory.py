@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.test_pipeline import SMALL
 
 from mycli.quant.memory import Work, choose, need
 from mycli.quant.recipe import Recipe
@@ -19,6 +18,7 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.config import load_config, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.conftest import PICO, ROOT
+from tests.quant.test_pipeline import SMALL
 
 SHAPE = {**SMALL, "hidden_size": 512, "num_hidden_layers": 1, "tie_word_embeddings": True}
 WIDE = {**SHAPE, "intermediate_size": 3072, "max_position_embeddings": 512}

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.test_pipeline import SMALL
 from torch import Tensor
 
 from mycli.quant import blockwise, pipeline
@@ -34,6 +33,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import PICO, ROOT
+from tests.quant.test_pipeline import SMALL
 
 DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
 SOURCE = Source("pico-draft", DRAFT, None, None)

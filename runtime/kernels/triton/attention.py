@@ -5,7 +5,7 @@ last to finish combines them in a fixed order into the operand of the product th
 MMA's rows, the queries that share a key-value head (grouped heads, and the tokens of a speculation) are its columns.
 Positions and lengths are read from the device, so a captured graph stays valid as the cache grows. Keys are reached
 block by block through one address, which is where a table of blocks would step in. int8 keys and values carry one scale
-per token and head, applied to scores and probabilities. Knows no tensors; `triton_decode` launches.
+per token and head, applied to scores and probabilities. Knows no tensors; `triton.decode` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

@@ -1,8 +1,8 @@
 """The steps of a decoded token, one launch each: four products with what follows each of them, and attention.
 
-Checks shapes and strides once and takes them for granted in the kernels (`triton_fused`, `triton_attention`). Products
-are `triton_packed.TritonMatmul`; `Activation` passes from one to the next without a detour through the model's dtype.
-Counters are shared by all launches of a stream: each leaves them as it found them, zero (`triton_arrive`).
+Checks shapes and strides once and takes them for granted in the kernels (`triton.epilogues`, `triton.attention`).
+Products are `triton_packed.TritonMatmul`; `Activation` passes from one to the next without a detour through the model's
+dtype. Counters are shared by all launches of a stream: each leaves them as it found them, zero (`triton.split_k`).
 Knows no layers. Nothing here reads a value back to the host, so all of it can be captured in a CUDA graph.
 """
 

@@ -3,7 +3,7 @@
 Each takes one piece of a product as fp32 parts of its sum over K [count, rows, n], adds them in order, and leaves the
 operand of the next product, or queries and a longer cache. What the plain model would round to its dtype is rounded to
 it here, but for the norm: its operand is the residual stream times the gain, and the product that takes it divides by
-the root (`Root`), so that no program has to see a whole row. Knows no tensors; `triton_decode` launches.
+the root (`Root`), so that no program has to see a whole row. Knows no tensors; `triton.decode` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

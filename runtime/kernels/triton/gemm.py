@@ -1,15 +1,15 @@
 """The product of packed weights and few rows of activations, y = x W^T, as Triton device code.
 
 Weight and activation change places: the weight tile [BLOCK_N, TILE_K] is the 16-row operand of the MMA, unpacked in
-registers from the order of `triton_shuffle`, and the activations are its 8 columns, so 1 to 8 rows cost the same. What
-the unpacking leaves in (bias, power of two) is taken off once per group:
+registers from the order of `triton.weight_layout`, and the activations are its 8 columns, so 1 to 8 rows cost the same.
+What the unpacking leaves in (bias, power of two) is taken off once per group:
 
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
 
 with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
-fits exactly; their sums come with them (`triton_activation`). Sums over K are fp32 and in a fixed order: parts of K are
+fits exactly; their sums come with them (`triton.activation`). Sums over K are fp32 and in a fixed order: parts of K are
 written apart, and added in turn by `reduce_kernel` or by the program that a `Tail` falls to. Knows no tensors;
-`triton_packed` launches.
+`triton.linear` launches.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

@@ -1,6 +1,6 @@
 """Packed weights multiplied by Triton kernels: one tile shape per number of rows, and a dense product for many rows.
 
-Launches what `triton_matmul` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
+Launches what `triton.gemm` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
 some platforms, and slow to load where nothing will use it.
 """
 
@@ -146,7 +146,7 @@ def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TritonMatmul:
-    """A weight in the order of `triton_shuffle`."""
+    """A weight in the order of `triton.weight_layout`."""
 
     def __init__(self, weight: PackedWeight, chip: Chip) -> None:
         self.packing, self.chip = weight.packing, chip

@@ -1,8 +1,8 @@
 """The next token of every sequence, chosen on the device from logits: the likeliest, or drawn at a temperature.
 
 Two launches: a partial for each block of the vocabulary, and their reduction, which also writes what the next pass
-reads (the token, and lengths one larger); more before them where top-k or top-p cut (`triton_cut`). Nothing is read
-back to the host, so a CUDA graph can hold all of it.
+reads (the token, and lengths one larger); more before them where top-k or top-p cut (`triton.top_k_top_p`). Nothing is
+read back to the host, so a CUDA graph can hold all of it.
 
 A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature), and
 without what is cut as that of the rest. The noise is a function of seed, position, sequence and token alone (Philox

@@ -19,7 +19,7 @@ ROWS = (8, 16, 32, 64)  # widths of a tile: the MMA's columns
 class Chip:
     """What the choice depends on: compute capability and number of multiprocessors.
 
-    overlap: launches may begin before the one before them ends (`triton_overlap`).
+    overlap: launches may begin before the one before them ends (`triton.pdl`).
     """
 
     capability: tuple[int, int]

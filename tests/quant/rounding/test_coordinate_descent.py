@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.test_gptq import output_error, problem
 from torch import Tensor
 
 from mycli.quant.rounding.coordinate_descent import descend, move_codes, refit_scales
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales
 from mycli.quant.solvers import gptq, rtn
 from mycli.runtime.quantization.scheme import Packing
+from tests.quant.solvers.test_gptq import output_error, problem
 
 
 def start(bits: int, columns: int = 160, group: int | None = 32) -> tuple[Tensor, Tensor, Grid, Quantized]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.test_gptq import problem
 from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, dequantize
@@ -16,6 +15,7 @@ from mycli.runtime.layers.transformer import Block, RMSNorm
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
+from tests.quant.solvers.test_gptq import problem
 
 TOKENS = 12
 

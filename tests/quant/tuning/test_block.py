@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.test_gptq import problem
-from tests.test_tunable import CPU, DRAFT, GRID, rounded, stored
 from torch import Tensor
 
 from mycli.quant.blockwise import Solver, quantize_blocks
@@ -19,6 +17,8 @@ from mycli.quant.tuning.block import PULL, close_calls, tune_block
 from mycli.quant.work_folder import Solved
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.quant.solvers.test_gptq import problem
+from tests.quant.tuning.test_parameters import CPU, DRAFT, GRID, rounded, stored
 
 LAYER = 1
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_tunable import CPU, DRAFT, rounded
 
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.layer_streaming import StreamedModel
@@ -17,6 +16,7 @@ from mycli.quant.work_folder import Solved
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
+from tests.quant.tuning.test_parameters import CPU, DRAFT, rounded
 
 SOURCE = Source("pico-draft", DRAFT, None, None)
 WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))

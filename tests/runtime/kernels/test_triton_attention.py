@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.test_triton_fused import difference, numbers, product
 
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
+from tests.runtime.kernels.test_triton_epilogues import difference, numbers, product
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.test_triton_shuffle import weight
 from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.quantization.scheme import Packing
+from tests.runtime.kernels.test_triton_weight_layout import weight
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 

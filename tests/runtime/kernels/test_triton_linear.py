@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.test_triton_shuffle import weight
 
 from mycli.runtime.kernels.triton import linear as triton_packed
 from mycli.runtime.kernels.triton.linear import TritonPacked, small_product
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.runtime.kernels.test_triton_weight_layout import weight
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, interpret
 

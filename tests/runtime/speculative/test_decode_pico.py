@@ -1,6 +1,6 @@
 """Speculation on real weights: greedy tokens and the drawn distribution of pico with pico-draft, and with the lookup.
 
-The complete versions take minutes: `pytest -m slow tests/test_speculate_pico.py`.
+The complete versions take minutes: `pytest -m slow tests/runtime/speculative/test_decode_pico.py`.
 """
 
 from collections import Counter
