@@ -12,12 +12,11 @@ from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Reply
-    from mycli.runtime.engine.generate import Timing
     from mycli.runtime.engine.samples import Sample
+    from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammar import Grammar
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
     from mycli.runtime.sampling.sampler import Sampling
-    from mycli.runtime.speculative.draft_length import Record
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_LIMIT = 512
@@ -153,7 +152,7 @@ def describe(reply: "Reply", text: str) -> dict[str, Any]:
     }
 
 
-def draft_fields(timing: "Timing", record: "Record") -> dict[str, Any]:
+def draft_fields(timing: "Timing", record: "SpeculationStats") -> dict[str, Any]:
     """What speculation did in a reply; `speedup` against plain steps in the same reply, null where there was none."""
     return {
         "passes": record.passes,

@@ -20,7 +20,7 @@ from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Reply
-    from mycli.runtime.engine.generate import Timing
+    from mycli.runtime.engine.stats import Timing
     from mycli.runtime.sampling.sampler import Sampling
 
 Overflow = Literal["refuse", "drop-oldest"]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.generate import Session, Timing
+from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.stats import Timing
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import load_config

@@ -5,51 +5,18 @@
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.engine.stats import Timing
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.sampling.sampler import Sampler, not_numbers
-from mycli.runtime.speculative.draft_length import Record
-
-
-@dataclass
-class Timing:
-    """What one generation did: counts in tokens per sequence, times in seconds of a monotonic clock."""
-
-    prompt: int = 0
-    cached: int = 0
-    token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
-    record: Record | None = None  # of speculation, where it is used
-
-    @property
-    def generated(self) -> int:
-        """Tokens drawn, a stop token included."""
-        return len(self.token_seconds)
-
-    @property
-    def first_token_seconds(self) -> float:
-        """From the request to the first token."""
-        return self.token_seconds[0] if self.token_seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of decoding: the first token belongs to the prefill and is left out. 0 where there was no second."""
-        decoding = sum(self.token_seconds[1:])
-        return (self.generated - 1) / decoding if decoding > 0 else 0.0
-
-    @property
-    def speedup(self) -> float | None:
-        """Of decoding, by speculation: the time of as many plain steps over the time it took. None if not known."""
-        step = self.record.step_seconds if self.record else None
-        return step * self.tokens_per_second if step and self.generated > 1 else None
 
 
 class Session:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession, judge
-from mycli.runtime.speculative.draft_length import Adaptive, Fixed, Pace, Record, expected_tokens
+from mycli.runtime.speculative.draft_length import Adaptive, Fixed, Pace, expected_tokens
 from mycli.runtime.speculative.proposers import Drafter, Proposal
 
 TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
@@ -49,8 +50,8 @@ class Comparison:
 
     plain: float
     drafted: float
-    record: Record
-    lengths: dict[int, Record]
+    record: SpeculationStats
+    lengths: dict[int, SpeculationStats]
     notes: tuple[str, ...]
 
     @property
@@ -74,8 +75,8 @@ class _Clock:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def _total(records: Sequence[Record | None]) -> Record:
-    total = Record()
+def _total(records: Sequence[SpeculationStats | None]) -> SpeculationStats:
+    total = SpeculationStats()
     for record in records:
         if record is not None:
             total.passes += record.passes

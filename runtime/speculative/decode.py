@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling, leading
-from mycli.runtime.speculative.draft_length import Pace, Record
+from mycli.runtime.speculative.draft_length import Pace
 from mycli.runtime.speculative.proposers import Drafter, Proposal
 
 
@@ -107,7 +108,7 @@ class SpeculativeSession(Session):
         began = time.perf_counter()
         self.stopped = False
         logits = self.prefill(prompt)
-        record = self.timing.record = Record()
+        record = self.timing.record = SpeculationStats()
         sampler.observe(torch.tensor([prompt], device=self.model.device))
         self.drafter.begin(prompt)
         if limit < 1:
@@ -140,7 +141,7 @@ class SpeculativeSession(Session):
             self._keep(min(self.cache.length, valid))
             self.drafter.keep(valid)
 
-    def _step(self, text: Sequence[int], sampler: Sampler, room: int, record: Record) -> list[int]:
+    def _step(self, text: Sequence[int], sampler: Sampler, room: int, record: SpeculationStats) -> list[int]:
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
         lag = self.drafter.lag(len(text))
         wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0

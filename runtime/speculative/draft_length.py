@@ -8,7 +8,6 @@ without. Knows numbers of tokens and seconds; does not know models or clocks.
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens of a draft; few, as kernels are chosen anew for each
@@ -27,38 +26,6 @@ MEMORY = 0.97  # weight of older judgements, per token judged
 KEPT, JUDGED = 3.0, 4.0
 PASS, PER_TOKEN = 0.04, 0.02
 READING = 1 / 16
-
-
-@dataclass
-class Record:
-    """What speculation did in one reply.
-
-    `passes` judged a draft; of the `drafted` tokens `judged` were compared, up to the first refusal, and `kept` stood.
-    `step_seconds`: of a plain step on this machine, None where none was measured.
-    """
-
-    passes: int = 0
-    drafted: int = 0
-    judged: int = 0
-    kept: int = 0
-    step_seconds: float | None = None
-
-    def add(self, drafted: int, kept: int) -> None:
-        """One more pass."""
-        self.passes += 1
-        self.drafted += drafted
-        self.judged += min(kept + 1, drafted)
-        self.kept += kept
-
-    @property
-    def acceptance(self) -> float:
-        """Of the drafted tokens that were judged, the share that stood."""
-        return self.kept / self.judged if self.judged else 0.0
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a pass that judged a draft, its own included."""
-        return 1 + self.kept / self.passes if self.passes else 1.0
 
 
 class Pace(Protocol):

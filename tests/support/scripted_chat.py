@@ -12,7 +12,8 @@ from typing import Any
 from mycli.cli.main import main
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Assistant
-from mycli.runtime.engine.generate import Session, Timing
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.stats import Timing
 
 REPLIES = json.loads(os.environ["MYTEST_REPLIES"])
 SECONDS = float(os.environ.get("MYTEST_SECONDS", "0"))  # between two tokens

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.speculative.decode import SpeculativeSession, judge
-from mycli.runtime.speculative.draft_length import Adaptive, Fixed, Record
+from mycli.runtime.speculative.draft_length import Adaptive, Fixed
 from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup, Proposal
 from tests.support.prefix_model import (
     CPU,
@@ -166,7 +167,7 @@ def test_greedy_tokens_are_the_same_whatever_the_lengths(
     assert len(session.timing.token_seconds) == len(plain.timing.token_seconds)
 
 
-def recorded(session: Session) -> Record:
+def recorded(session: Session) -> SpeculationStats:
     assert session.timing.record is not None
     return session.timing.record
 

@@ -1,0 +1,70 @@
+"""What a generation did: counts of tokens, seconds, and how its drafts fared.
+
+Numbers only. Does not know models or clocks.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation did in one reply.
+
+    `passes` judged a draft; of the `drafted` tokens `judged` were compared, up to the first refusal, and `kept` stood.
+    `step_seconds`: of a plain step on this machine, None where none was measured.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    judged: int = 0
+    kept: int = 0
+    step_seconds: float | None = None
+
+    def add(self, drafted: int, kept: int) -> None:
+        """One more pass."""
+        self.passes += 1
+        self.drafted += drafted
+        self.judged += min(kept + 1, drafted)
+        self.kept += kept
+
+    @property
+    def acceptance(self) -> float:
+        """Of the drafted tokens that were judged, the share that stood."""
+        return self.kept / self.judged if self.judged else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a pass that judged a draft, its own included."""
+        return 1 + self.kept / self.passes if self.passes else 1.0
+
+
+@dataclass
+class Timing:
+    """What one generation did: counts in tokens per sequence, times in seconds of a monotonic clock."""
+
+    prompt: int = 0
+    cached: int = 0
+    token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
+    record: SpeculationStats | None = None  # of speculation, where it is used
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn, a stop token included."""
+        return len(self.token_seconds)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the request to the first token."""
+        return self.token_seconds[0] if self.token_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: the first token belongs to the prefill and is left out. 0 where there was no second."""
+        decoding = sum(self.token_seconds[1:])
+        return (self.generated - 1) / decoding if decoding > 0 else 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Of decoding, by speculation: the time of as many plain steps over the time it took. None if not known."""
+        step = self.record.step_seconds if self.record else None
+        return step * self.tokens_per_second if step and self.generated > 1 else None
