@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mycli.cli.command import Call
-from mycli.cli.output import json_line
+from mycli.cli.output import error_fields, json_line
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.json_fields import parse_object
@@ -186,4 +186,4 @@ def _answer(item: Item, answer: Callable[[Prompt], dict[str, Any]]) -> dict[str,
             raise item.error
         return answer(item.prompt)
     except UserError as error:
-        return {"error": {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}}
+        return {"error": error_fields(error)}

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from mycli.cli.progress import Lines, Progress, Silent, bar
+from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
@@ -76,6 +77,12 @@ def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
         return line
     except UnicodeEncodeError:
         return json.dumps(whole, allow_nan=False)
+
+
+def error_fields(error: UserError) -> dict[str, Any]:
+    """An error as an object for a program; `code` names the remedy where there is a name for it."""
+    code = {"code": error.code} if error.code else {}
+    return {"message": error.message, "hint": remedy(error), "exit_code": int(error.exit_code), **code}
 
 
 class LiveMarkdown:
@@ -263,12 +270,12 @@ class Output:
             lines = traceback.format_exception(cause or error)
             self._stderr.write(sanitize("".join(lines)))
         if self.json_mode:
-            problem = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
-            self.json({"error": problem})
+            self.json({"error": error_fields(error)})
             return
         self._stderr.write(f"error: {one_line(error.message)}\n")
-        if error.hint:
-            self._stderr.write(f"hint: {one_line(error.hint)}\n")
+        hint = remedy(error)
+        if hint:
+            self._stderr.write(f"hint: {one_line(hint)}\n")
         self._stderr.flush()
 
     def bug(self, error: BaseException) -> None:

@@ -1,9 +1,11 @@
-"""The only exceptions a person ever sees: one line of cause, one line of what to do, an exit code.
+"""The only exceptions a person ever sees: what happened, and what kind of remedy there is, as a code and its data.
 
-Knows the exit codes of the command line. Does not know how an error is printed, and does not clean its text: names in a
-message may come from hostile files, so whoever shows it passes it through `runtime.utils.sanitize`.
+Knows the exit codes. Does not know commands or flags: whoever speaks to a person (the command line, a server) words the
+remedy of a code. Does not clean its text: names in a message may come from hostile files, so whoever shows it passes it
+through `runtime.utils.sanitize`.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -25,15 +27,20 @@ class ExitCode(IntEnum):
 class UserError(Exception):
     """A failure with a cause and a remedy.
 
-    `message` names the file or field at fault; `hint` says what to do, as a runnable command where one exists.
+    `message` names the file or field at fault. The remedy is `hint`, words that are true wherever the error is shown, or
+    `code` with `data`: a name of the remedy, worded by whoever knows how it is asked for here (`cli.remedies`).
     """
 
     exit_code = ExitCode.BUG
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(
+        self, message: str, hint: str = "", *, code: str = "", data: Mapping[str, object] | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.code = code
+        self.data = dict(data or {})
 
 
 class UsageError(UserError):
