@@ -27,8 +27,8 @@ class ExitCode(IntEnum):
 class UserError(Exception):
     """A failure with a cause and a remedy.
 
-    `message` names the file or field at fault. The remedy is `hint`, words that are true wherever the error is shown, or
-    `code` with `data`: a name of the remedy, worded by whoever knows how it is asked for here (`cli.remedies`).
+    `message` names the file or field at fault. The remedy is `hint`, words that are true wherever the error is shown,
+    or `code` with `data`: a name of the remedy, worded by whoever knows how it is asked for here (`cli.remedies`).
     """
 
     exit_code = ExitCode.BUG
