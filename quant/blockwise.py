@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mycli.quant import solvers as schemes
-from mycli.quant.calibration.hessian import HELD, View, leave, observe, require_finite, rough_products
-from mycli.quant.layer_streaming import StreamedModel, Surroundings
+from mycli.quant.calibration.hessian import HELD, BlockState, leave, observe, require_finite, rough_products
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import Progress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
@@ -25,8 +25,8 @@ from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import TORCH_DTYPES
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.linear import DenseMatmul, Linear
-from mycli.runtime.layers.transformer import Block
+from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 
 Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
@@ -163,19 +163,19 @@ def _pass_block(
     found: Solved | None,
 ) -> Solved:
     """A block as `found`, or solved here; `stream` of the quantized model and `full` of the original have left it."""
-    surroundings = model.surroundings(stream.shape[1])
+    context, exact = model.context(stream.shape[1]), model.context(stream.shape[1], exact=True)
     solved, settled = found, False
     if solved is None:
-        quantized = View(model.block(index), stream)
-        original = View(model.block(index), full, settled=not solver.folds)
-        solved, calls = _solve_block(model, quantized, original, packings, solver, surroundings)
+        quantized = BlockState(model.block(index), stream)
+        original = BlockState(model.block(index), full, settled=not solver.folds)
+        solved, calls = _solve_block(model, quantized, original, packings, solver, exact)
         settled = original.settled
     with rough_products(model.placement.device):
         if not settled:
             # Read again where it was rescaled: a run that goes on after this block then has the same bits.
-            model.advance(model.block(index), full, surroundings)
+            model.advance(model.block(index), full, context)
         if found is None and not solver.tunes:
-            leave(model, quantized)
+            leave(model, quantized, exact)
             return solved
     if found is None:
         del quantized, original
@@ -183,28 +183,27 @@ def _pass_block(
     block = model.block(index)
     _install_all(block, solved, packings, TORCH_DTYPES[model.config.dtype])
     with rough_products(model.placement.device):
-        model.advance(block, stream, surroundings)
+        model.advance(block, stream, context)
     return solved
 
 
 def _solve_block(
     model: StreamedModel,
-    quantized: View,
-    original: View,
+    quantized: BlockState,
+    original: BlockState,
     packings: Mapping[str, Packing],
     solver: Solver,
-    surroundings: Surroundings,
+    context: PassContext,
 ) -> tuple[Solved, dict[str, Tensor]]:
     """The block, and its `close_calls` if it is to be tuned."""
     linears: dict[str, Quantized] = {}
     layers: list[Layer] = []
     calls: dict[str, Tensor] = {}
-    changed = _fold_block(model, quantized, original, packings, solver, surroundings) if solver.folds else {}
-    for product in Block.INPUTS:
-        linear = quantized.block.product(product)
+    changed = _fold_block(model, quantized, original, packings, solver, context) if solver.folds else {}
+    for product, linear in quantized.block.products.items():
         packing = packings[linear.specs[0].name]
-        moments = observe(model, quantized, original, product, surroundings)
-        parts = torch.split(linear.matmuls[0].dequantize(), [spec.out_features for spec in linear.specs])
+        moments = observe(model, quantized, original, product, context)
+        parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
         weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
         solved, described, close = solver.solve(weights, packing, *moments)
         del moments, parts, weights
@@ -218,20 +217,22 @@ def _solve_block(
 
 def _fold_block(
     model: StreamedModel,
-    quantized: View,
-    original: View,
+    quantized: BlockState,
+    original: BlockState,
     packings: Mapping[str, Packing],
     solver: Solver,
-    surroundings: Surroundings,
+    context: PassContext,
 ) -> dict[str, Tensor]:
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
     changed: dict[str, Tensor] = {}
-    for product in Block.INPUTS:
-        linear = quantized.block.product(product)
-        fitted, held = observe(model, quantized, None, product, surroundings)
+    for product, linear in quantized.block.products.items():
+        source = quantized.block.spec.made_by(product)
+        if source is None:  # nothing before it could take a scale back
+            continue
+        fitted, held = observe(model, quantized, None, product, context)
         grid = solver.grid(packings[linear.specs[0].name])
-        weight, hessian = linear.matmuls[0].dequantize(), fitted.hessian + held.hessian
-        scale = choose_scale(weight, grid, hessian, model.config, product)
+        weight, hessian = linear.weight(), fitted.hessian + held.hessian
+        scale = choose_scale(weight, grid, hessian, source)
         if scale is not None:
             for view in (quantized, original):
                 changed |= fold(view.block, product, scale, model.stored_dtype)
@@ -250,8 +251,7 @@ def _solve_head(
 def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], dtype: torch.dtype) -> None:
     """Make `block` what it was when `solved` was."""
     restore(block, solved.changed)
-    for product in Block.INPUTS:
-        linear = block.product(product)
+    for linear in block.products.values():
         names = [spec.name for spec in linear.specs]
         _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
 
@@ -270,4 +270,4 @@ def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tupl
 def _install(linear: Linear, solved: Mapping[str, Quantized], packing: Packing, dtype: torch.dtype) -> None:
     """Let the block go on with the weights as every reader will see them, rounded to the scales' dtype."""
     restored = [dequantize(each, Grid(packing, dtype)).to(dtype) for each in solved.values()]
-    linear.matmuls = (DenseMatmul(torch.cat(restored).to(linear.matmuls[0].dequantize().dtype)),)
+    linear.replace(torch.cat(restored).to(linear.weight().dtype))

@@ -13,23 +13,21 @@ from torch.nn import functional
 
 from mycli.quant.progress import Progress, silent
 from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.layers.attention import visible
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Block, Masks, RMSNorm
-from mycli.runtime.models.config import LinearSpec
-from mycli.runtime.quantization.scheme import describe
+from mycli.runtime.models.layer_spec import LinearSpec
 
 # Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
 TOKENS_AT_ONCE = 1024
 TOKENS_ON_GPU = 8192
 
 EMBEDDING = "model.embed_tokens.weight"
-
-Surroundings = tuple[tuple[Tensor, Tensor], Masks]  # the rotary tables and masks that `Block.forward` takes
 
 
 class StreamedModel:
@@ -59,7 +57,7 @@ class StreamedModel:
 
     def final_norm(self) -> RMSNorm:
         """The norm after the last block, read now."""
-        norm = RMSNorm("model.norm", self.config.hidden_size, self.config.rms_norm_eps)
+        norm = RMSNorm(self.config.norm())
         norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
         return norm
 
@@ -74,20 +72,20 @@ class StreamedModel:
             self._head = Linear((self.config.head(),))
             if self.config.tie_embeddings:
                 table = self._checkpoint.read(EMBEDDING).to(self.placement.device, self.placement.dtype)
-                self._head.matmuls = (DenseMatmul(table),)
+                self._head.replace(table)
             else:
                 self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return self._head
 
     def block(self, layer: int) -> Block:
         """One layer, read now; let go of it before the next."""
-        block = Block(self.config, layer)
+        block = Block(self.config.layer(layer))
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return block
 
     def expect(self, layer: int) -> None:
         """Have the system read one layer's tensors already; nothing waits for it, and nothing fails by it."""
-        for name, _ in self.config.block_tensors(layer):
+        for name, _ in self.config.layer(layer).tensors():
             self._checkpoint.expect(name)
 
     def batches(self, stream: Tensor) -> list[slice]:
@@ -105,30 +103,32 @@ class StreamedModel:
         device = self.placement.device
         return {spec.name: self._checkpoint.read(f"{spec.name}.weight").to(device) for spec in specs}
 
-    def surroundings(self, context: int) -> Surroundings:
-        """The rotary tables and masks that `Block.forward` takes, for windows of `context` tokens."""
-        device = self.placement.device
-        windows = {self.config.window(layer) for layer in range(self.config.layers)}
-        masks = {window: visible(0, context, window, device) for window in windows}
-        return Rope(self.config, context, device, self.placement.dtype).tables(0, context), masks
+    def context(self, tokens: int, *, exact: bool = False) -> PassContext:
+        """What layers share in a pass over windows of `tokens` tokens.
+
+        Keys and values are rounded as the placement's cache rounds them, unless `exact`.
+        """
+        rope = Rope(self.config, tokens, self.placement.device, self.placement.dtype)
+        cache = None if exact else PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
+        return PassContext.make(self.config, rope, 0, tokens, cache)
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, progress: Progress = silent) -> Tensor:
         """The residual stream after the last block for int64 [windows, context], on the host."""
-        surroundings = self.surroundings(tokens.shape[1])
+        context = self.context(tokens.shape[1])
         stream = self.embed(tokens)
         for layer in range(self.config.layers):
-            self.advance(self.block(layer), stream, surroundings)
+            self.advance(self.block(layer), stream, context)
             progress("layers", layer + 1, self.config.layers)
         return stream
 
     @torch.inference_mode()
-    def advance(self, block: Block, stream: Tensor, surroundings: Surroundings) -> None:
-        """Put `stream` [windows, context, hidden] through one layer, in place."""
-        cache = PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
+    def advance(self, block: Block, stream: Tensor, context: PassContext) -> None:
+        """Put `stream` [windows, context, hidden] through one layer, in place; keys and values as the cache has
+        them."""
         for rows in self.batches(stream):
             part = stream[rows]
-            part.copy_(block(part.to(self.placement.device), *surroundings, cache))
+            part.copy_(block(part.to(self.placement.device), context))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head sees of the residual stream after the last block: same shape, on the device."""

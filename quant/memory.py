@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.solvers.gptq import AT_ONCE
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
@@ -91,7 +92,7 @@ def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
 
 
 def _block_weights(config: ModelConfig) -> int:
-    return sum(math.prod(shape) for _, shape in config.block_tensors(0))
+    return sum(math.prod(shape) for _, shape in config.layer(0).tensors())
 
 
 def _products(work: Work) -> list[tuple[str, int, int]]:

@@ -20,9 +20,9 @@ from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.solvers import rtn
 from mycli.runtime.device.placement import TORCH_DTYPES
 from mycli.runtime.errors import UsageError
-from mycli.runtime.layers.linear import DenseMatmul
-from mycli.runtime.layers.transformer import Block
-from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.layers.block import Block
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, Packing
 
 COPY_WINDOWS = 32  # that the copy of one width is calibrated on
@@ -79,33 +79,33 @@ def measure(model: StreamedModel, low: StreamedModel, windows: Tensor, progress:
     windows int64 [samples, seq].
     """
     config = model.config
-    surroundings = model.surroundings(windows.shape[1])
+    context, exact = model.context(windows.shape[1]), model.context(windows.shape[1], exact=True)
     with torch.inference_mode(), rough_products(model.placement.device):
         wanted = model.embed(windows)
         streams = wanted.new_empty(config.layers + 1, *wanted.shape)
         streams[0] = wanted
         for index in range(config.layers):
-            model.advance(model.block(index), wanted, surroundings)
+            model.advance(model.block(index), wanted, context)
             streams[index + 1] = streams[index]
-            low.advance(_dense(low, index), streams[index + 1], surroundings)
+            low.advance(_dense(low, index), streams[index + 1], context)
             progress("measuring sensitivity", index + 1, 2 * config.layers)
     gradient = _gradient_of_head(model, streams[-1], wanted)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
-        rounded = {product: _weight(block, product).requires_grad_() for product in Block.INPUTS}
+        rounded = {product: linear.weight().requires_grad_() for product, linear in block.products.items()}
         for rows in model.batches(stream):
             x = stream[rows].clone().to(model.placement.device).requires_grad_()  # inference tensors take no gradient
             with rough_products(model.placement.device):
-                block(x, *surroundings, None).backward(gradient[rows].to(x))
+                block(x, exact).backward(gradient[rows].to(x))
             assert x.grad is not None
             gradient[rows] = x.grad.to(gradient)
-        for product in reversed(Block.INPUTS):
-            weight, slope = _weight(original, product), rounded[product].grad
+        for product, linear in reversed(original.products.items()):
+            weight, slope = linear.weight(), rounded[product].grad
             assert slope is not None
             loss = float(((rounded[product].detach() - weight) * slope).sum(dtype=torch.float64)) / 2
-            packing = low.packings[block.product(product).specs[0].name]
-            shares.append(_share(config, block.product(product).specs, weight, max(0.0, loss), packing))
+            packing = low.packings[linear.specs[0].name]
+            shares.append(_share(config, linear.specs, weight, max(0.0, loss), packing))
         progress("measuring sensitivity", 2 * config.layers - index, 2 * config.layers)
     return shares[::-1]
 
@@ -122,17 +122,11 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
     return Share(weight.numel(), sizes, {bits: loss * errors[bits] / least for bits in BITS})
 
 
-def _weight(block: Block, product: str) -> Tensor:
-    return block.product(product).matmuls[0].dequantize()
-
-
 def _dense(low: StreamedModel, index: int) -> Block:
     """A block of the copy, its weights unpacked: a gradient does not pass through packed ones."""
     block = low.block(index)
-    for product in Block.INPUTS:
-        linear = block.product(product)
-        parts = [matmul.dequantize() for matmul in linear.matmuls]
-        linear.matmuls = (DenseMatmul(torch.cat(parts).to(low.placement.dtype)),)
+    for linear in block.products.values():
+        linear.replace(linear.weight().to(low.placement.dtype))
     return block
 
 

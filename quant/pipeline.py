@@ -31,13 +31,15 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.checkpoint.formats import describe
+from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
 from mycli.runtime.device.placement import TORCH_DTYPES, Placement
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.quantization.packed_weight import pack
-from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else

@@ -26,7 +26,8 @@ from mycli.runtime.device.placement import TORCH_DTYPES
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import ModelConfig, Shape, parse_config
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from mycli.quant.rounding.grid import Search
 from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 Head = Literal["keep", "int8", "int4"]

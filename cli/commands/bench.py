@@ -86,12 +86,12 @@ def _measure(
     import time
 
     from mycli.runtime.cache.kv_cache import cache_dtype
+    from mycli.runtime.checkpoint.formats import describe
     from mycli.runtime.device.placement import place
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model, plan_memory
     from mycli.runtime.hub.resolve import resolve
     from mycli.runtime.memory.estimate import Plan
-    from mycli.runtime.quantization.scheme import describe
 
     source = resolve(model, offline=call.offline)
     config, packings = describe(source.folder)

@@ -94,10 +94,10 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
+    from mycli.runtime.checkpoint.formats import describe
     from mycli.runtime.device.placement import place
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
     from mycli.runtime.hub.resolve import resolve
-    from mycli.runtime.quantization.scheme import describe
 
     config, _ = describe(resolve("pico", offline=True).folder)
     placement = place(config, device)

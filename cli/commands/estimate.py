@@ -11,6 +11,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.load import parse_dtype, parse_kv
 from mycli.cli.output import gib
+from mycli.runtime.checkpoint.formats import describe, describe_config
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
@@ -27,7 +28,7 @@ from mycli.runtime.memory.estimate import (
 from mycli.runtime.memory.estimate import estimate as predict
 from mycli.runtime.memory.fit import Scheme, fit, quantize_command, remedy, schemes
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.quantization.scheme import Packing, describe, describe_config, parse_packing
+from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 EXAMPLES = (

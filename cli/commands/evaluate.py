@@ -93,10 +93,10 @@ def evaluate(
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
+    from mycli.runtime.checkpoint.formats import describe
     from mycli.runtime.device.placement import place
     from mycli.runtime.errors import UsageError
     from mycli.runtime.hub.resolve import resolve
-    from mycli.runtime.quantization.scheme import describe
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
     kind = parse_kv(kv)

@@ -6,35 +6,37 @@ computed again that did not change. Knows blocks and their inputs, nothing of wh
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mycli.quant.layer_streaming import StreamedModel, Surroundings
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.transformer import Block
+from mycli.runtime.layers.block import Block, PassContext, complete
 
 HELD = 8  # every so many windows, one is kept apart to judge by
 
 
-@dataclass
-class View:
-    """A block and the residual stream [windows, context, hidden], on the host, that enters it.
+class BlockState:
+    """A block and the residual streams [windows, context, hidden], on the host, that enter its halves.
 
-    Where the block is `settled`, its weights are final: the stream is moved on in place as products are observed, and
-    has left the block when the last was. Otherwise only what follows attention is kept beside it, in `middle`.
+    Where the block is `settled`, its weights are final: there is one stream, moved on in place as products are
+    observed, which has left the block when the last was. Otherwise each half has a stream of its own, filled as its
+    first product is observed.
     """
 
-    block: Block
-    stream: Tensor
-    settled: bool = False
-    middle: Tensor = field(init=False)
+    def __init__(self, block: Block, stream: Tensor, settled: bool = False) -> None:
+        self.block = block
+        self.settled = settled
+        others = [stream if settled else torch.empty_like(stream) for _ in block.halves[1:]]
+        self.streams = [stream, *others]
 
-    def __post_init__(self) -> None:
-        self.middle = self.stream if self.settled else torch.empty_like(self.stream)
+    def half(self, product: str) -> int:
+        """Which half `product` is in."""
+        linear = self.block.products[product]
+        return next(index for index, half in enumerate(self.block.halves) if linear in half.products)
 
 
 @contextmanager
@@ -60,54 +62,50 @@ def require_finite(activations: Tensor) -> None:
 
 
 @torch.inference_mode()
-def inputs(model: StreamedModel, view: View, product: str, rows: slice, surroundings: Surroundings) -> Tensor:
-    """What `product`, one of `Block.INPUTS`, gets for the windows `rows`: [windows, context, K].
+def inputs(state: BlockState, product: str, rows: slice, context: PassContext, device: torch.device) -> Tensor:
+    """What `product` of the block gets for the windows `rows`: [windows, context, K].
 
-    Products must be asked for in order: `down` goes on from where `gate_up` left `middle`, or `o` a settled stream.
+    Products must be asked for in order of execution: a half goes on from the stream that the first product of it left.
     """
-    block, device = view.block, model.placement.device
-    if product == "qkv":
-        return block.input_norm(view.stream[rows].to(device))  # type: ignore[no-any-return]  # a Tensor: torch's stub
-    if product == "o" or (product == "gate_up" and not view.settled):
-        x = view.stream[rows].to(device)
-        attended = block.attended(x, *surroundings, None)
-        if product == "gate_up" or view.settled:
-            view.middle[rows] = (x + block.o(attended)).to(view.middle.device)
-        if product == "o":
-            return attended
-    x = view.middle[rows].to(device)
-    if product == "gate_up":
-        return block.post_norm(x)  # type: ignore[no-any-return]  # as above
-    activated = block.activated(x)
-    if view.settled:
-        view.stream[rows] = (x + block.down(activated)).to(view.stream.device)
-    return activated
+    linear, index = state.block.products[product], state.half(product)
+    half, streams = state.block.halves[index], state.streams
+    if linear is half.products[0] and index > 0 and not state.settled:
+        x = streams[index - 1][rows].to(device)
+        streams[index][rows] = complete(state.block.halves[index - 1].steps(x, context)).to(streams[index].device)
+    steps = half.steps(streams[index][rows].to(device), context)
+    current, given = next(steps)
+    while current is not linear:
+        current, given = steps.send(current(given))
+    if state.settled and linear is half.products[-1]:
+        streams[index][rows] = complete(steps, linear(given)).to(streams[index].device)
+    return given
 
 
 @torch.inference_mode()
-def leave(model: StreamedModel, view: View) -> None:
-    """Move the stream out of a block whose weights have become final since `gate_up` was observed."""
-    for rows in model.batches(view.stream):
-        x = view.middle[rows].to(model.placement.device)
-        view.stream[rows] = (x + view.block.down(view.block.activated(x))).to(view.stream.device)
+def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None:
+    """Move the stream out of a block whose weights have become final since the last half was entered."""
+    stream, last_half = state.streams[0], state.block.halves[-1]
+    for rows in model.batches(stream):
+        x = state.streams[-1][rows].to(model.placement.device)
+        stream[rows] = complete(last_half.steps(x, context)).to(stream.device)
 
 
 @torch.inference_mode()
 def observe(
-    model: StreamedModel, quantized: View, original: View | None, product: str, surroundings: Surroundings
+    model: StreamedModel, quantized: BlockState, original: BlockState | None, product: str, context: PassContext
 ) -> tuple[Moments, Moments]:
     """Moments of what `product` gets in both models: of most windows, and of the windows held apart.
 
     Without `original` there is no drift. Raises ModelError that names the layer and the windows where activations are
     not finite.
     """
-    linear = quantized.block.product(product)
+    linear = quantized.block.products[product]
     device = model.placement.device
     fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
-    for rows in model.batches(quantized.stream):
+    for rows in model.batches(quantized.streams[0]):
         with rough_products(device):
-            x = inputs(model, quantized, product, rows, surroundings).float()
-            y = x if original is None else inputs(model, original, product, rows, surroundings).float()
+            x = inputs(quantized, product, rows, context, device).float()
+            y = x if original is None else inputs(original, product, rows, context, device).float()
         try:
             require_finite(x)
             require_finite(y)

@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales, round_to_grid
-from mycli.runtime.layers.linear import DenseMatmul, Linear
-from mycli.runtime.layers.transformer import Block, RMSNorm
-from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.models.layer_spec import NormSpec, OutputRows
 
 RATIOS = tuple(step / 10 for step in range(10))  # s = rms(x)^ratio; 0 changes nothing
 
 
-def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, config: ModelConfig, product: str) -> Tensor | None:
+def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec | OutputRows) -> Tensor | None:
     """s fp32 [K] of least output error under rounding, None where no scale beats none.
 
-    weight [N, K]: all linears of `product`; hessian fp32 [K, K] of their input.
+    weight [N, K]: all linears of a product; hessian fp32 [K, K] of their input, which `source` makes.
     """
     power = hessian.diagonal()
-    if product == "o":
-        power = _per_kv_head(power, config)
+    if isinstance(source, OutputRows):
+        # Copies of one row must be scaled alike: the mean over them, back in the place of each.
+        grouped = power.view(source.groups, source.copies, source.width)
+        power = grouped.mean(1, keepdim=True).expand(grouped.shape).reshape(-1)
     used = power > 0
     if not bool(used.any()):
         return None
@@ -46,42 +49,32 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, config: ModelConfi
     return best
 
 
-def _per_kv_head(values: Tensor, config: ModelConfig) -> Tensor:
-    """The mean over the query heads that share a kv head, back in the place of each."""
-    shape = config.kv_heads, config.heads // config.kv_heads, config.head_dim
-    grouped = values.view(shape)
-    return grouped.mean(1, keepdim=True).expand(shape).reshape(-1)
-
-
 def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-    """Scale the columns of `product`, and unscale what comes before; `stored` tells the dtype of a tensor in the file.
+    """Scale the columns of `product`, and unscale what makes them; `stored` tells the dtype of a tensor in the file.
 
-    Returns the tensors that are stored as they are and have changed: a norm's gain, or a bias. A gain is rounded first,
-    and the columns follow what it became.
+    Returns the tensors that are stored as they are and have changed: a norm's gain, or biases. A gain is rounded first,
+    and the columns follow what it became. Raises ValueError for a product whose inputs nothing makes one by one.
     """
-    config = block.config
-    linear = block.product(product)
-    if product in ("qkv", "gate_up"):
-        norm = block.input_norm if product == "qkv" else block.post_norm
+    linear, source = block.products[product], block.spec.made_by(product)
+    if source is None:
+        raise ValueError(f"nothing makes the inputs of {product} one by one")
+    if isinstance(source, NormSpec):
+        norm = next(norm for norm in block.norms if norm.name == source.name)
         scale, changed = _fold_norm(norm, scale, stored(f"{norm.name}.weight"))
-    elif product == "o":
-        shape = config.kv_heads, -1, config.head_dim
-        before = block.product("qkv")
-        changed = _divide_rows(before, before.out_features - config.kv_heads * config.head_dim, scale.view(shape)[:, 0])
     else:
-        before = block.product("gate_up")
-        changed = _divide_rows(before, before.out_features // 2, scale)
-    linear.matmuls = (DenseMatmul(linear.matmuls[0].dequantize() * scale),)
+        rows = scale.view(source.groups, source.copies, source.width)[:, 0].flatten()
+        changed = _divide_rows(block.products[source.product], source.start, rows)
+    linear.replace(linear.weight() * scale)
     return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
 
 
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
     """Put gains and biases by name, of `fold` or of tuning, into a block as it was read."""
-    for norm in block.norms():
+    for norm in block.norms:
         if (gain := changed.get(f"{norm.name}.weight")) is not None:
             norm.weight = gain.to(norm.weight)
-    for product in Block.INPUTS:
-        linear, start = block.product(product), 0
+    for linear in block.products.values():
+        start = 0
         for spec in linear.specs:
             end = start + spec.out_features
             if (bias := changed.get(f"{spec.name}.bias")) is not None and linear.bias is not None:
@@ -99,12 +92,19 @@ def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:
-    """Divide the rows from `start` on, which are those of the last of its linears, and their bias."""
-    weight = linear.matmuls[0].dequantize().clone()
-    weight[start:] /= scale.reshape(-1, 1)
-    linear.matmuls = (DenseMatmul(weight),)
+    """Divide the rows from `start` on by scale [rows], and their biases: those of each linear that changed, by name."""
+    end = start + len(scale)
+    weight = linear.weight().clone()
+    weight[start:end] /= scale.unsqueeze(1)
+    linear.replace(weight)
     if linear.bias is None:
         return {}
     linear.bias = linear.bias.clone()
-    linear.bias[start:] /= scale.flatten()
-    return {f"{linear.specs[-1].name}.bias": linear.bias[start:]}
+    linear.bias[start:end] /= scale
+    changed, first = {}, 0
+    for spec in linear.specs:
+        after = first + spec.out_features
+        if first < end and start < after:
+            changed[f"{spec.name}.bias"] = linear.bias[first:after]
+        first = after
+    return changed

@@ -57,14 +57,14 @@ def tune_block(
     `shifts` by linear: `close_calls`, which are taken over. Every layer's record says by how much the error of windows
     held apart fell.
     """
-    surroundings = model.surroundings(stream.shape[1])
+    context = model.context(stream.shape[1], exact=True)
     block = model.block(layer)
     restore(block, solved.changed)
     trained = TunableBlock(block, solved, packings, scale_dtype, model.stored_dtype, shifts)
     device = model.placement.device
 
     def loss(rows: Tensor) -> Tensor:
-        return (trained(stream[rows].to(device), *surroundings) - wanted[rows].to(device)).float().square().mean()
+        return (trained(stream[rows].to(device), context) - wanted[rows].to(device)).float().square().mean()
 
     rates = [(trained.shifts(), ROUNDING_RATE), (trained.stretches(), SCALE_RATE)]
     gained = train(rates, loss, len(stream), BATCH, EPOCHS, layer, device)

@@ -27,7 +27,7 @@ from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.quant.work_folder import Solved
 from mycli.runtime.device.system import trim
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 
 EPOCHS = 4
@@ -86,17 +86,17 @@ class _Student:
         if name in packings:
             head = dequantize(blocks[-1].linears[name], Grid(packings[name], scale_dtype))
             self._head = Linear((model.config.head(),))
-            self._head.matmuls = (DenseMatmul(head.to(model.placement.device, model.placement.dtype)),)
+            self._head.replace(head.to(model.placement.device, model.placement.dtype))
 
     def leaves(self) -> list[Tensor]:
         return [leaf for block in self.blocks for leaf in block.stretches()] + [self.gain.change]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """[windows, context, hidden] after the last norm."""
-        surroundings = self._model.surroundings(tokens.shape[1])
+        context = self._model.context(tokens.shape[1], exact=True)
         x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
         for block in self.blocks:
-            x = recomputed(partial(block, tables=surroundings[0], masks=surroundings[1]), x)
+            x = recomputed(partial(block, context=context), x)
         self.gain.install()
         y: Tensor = self.norm(x)
         return y

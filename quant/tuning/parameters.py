@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, grouped, storable
 from mycli.quant.work_folder import Solved
-from mycli.runtime.layers.linear import DenseMatmul, Linear
-from mycli.runtime.layers.transformer import Block, RMSNorm
+from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.quantization.scheme import Packing
 
 
@@ -97,29 +98,29 @@ class TunableBlock:
     ) -> None:
         self._block = block
         self._solved = solved
-        device = block.input_norm.weight.device
+        device = block.norms[0].weight.device
         self.weights: dict[str, TunableWeight] = {}
         for linear in self._linears():
             for spec in linear.specs:
                 grid = Grid(packings[spec.name], scale_dtype)
                 shift = None if shifts is None else shifts[spec.name]
                 self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device, shift)
-            linear.matmuls = ()
-        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in block.norms()]
+            linear.replace(None)
+        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in block.norms]
 
     def _linears(self) -> list[Linear]:
-        return [self._block.product(name) for name in Block.INPUTS]
+        return list(self._block.products.values())
 
-    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Mapping[int | None, Tensor | None]) -> Tensor:
+    def __call__(self, x: Tensor, context: PassContext) -> Tensor:
         """x [windows, tokens, hidden] to the same, differentiable in x and in all that is tuned."""
         for gain in self.gains:
             gain.install()
         for linear in self._linears():
             weights = [self.weights[spec.name].weight() for spec in linear.specs]
-            linear.matmuls = (DenseMatmul(torch.cat(weights)),)
-        y: Tensor = self._block(x, tables, masks, None)
+            linear.replace(torch.cat(weights))
+        y: Tensor = self._block(x, context)
         for linear in self._linears():
-            linear.matmuls = ()
+            linear.replace(None)
         return y
 
     def stretches(self) -> list[Tensor]:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
+from mycli.runtime.checkpoint.formats import stored_tensors
+from mycli.runtime.checkpoint.formats.compressed_tensors import READABLE
 from mycli.runtime.checkpoint.safetensors_header import (
     DAMAGED,
     MAX_HEADER,
@@ -19,8 +21,9 @@ from mycli.runtime.checkpoint.safetensors_header import (
 )
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError, NotFoundError
-from mycli.runtime.models.config import ModelConfig, Shape
-from mycli.runtime.quantization.scheme import READABLE, Packing
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
@@ -102,7 +105,8 @@ class Manifest:
         fault. Reads the few bytes of each `weight_shape`, no weights.
         """
         dense = dict(config.tensors())
-        expected = dict(_expected(dense, packings))
+        stored = stored_tensors(config, packings, _FLOATS)
+        expected = {name: (shape, dtypes) for name, shape, dtypes in stored}
         if config.tie_embeddings and "lm_head.weight" in self.tensors:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         unexpected = [name for name in self.tensors if name not in expected and not name.endswith(_HARMLESS)]
@@ -200,26 +204,6 @@ def _strays(folder: Path, files: Iterable[RegularFile]) -> Iterator[RegularFile]
     real = folder.resolve()
     homes = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
     return (file for file in files if file.path.parent not in homes)
-
-
-def _expected(
-    dense: Mapping[str, Shape], packings: Mapping[str, Packing]
-) -> Iterator[tuple[str, tuple[Shape, tuple[str, ...]]]]:
-    """Name, shape and allowed dtypes of every tensor that must be there."""
-    for name, shape in dense.items():
-        linear, _, kind = name.rpartition(".")
-        packing = packings.get(linear)
-        if packing is None or kind != "weight":
-            yield name, (shape, _FLOATS)
-            continue
-        rows, columns = shape
-        try:
-            groups = packing.groups(columns)
-        except ModelError as error:
-            raise ModelError(f"config.json: {linear}: {error.message}", error.hint) from None
-        yield f"{linear}.weight_packed", ((rows, packing.words(columns)), ("I32",))
-        yield f"{linear}.weight_scale", ((rows, groups), _FLOATS)
-        yield f"{linear}.weight_shape", ((2,), ("I64", "I32"))
 
 
 def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelError:

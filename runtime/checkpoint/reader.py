@@ -19,7 +19,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
 from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES, TensorEntry, make_header
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import Shape
+from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging, disk_errors
 
 DTYPES = {

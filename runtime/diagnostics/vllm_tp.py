@@ -8,7 +8,8 @@ shapes and packings. Does not import torch, and does not split anything.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mycli.runtime.models.config import LinearSpec, ModelConfig
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 MIN_K = 128

@@ -24,8 +24,10 @@ from mycli.runtime.kernels.triton.decode import (
     project,
 )
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.transformer import Block, Transformer
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.layer_spec import LayerSpec
 
 MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
 MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
@@ -49,36 +51,50 @@ class _Layer:
 
 def _only(linear: Linear) -> TritonMatmul | None:
     """Its one product, where a Triton kernel does it."""
-    first = linear.matmuls[0]
-    return first if len(linear.matmuls) == 1 and isinstance(first, TritonMatmul) else None
+    return linear.matmul if isinstance(linear.matmul, TritonMatmul) else None
+
+
+def _unlike(spec: LayerSpec) -> str | None:
+    """What of a layer the fused kernels do not do; None where they do all of it."""
+    attention, mlp = spec.attention, spec.mlp
+    if attention.norm is None or mlp.norm is None:
+        return "a part of it has no norm before it"
+    if attention.output_norm is not None or mlp.output_norm is not None:
+        return "a part of it has a norm behind it"
+    if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
+        return "queries or keys are normed over all heads at once"
+    return None
 
 
 def _layer(block: Block) -> _Layer | str:
     """The layer, or why there is none."""
+    reason = _unlike(block.spec)
+    if reason is not None:
+        return f"layer {block.spec.index}: {reason}"
     products: dict[str, TritonMatmul] = {}
-    for name in Block.INPUTS:
-        linear = block.product(name)
+    for name, linear in block.products.items():
         product = _only(linear)
         if product is None:
             return f"{linear.specs[0].name} is not one packed product"
         if name != "qkv" and linear.bias is not None:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
-    config = block.config
+    attention, mlp = block.attention, block.mlp
+    assert attention.norm is not None and mlp.norm is not None  # _unlike has looked
     projection = Projection(
-        config.heads,
-        block.qkv.bias,
-        None if block.q_norm is None else block.q_norm.weight,
-        None if block.k_norm is None else block.k_norm.weight,
-        config.rms_norm_eps,
+        attention.spec.heads,
+        attention.qkv.bias,
+        None if attention.q_norm is None else attention.q_norm.weight,
+        None if attention.k_norm is None else attention.k_norm.weight,
+        attention.norm.eps if attention.q_norm is None else attention.q_norm.eps,
     )
     return _Layer(
-        Norm(block.input_norm.weight, block.input_norm.eps, products["qkv"]),
+        Norm(attention.norm.weight, attention.norm.eps, products["qkv"]),
         products["o"],
-        Norm(block.post_norm.weight, block.post_norm.eps, products["gate_up"]),
+        Norm(mlp.norm.weight, mlp.norm.eps, products["gate_up"]),
         products["down"],
         projection,
-        config.window(block.layer),
+        attention.spec.window,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement, free_memory
@@ -14,7 +15,6 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Plan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
-from mycli.runtime.quantization.scheme import describe
 
 
 def load_model(
@@ -40,7 +40,7 @@ def load_model(
     model = Transformer(config, placement.kv)
     model.load(checkpoint, packings, placement.device, placement.dtype)
     if placement.shadow:
-        model.keep_shadow()
+        model.keep_dense_copies()
     give_back()  # what was read and then laid out otherwise: a tenth of a packed model
     if packings and placement.device.type == "cuda":
         from mycli.runtime.engine.device_loop import accelerate

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
@@ -17,7 +18,7 @@ from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
 from mycli.runtime.hub.resolve import Source, custom_code
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config, stop_ids
-from mycli.runtime.quantization.scheme import Packing, describe
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
 from mycli.runtime.utils.json_fields import Fields, read_object

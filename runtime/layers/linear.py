@@ -1,7 +1,7 @@
 """A product of activations and weights, dense or packed by the tensors that the checkpoint holds.
 
 Linears that share their input (q, k, v; gate, up) are one product where their packings agree. Does not know where in a
-block it stands, nor which kernels exist.
+block it stands, how a folder stores weights, nor which kernels exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.matmul import dense_rows, huge_empty
+from mycli.runtime.kernels.cpu.matmul import dense_rows
 from mycli.runtime.kernels.registry import choose
-from mycli.runtime.models.config import LinearSpec
-from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
+from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.huge_pages import huge_empty
 
-SHADOW_ROWS = 64  # up to here packed products are faster: they read a quarter of the bytes
+PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: they read a quarter of the bytes
 
 
 class DenseMatmul:
@@ -43,30 +45,15 @@ class DenseMatmul:
 
 
 def _read_dense(
-    checkpoint: Checkpoint, specs: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint, linears: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    rows, name = sum(spec.out_features for spec in specs), f"{specs[0].name}.weight"
-    out = huge_empty((rows, specs[0].in_features), checkpoint.dtype(name))
+    rows, name = sum(linear.out_features for linear in linears), f"{linears[0].name}.weight"
+    out = huge_empty((rows, linears[0].in_features), checkpoint.dtype(name))
     start = 0
-    for spec in specs:
-        checkpoint.read_into(f"{spec.name}.weight", out[start : start + spec.out_features])
-        start += spec.out_features
+    for linear in linears:
+        checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
+        start += linear.out_features
     return out.to(device, dtype)
-
-
-def _read_packed(
-    checkpoint: Checkpoint, specs: Sequence[LinearSpec], packing: Packing, device: torch.device
-) -> PackedWeight:
-    rows, columns = sum(spec.out_features for spec in specs), specs[0].in_features
-    packed = huge_empty((rows, packing.words(columns)), torch.int32)
-    scales = torch.empty(rows, packing.groups(columns), dtype=checkpoint.dtype(f"{specs[0].name}.weight_scale"))
-    start = 0
-    for spec in specs:
-        end = start + spec.out_features
-        checkpoint.read_into(f"{spec.name}.weight_packed", packed[start:end])
-        checkpoint.read_into(f"{spec.name}.weight_scale", scales[start:end])
-        start = end
-    return PackedWeight(packed.to(device), scales.to(device), packing, columns)
 
 
 class Linear(nn.Module):
@@ -78,8 +65,8 @@ class Linear(nn.Module):
         self.in_features = specs[0].in_features
         self.out_features = sum(spec.out_features for spec in specs)
         self.bias: Tensor | None = None
-        self.matmuls: tuple[Matmul, ...] = ()
-        self.shadow: Tensor | None = None
+        self._matmuls: tuple[Matmul, ...] = ()
+        self._dense_copy: Tensor | None = None
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -87,36 +74,55 @@ class Linear(nn.Module):
         """Read the weights; neighbours of one packing become one product."""
         matmuls: list[Matmul] = []
         for packing, run in groupby(self.specs, key=lambda spec: packings.get(spec.name)):
-            specs = list(run)
+            linears = list(run)
             if packing is None:
-                matmuls.append(DenseMatmul(_read_dense(checkpoint, specs, device, dtype)))
+                matmuls.append(DenseMatmul(_read_dense(checkpoint, linears, device, dtype)))
                 continue
-            weight = _read_packed(checkpoint, specs, packing, device)
+            weight = formats.load(packing.layout).read_weight(checkpoint, linears, packing, device)
             kernel = choose(packing, weight.out_features, self.in_features, device, dtype)
             matmuls.append(kernel.prepare(weight, dtype))
-        self.matmuls = tuple(matmuls)
+        self._matmuls = tuple(matmuls)
         if self.specs[0].bias:
             self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)
+
+    def weight(self) -> Tensor:
+        """The weights of all linears, stacked, [out_features, in_features]; not a copy where they are dense already."""
+        parts = [matmul.dequantize() for matmul in self._matmuls]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def replace(self, weight: Tensor | Matmul | None) -> None:
+        """Multiply by another weight: dense [out_features, in_features], or one that a kernel has prepared.
+
+        None lets go of what is held. The bias stays.
+        """
+        self._dense_copy = None
+        matmul = DenseMatmul(weight) if isinstance(weight, Tensor) else weight
+        self._matmuls = () if matmul is None else (matmul,)
+
+    @property
+    def matmul(self) -> Matmul | None:
+        """The one product that does it all, None where packings differ or nothing is loaded."""
+        return self._matmuls[0] if len(self._matmuls) == 1 else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        others = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self.shadow))
-        return sum(matmul.nbytes for matmul in self.matmuls) + others
+        others = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self._dense_copy))
+        return sum(matmul.nbytes for matmul in self._matmuls) + others
 
-    def keep_shadow(self, dtype: torch.dtype) -> None:
-        """Keep the packed weights densely too, in `dtype`, for passes of many rows."""
-        if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
+    def keep_dense_copy(self, dtype: torch.dtype) -> None:
+        """Keep packed weights densely too, in `dtype`, for passes of many rows: prompts."""
+        if any(isinstance(matmul, DenseMatmul) for matmul in self._matmuls):
             return  # of mixed linears the dense ones would be held twice
-        self.shadow = torch.cat([matmul.dequantize().to(dtype) for matmul in self.matmuls])
+        self._dense_copy = self.weight().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features] in the dtype of x."""
         rows = x.reshape(-1, self.in_features)
-        if self.shadow is not None and len(rows) > SHADOW_ROWS:
-            parts = [functional.linear(rows, self.shadow)]
+        if self._dense_copy is not None and len(rows) > PACKED_ROWS:
+            parts = [functional.linear(rows, self._dense_copy)]
         else:
-            parts = [matmul(rows) for matmul in self.matmuls]
+            parts = [matmul(rows) for matmul in self._matmuls]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if self.bias is not None:
             y = y + self.bias

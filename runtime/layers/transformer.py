@@ -13,116 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.cache.kv_cache import KeyValues, StaticCache, Stored, cache_dtype
+from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu.elementwise import rms_norm, silu_multiply
-from mycli.runtime.layers.attention import attend, visible
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.linear import DenseMatmul, Linear
-from mycli.runtime.layers.rope import Rope, rotate
+from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.sampling.sampler import Choice
 
-Masks = Mapping[int | None, Tensor | None]
 LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) over the last dimension, with a gain."""
-
-    def __init__(self, name: str, size: int, eps: float) -> None:
-        super().__init__()
-        self.name = name
-        self.eps = eps
-        self.weight = torch.empty(size, device="meta")
-
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read the gain."""
-        self.weight = checkpoint.read(f"{self.name}.weight").to(device, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x."""
-        y = rms_norm(x, self.weight, self.eps)
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps) if y is None else y
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each on a normed copy of the residual stream.
-
-    `INPUTS` names its products in order of execution; the linears within one share their input, so calibration observes
-    each input once.
-    """
-
-    INPUTS = ("qkv", "o", "gate_up", "down")
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        prefix = f"model.layers.{layer}"
-        linears = config.block_linears(layer)
-        self.config = config
-        self.layer = layer
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.qkv = Linear(linears["qkv"])
-        self.o = Linear(linears["o"])
-        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.gate_up = Linear(linears["gate_up"])
-        self.down = Linear(linears["down"])
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(f"{prefix}.self_attn.q_norm", config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(f"{prefix}.self_attn.k_norm", config.head_dim, config.rms_norm_eps)
-
-    def product(self, name: str) -> Linear:
-        """The linears of one of `INPUTS`."""
-        found = getattr(self, name)
-        assert isinstance(found, Linear)
-        return found
-
-    def norms(self) -> list[RMSNorm]:
-        """Those it has."""
-        return [norm for norm in (self.input_norm, self.post_norm, self.q_norm, self.k_norm) if norm is not None]
-
-    def load(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """Read this layer's tensors."""
-        for module in self.children():
-            if isinstance(module, RMSNorm):
-                module.load(checkpoint, device, dtype)
-            elif isinstance(module, Linear):
-                module.load(checkpoint, packings, device, dtype)
-
-    def attended(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
-        """What `o` gets: x [sequences, tokens, hidden], normed, through attention: [..., heads * head_dim]."""
-        config, (batch, tokens, _) = self.config, x.shape
-        sizes = [config.heads, config.kv_heads, config.kv_heads]
-        projected = self.qkv(self.input_norm(x)).view(batch, tokens, sum(sizes), config.head_dim)
-        query, key, value = projected.split(sizes, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *tables), rotate(key, *tables).transpose(1, 2)
-        value = value.transpose(1, 2)
-        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self.layer, cache.length, key, value)
-        window = config.window(self.layer)
-        return attend(query, *stored, masks[window], window)
-
-    def activated(self, x: Tensor) -> Tensor:
-        """What `down` gets: x [..., hidden] after attention, normed, through the gate: [..., intermediate]."""
-        both = self.gate_up(self.post_norm(x))
-        activated = silu_multiply(both)
-        if activated is None:
-            gate, up = both.chunk(2, dim=-1)
-            activated = functional.silu(gate) * up
-        return activated
-
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], masks: Masks, cache: KeyValues | None) -> Tensor:
-        """x [sequences, tokens, hidden] to the same; `cache` None attends to these tokens only."""
-        x = x + self.o(self.attended(x, tables, masks, cache))
-        down: Tensor = self.down(self.activated(x))
-        return x + down
 
 
 class ShortPass(Protocol):
@@ -155,8 +58,8 @@ class Transformer(nn.Module):
         self.config = config
         self.kv = kv
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.blocks = nn.ModuleList(Block(config.layer(index)) for index in range(config.layers))
+        self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
 
     def load(
@@ -186,13 +89,13 @@ class Transformer(nn.Module):
                 pool.shutdown(cancel_futures=True)
                 raise
         if self.config.tie_embeddings:
-            self.head.matmuls = (DenseMatmul(self.embedding),)
+            self.head.replace(self.embedding)
 
-    def keep_shadow(self) -> None:
+    def keep_dense_copies(self) -> None:
         """Keep packed weights of the blocks densely too, for prompts; the head sees one token of those."""
         for block in self.layers():
-            for name in block.INPUTS:
-                block.product(name).keep_shadow(self.dtype)
+            for linear in block.products.values():
+                linear.keep_dense_copy(self.dtype)
 
     def layers(self) -> Iterator[Block]:
         """The blocks, typed."""
@@ -221,19 +124,14 @@ class Transformer(nn.Module):
         total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
-    def masks(self, start: int, count: int) -> Masks:
-        """What each kind of layer may see, made once a pass."""
-        windows = {self.config.window(layer) for layer in range(self.config.layers)}
-        return {window: visible(start, count, window, self.device) for window in windows}
-
     def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
         """The residual stream after the last block and norm: [sequences, new, hidden]. Advances the cache."""
         if cache is not None and cache.length != batch.start:
             raise ValueError(f"the batch starts at {batch.start}, the cache holds {cache.length}")
-        tables, masks = rope.tables(batch.start, batch.count), self.masks(batch.start, batch.count)
+        context = PassContext.make(self.config, rope, batch.start, batch.count, cache)
         x = functional.embedding(batch.tokens, self.embedding)
         for block in self.blocks:
-            x = block(x, tables, masks, cache)
+            x = block(x, context)
         if cache is not None:
             cache.advance(batch.count)
         return x

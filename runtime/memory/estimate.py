@@ -120,7 +120,7 @@ def block_bytes(plan: Plan, layer: int) -> int:
     A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales.
     """
     size, total = plan.value_bytes, 0
-    for name, shape in plan.config.block_tensors(layer):
+    for name, shape in plan.config.layer(layer).tensors():
         packing = plan.packings.get(name.removesuffix(".weight"))
         total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
     return total

@@ -6,19 +6,19 @@ reads it. Does not import torch, and does not know where a file lies or which te
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec, Shape, decoder_layer
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
-Shape = tuple[int, ...]
 
 MAX_LAYERS = 4096
 MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack
@@ -43,18 +43,11 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class LinearSpec:
-    """One linear layer as the checkpoint names it: weight [out_features, in_features] and an optional bias."""
-
-    name: str
-    out_features: int
-    in_features: int
-    bias: bool = False
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a gated SiLU MLP."""
+    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a gated SiLU MLP.
+
+    `declare` is the family's: what each layer is made of.
+    """
 
     model_type: str
     hidden_size: int
@@ -77,6 +70,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # sliding window per layer; empty: none anywhere
     eos: tuple[int, ...] = ()
     bos: int | None = None
+    declare: Callable[["ModelConfig", int], LayerSpec] = decoder_layer
 
     def __post_init__(self) -> None:
         if self.kv_heads > self.heads or self.heads % self.kv_heads:
@@ -97,50 +91,41 @@ class ModelConfig:
         """The sliding window of `layer` in tokens (a query sees itself and window - 1 before it), None for all."""
         return self.windows[layer] if self.windows else None
 
+    @property
+    def distinct_windows(self) -> set[int | None]:
+        """The kinds of windows that layers have."""
+        return set(self.windows) or {None}
+
+    def layer(self, index: int) -> LayerSpec:
+        """What layer `index` is made of."""
+        return self.declare(self, index)
+
     def block_linears(self, layer: int) -> dict[str, tuple[LinearSpec, ...]]:
-        """The linears of one block by the input they share: `qkv`, `o`, `gate_up`, `down`, in order of execution."""
-        prefix = f"model.layers.{layer}"
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return {
-            "qkv": (
-                LinearSpec(f"{attention}.q_proj", query, hidden, self.qkv_bias),
-                LinearSpec(f"{attention}.k_proj", key, hidden, self.qkv_bias),
-                LinearSpec(f"{attention}.v_proj", key, hidden, self.qkv_bias),
-            ),
-            "o": (LinearSpec(f"{attention}.o_proj", hidden, query, self.output_bias),),
-            "gate_up": (
-                LinearSpec(f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
-                LinearSpec(f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
-            ),
-            "down": (LinearSpec(f"{mlp}.down_proj", hidden, inner, self.mlp_bias),),
-        }
+        """The linears of one block by the product they are part of, in order of execution."""
+        return self.layer(layer).products()
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Every linear that may be stored quantized, in order of execution; the head too, unless it is tied."""
+        for index in range(self.layers):
+            for linears in self.layer(index).products().values():
+                yield from linears
+        if not self.tie_embeddings:
+            yield self.head()
+
+    def norm(self) -> NormSpec:
+        """The norm after the last layer."""
+        return NormSpec("model.norm", self.hidden_size, self.rms_norm_eps)
 
     def head(self) -> LinearSpec:
         """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
         return LinearSpec("lm_head", self.vocab_size, self.hidden_size)
 
-    def block_tensors(self, layer: int) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes of the unquantized tensors of one block."""
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (self.hidden_size,)
-        yield f"{prefix}.post_attention_layernorm.weight", (self.hidden_size,)
-        if self.qk_norm:
-            yield f"{prefix}.self_attn.q_norm.weight", (self.head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (self.head_dim,)
-        for group in self.block_linears(layer).values():
-            for linear in group:
-                yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
-                if linear.bias:
-                    yield f"{linear.name}.bias", (linear.out_features,)
-
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for layer in range(self.layers):
-            yield from self.block_tensors(layer)
-        yield "model.norm.weight", (self.hidden_size,)
+            yield from self.layer(layer).tensors()
+        yield f"{self.norm().name}.weight", (self.hidden_size,)
         if not self.tie_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 

@@ -119,12 +119,17 @@ def token_ids(raw: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def common(raw: Fields) -> dict[str, Any]:
-    """The ModelConfig fields that every family reads the same way; a family adds or replaces what is its own."""
+def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
+    """The ModelConfig fields that every family reads the same way; a family adds or replaces what is its own.
+
+    `head_dim` is the family's where config.json gives none; None for hidden_size / num_attention_heads.
+    """
     refuse_unsupported(raw)
     hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads", high=1 << 16)
-    if not raw.has("head_dim") and hidden % heads and raw.text("model_type") != "qwen3":
-        raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
+    if head_dim is None:
+        if not raw.has("head_dim") and hidden % heads:
+            raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = max(hidden // heads, 1)
     dtype = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
         raise raw.fail("dtype", f"{dtype!r} is not supported", "supported: bfloat16, float16, float32")
@@ -137,7 +142,7 @@ def common(raw: Fields) -> dict[str, Any]:
         "layers": raw.integer("num_hidden_layers", high=MAX_LAYERS),
         "heads": heads,
         "kv_heads": raw.integer("num_key_value_heads", heads, high=1 << 16),
-        "head_dim": raw.integer("head_dim", max(hidden // heads, 1), high=1 << 16),
+        "head_dim": raw.integer("head_dim", head_dim, high=1 << 16),
         "intermediate_size": raw.integer("intermediate_size"),
         "vocab_size": vocab,
         "max_context": _context(raw),
@@ -166,3 +171,11 @@ def layer_windows(raw: Fields, layers: int, window: int | None) -> tuple[int | N
     if "sliding_attention" not in kinds:
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def sliding_windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
+    """`layer_windows` by `sliding_window`, if there is one: a window as long as the context is none."""
+    window = raw.integer("sliding_window") if raw.has("sliding_window") else None
+    if window is not None and window >= fields["max_context"]:
+        window = None
+    return layer_windows(raw, fields["layers"], window)

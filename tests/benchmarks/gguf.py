@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.quantization.scheme import describe
 
 TOKEN = 0x10000  # the character of token 0: above all surrogates and all spaces
 _ARCH = gguf.MODEL_ARCH.LLAMA

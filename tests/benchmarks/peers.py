@@ -27,10 +27,11 @@ from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import allocated, plan, quantize
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.quantization.scheme import Packing, describe, parse_packing
+from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.conftest import PICO
 

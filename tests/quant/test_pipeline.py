@@ -21,6 +21,7 @@ from mycli.quant.planning import Plan, plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
@@ -29,7 +30,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
-from mycli.runtime.quantization.scheme import BITS, Packing, describe
+from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.conftest import PICO
 
 GROUP_32 = Recipe("rtn", group=32)

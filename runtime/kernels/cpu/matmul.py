@@ -5,8 +5,6 @@ product of a part of the weight at a time. The layout and the arithmetic are in 
 """
 
 import ctypes
-import math
-import mmap
 import time
 
 import torch
@@ -17,11 +15,11 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.build import CWeight, Native, native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.huge_pages import huge_empty
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_cpu.cpp
 _ROWS, _INPUTS = 16, 32  # of a block
 _FEW = 16  # rows; from here on a dense product of unpacked weights beats many dot products
-_HUGE = 1 << 21  # bytes of a huge page
 _PART = 1 << 24  # weights unpacked at a time for a dense product: 32 MiB of bf16
 
 
@@ -186,21 +184,6 @@ def dense_rows(x: Tensor, weight: Tensor) -> Tensor | None:
     threads = torch.get_num_threads()
     library.dense(weight.data_ptr(), outputs, inputs, given.data_ptr(), x.shape[0], y.data_ptr(), threads)
     return y
-
-
-def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch.empty on the CPU, in memory of its own under huge pages where Linux has them: read up to a third faster.
-
-    Whole pages only: nothing is taken beyond what the tensor needs.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    # Private, since shared memory is another setting of Linux; what is not touched is not taken.
-    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
 def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:

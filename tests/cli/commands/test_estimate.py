@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from mycli.cli.main import main
+from mycli.runtime.checkpoint.formats import describe
+from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
-from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import ROOT
 from tests.support.hub_server import HubServer, hub_server
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mycli.runtime.memory.estimate import Plan, bytes_per_step
 from mycli.runtime.models.config import ModelConfig, RopeScaling
-from mycli.runtime.quantization.scheme import Packing, linear_names
+from mycli.runtime.quantization.scheme import Packing
 
 INT4 = Packing(4, 128)
 PREDICTED_READ = 4300.0  # GB/s an H200 is said to copy at: for predictions made before there is a measurement
@@ -33,7 +33,7 @@ def tiny(config: ModelConfig) -> ModelConfig:
 
 def packings(config: ModelConfig, packing: Packing | None) -> dict[str, Packing]:
     """Every linear that can be packed, the head included where it has a weight of its own."""
-    return {} if packing is None else dict.fromkeys(linear_names(config), packing)
+    return {} if packing is None else dict.fromkeys([linear.name for linear in config.linears()], packing)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
 from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig, parse_config
-from mycli.runtime.quantization.scheme import Packing, linear_names
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.safetensors_attacks import ATTACKS, SHARD_NAMES, simple
 
@@ -230,7 +230,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_passes(name: str, bits: int | None, tmp_path: Path) -> None:
     described = config(**CONFIGS[name])
-    packings = {x: Packing(bits, 32) for x in linear_names(described)} if bits else {}
+    packings = {x: Packing(bits, 32) for x in [linear.name for linear in described.linears()]} if bits else {}
     manifest(tmp_path, packed(described, packings)).check(described, packings)
 
 
@@ -313,7 +313,7 @@ MISMATCHES: dict[str, tuple[Callable[[Tensors], object], str]] = {
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_model_rejected(case: str, tmp_path: Path) -> None:
     described = config()
-    packings = dict.fromkeys(linear_names(described)[:-1], FOUR)
+    packings = dict.fromkeys([linear.name for linear in described.linears()][:-1], FOUR)
     tensors = packed(described, packings)
     change, problem = MISMATCHES[case]
     change(tensors)

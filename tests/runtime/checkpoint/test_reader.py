@@ -24,7 +24,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
 from mycli.runtime.checkpoint.reader import DTYPES, Checkpoint, CheckpointWriter, check_finite
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.models.config import Shape
+from mycli.runtime.models.layer_spec import Shape
 
 Plan = list[tuple[str, torch.dtype, Shape]]
 

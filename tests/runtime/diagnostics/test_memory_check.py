@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mycli.runtime.checkpoint.formats import describe
+from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.device.placement import TORCH_DTYPES, Placement
 from mycli.runtime.diagnostics.memory_check import Part, check, measure
 from mycli.runtime.engine.loader import load_model
@@ -18,7 +20,7 @@ from mycli.runtime.memory.estimate import Plan
 from mycli.runtime.memory.fit import Scheme
 from mycli.runtime.models.config import Dtype, Kv
 from mycli.runtime.quantization.packed_weight import pack
-from mycli.runtime.quantization.scheme import Packing, describe, write_quantization
+from mycli.runtime.quantization.scheme import Packing
 
 FOLDER = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 EXACT = ("weights", "embeddings and head", "cache")

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
+from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import loader as load
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, estimate
-from mycli.runtime.quantization.scheme import describe
 
 PICO = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 CPU = Placement(torch.device("cpu"), torch.float32)

@@ -33,6 +33,8 @@ def scaled(kind: str, **extra: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **extra}}
 
 
+IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 1}  # the families' own lie beyond SMALL's vocabulary
+
 # id -> (model_type, what differs from SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4:2-hd16": ("llama", {}),
@@ -56,6 +58,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied-window-upper": (
         "qwen2",
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "olmo2-gqa4:2": ("olmo2", {**IDS}),
+    "olmo2-mha-tied-biases": (
+        "olmo2",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True, **IDS},
+    ),
+    "phi3-gqa4:2": ("phi3", {**IDS}),
+    "phi3-mha-tied-window16": (
+        "phi3",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 16, **IDS},
     ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
 
+from mycli.runtime.checkpoint.formats.compressed_tensors import read_quantization, write_quantization
 from mycli.runtime.errors import ModelError
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing, read_quantization, write_quantization
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.utils.json_fields import Fields
 
 NAMES = [f"model.layers.{layer}.mlp.{part}" for layer in range(12) for part in ("up_proj", "down_proj")] + ["lm_head"]

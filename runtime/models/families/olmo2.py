@@ -1,0 +1,31 @@
+"""OLMo 2: norms stand on the outputs of attention and MLP, none before them; queries and keys are normed over all heads.
+
+The residual stream itself enters q, k, v, gate and up.
+"""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LayerSpec, NormSpec, decoder_layer
+from mycli.runtime.utils.json_fields import Fields
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's linears, other norms."""
+    llama, prefix, eps = decoder_layer(config, index), f"model.layers.{index}", config.rms_norm_eps
+    attention = replace(
+        llama.attention,
+        norm=None,
+        q_norm=NormSpec(f"{prefix}.self_attn.q_norm", config.heads * config.head_dim, eps),
+        k_norm=NormSpec(f"{prefix}.self_attn.k_norm", config.kv_heads * config.head_dim, eps),
+        output_norm=NormSpec(f"{prefix}.post_attention_layernorm", config.hidden_size, eps),
+    )
+    output_norm = NormSpec(f"{prefix}.post_feedforward_layernorm", config.hidden_size, eps)
+    return LayerSpec(index, attention, replace(llama.mlp, norm=None, output_norm=output_norm))
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of an OLMo 2 config.json."""
+    bias = raw.boolean("attention_bias", False)
+    return ModelConfig(**hf_config.common(raw), qkv_bias=bias, output_bias=bias, declare=layer)

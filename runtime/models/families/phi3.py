@@ -1,0 +1,25 @@
+"""Phi-3 and Phi-4: Llama whose files hold q, k, v as one tensor, and gate and up as one.
+
+Long contexts by "longrope" and rotation of a part of each head (Phi-3.5, Phi-4-mini) are refused by name.
+"""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, decoder_layer
+from mycli.runtime.utils.json_fields import Fields
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's layer with two of its products stored whole."""
+    llama, prefix, hidden = decoder_layer(config, index), f"model.layers.{index}", config.hidden_size
+    qkv = LinearSpec(f"{prefix}.self_attn.qkv_proj", (config.heads + 2 * config.kv_heads) * config.head_dim, hidden)
+    gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, hidden)
+    return LayerSpec(index, replace(llama.attention, qkv=(qkv,)), replace(llama.mlp, gate_up=(gate_up,)))
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Phi-3 config.json."""
+    fields = hf_config.common(raw)
+    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), declare=layer)
