@@ -226,10 +226,10 @@ def _fold_block(
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
     changed: dict[str, Tensor] = {}
     for product, linear in quantized.block.products.items():
+        fitted, held = observe(model, quantized, None, product, context)  # in order, or the stream stands still
         source = quantized.block.spec.made_by(product)
         if source is None:  # nothing before it could take a scale back
             continue
-        fitted, held = observe(model, quantized, None, product, context)
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.weight(), fitted.hessian + held.hessian
         scale = choose_scale(weight, grid, hessian, source)

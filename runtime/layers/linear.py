@@ -66,7 +66,7 @@ class Linear(nn.Module):
         self.out_features = sum(spec.out_features for spec in specs)
         self.bias: Tensor | None = None
         self._matmuls: tuple[Matmul, ...] = ()
-        self._dense_copy: Tensor | None = None
+        self.dense_copy: Tensor | None = None
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -95,7 +95,7 @@ class Linear(nn.Module):
 
         None lets go of what is held. The bias stays.
         """
-        self._dense_copy = None
+        self.dense_copy = None
         matmul = DenseMatmul(weight) if isinstance(weight, Tensor) else weight
         self._matmuls = () if matmul is None else (matmul,)
 
@@ -107,20 +107,20 @@ class Linear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        others = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self._dense_copy))
+        others = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self.dense_copy))
         return sum(matmul.nbytes for matmul in self._matmuls) + others
 
     def keep_dense_copy(self, dtype: torch.dtype) -> None:
         """Keep packed weights densely too, in `dtype`, for passes of many rows: prompts."""
         if any(isinstance(matmul, DenseMatmul) for matmul in self._matmuls):
             return  # of mixed linears the dense ones would be held twice
-        self._dense_copy = self.weight().to(dtype)
+        self.dense_copy = self.weight().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features] in the dtype of x."""
         rows = x.reshape(-1, self.in_features)
-        if self._dense_copy is not None and len(rows) > PACKED_ROWS:
-            parts = [functional.linear(rows, self._dense_copy)]
+        if self.dense_copy is not None and len(rows) > PACKED_ROWS:
+            parts = [functional.linear(rows, self.dense_copy)]
         else:
             parts = [matmul(rows) for matmul in self._matmuls]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

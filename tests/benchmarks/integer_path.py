@@ -8,6 +8,7 @@ handed from one product to the next is rounded. The difference of the two is wha
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
-from mycli.runtime.layers.transformer import Block
+from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -55,6 +56,20 @@ class _Integers:
         return self._inner.dequantize()
 
 
+class _SideBySide:
+    """Products of one input, their outputs side by side."""
+
+    def __init__(self, parts: Sequence[Matmul]) -> None:
+        self._parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self._parts])
+
+
 class _Model(StreamedModel):
     """With every packed product of the blocks made by `product`."""
 
@@ -65,9 +80,8 @@ class _Model(StreamedModel):
     def block(self, layer: int) -> Block:
         """One layer, its products replaced."""
         block = super().block(layer)
-        for linear in (block.qkv, block.o, block.gate_up, block.down):
-            made: list[Matmul] = [self._product(self._packed(spec.name)) for spec in linear.specs]
-            linear.matmuls = tuple(made)
+        for linear in block.products.values():
+            linear.replace(_SideBySide([self._product(self._packed(spec.name)) for spec in linear.specs]))
         return block
 
     def _packed(self, name: str) -> PackedWeight:

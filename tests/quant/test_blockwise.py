@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant import blockwise
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import hessian as observe
-from mycli.quant.calibration.hessian import HELD, View, inputs, leave
+from mycli.quant.calibration.hessian import HELD, BlockState, inputs, leave
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
@@ -18,8 +17,7 @@ from mycli.quant.solvers import Solution, gptq
 from mycli.quant.work_folder import Solved
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError, ResourceError
-from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.transformer import Block
+from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import ROOT
 from tests.quant.solvers.test_gptq import problem
@@ -46,30 +44,32 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 @torch.inference_mode()
 @pytest.mark.parametrize("settled", [False, True])
 def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, windows: Tensor, settled: bool) -> None:
-    block, surroundings, x = model.block(1), model.surroundings(16), model.embed(windows)
-    view = View(block, x.clone(), settled)
-    got = {product: inputs(model, view, product, slice(0, 10), surroundings) for product in Block.INPUTS}
-    assert torch.equal(got["qkv"], block.input_norm(x))
-    middle = x + block.o(got["o"])
-    assert torch.equal(got["gate_up"], block.post_norm(middle))
-    gate, up = block.gate_up(got["gate_up"]).chunk(2, -1)
+    block, context, x = model.block(1), model.context(16, exact=True), model.embed(windows)
+    attention, mlp = block.attention, block.mlp
+    assert attention.norm is not None and mlp.norm is not None
+    state = BlockState(block, x.clone(), settled)
+    got = {product: inputs(state, product, slice(0, 10), context, CPU.device) for product in block.products}
+    assert torch.equal(got["qkv"], attention.norm(x))
+    between = x + attention.o(got["o"])
+    assert torch.equal(got["gate_up"], mlp.norm(between))
+    gate, up = mlp.gate_up(got["gate_up"]).chunk(2, -1)
     assert torch.equal(got["down"], torch.nn.functional.silu(gate) * up)
-    after = block(x, *surroundings, None)
-    assert torch.equal(middle + block.down(got["down"]), after)
-    assert torch.equal(view.stream, after if settled else x)
+    after = block(x, context)
+    assert torch.equal(between + mlp.down(got["down"]), after)
+    assert torch.equal(state.streams[0], after if settled else x)
     if not settled:
-        leave(model, view)
-        assert torch.equal(view.stream, after), "to the bit, or a run that goes on would differ"
+        leave(model, state, context)
+        assert torch.equal(state.streams[0], after), "to the bit, or a run that goes on would differ"
 
 
 def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the windows are batched; one in eight is held apart."""
     monkeypatch.setattr(model, "at_once", 3 * 16)
-    block, surroundings = model.block(0), model.surroundings(16)
+    block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)
     other = stream * 1.5 + 0.1
-    fitted, held = observe.observe(model, View(block, stream), View(block, other), "o", surroundings)
-    x, y = (inputs(model, View(block, each), "o", slice(0, 10), surroundings) for each in (stream, other))
+    fitted, held = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
+    x, y = (inputs(BlockState(block, each), "o", slice(0, 10), context, CPU.device) for each in (stream, other))
     chosen = torch.arange(10) % HELD == HELD - 1
     for moments, rows in ((fitted, ~chosen), (held, chosen)):
         a, b = x[rows].flatten(0, 1), y[rows].flatten(0, 1)
@@ -98,18 +98,15 @@ def test_each_product_sees_what_was_quantized_before_it(
 
     layers = quantize_blocks(model, packings, solver, windows, sink)
     assert [layer.name for layer in layers] == list(packings) == list(restored)
-    stream, surroundings = model.embed(windows), model.surroundings(16)
+    stream, context = model.embed(windows), model.context(16, exact=True)
     for index in range(model.config.layers):
         block = model.block(index)
-        for product in Block.INPUTS:
-            linear = getattr(block, product)
-            assert isinstance(linear, Linear)
-            if product == "qkv":
-                view = View(block, stream)
-            x = inputs(model, view, product, slice(0, 10), surroundings).flatten(0, 1)
+        state = BlockState(block, stream)
+        for product, linear in block.products.items():
+            x = inputs(state, product, slice(0, 10), context, CPU.device).flatten(0, 1)
             assert close(seen[linear.specs[0].name], x.T @ x)
-            linear.matmuls = (blockwise.DenseMatmul(torch.cat([restored[spec.name] for spec in linear.specs])),)
-        model.advance(block, stream, surroundings)
+            linear.replace(torch.cat([restored[spec.name] for spec in linear.specs]))
+        model.advance(block, stream, context)
 
 
 @pytest.mark.parametrize("fault", ["E3-nan-activations"])
@@ -119,9 +116,9 @@ def test_activations_that_are_not_finite_name_layer_and_windows(
     monkeypatch.setattr(model, "at_once", 4 * 16)
     stream = model.embed(windows)
     stream[5, 3] = float("nan")
-    view = View(model.block(1), stream)
+    state = BlockState(model.block(1), stream)
     with pytest.raises(ModelError, match=r"model.layers.1.self_attn.q_proj: .* in calibration windows 4 to 7"):
-        observe.observe(model, view, view, "qkv", model.surroundings(16))
+        observe.observe(model, state, state, "qkv", model.context(16))
 
 
 def half(hessian: Tensor) -> Moments:

@@ -12,8 +12,8 @@ from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Block
 from mycli.runtime.models.config import Kv
 from tests.conftest import PICO
 

@@ -1,4 +1,5 @@
-"""OLMo 2: norms stand on the outputs of attention and MLP, none before them; queries and keys are normed over all heads.
+"""OLMo 2: norms stand on the outputs of attention and MLP, none before them; queries and keys are normed over all
+heads.
 
 The residual stream itself enters q, k, v, gate and up.
 """

@@ -23,7 +23,7 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
     for trial in [Trial(0, 4), Trial(16, 0), Trial(0, 4, 8, 2)] if context.tiny else trials:
         yield Case(trial.name, 15, lambda trial=trial: _row(context, label, made, packing, trial))  # type: ignore[misc]
     if packing is not None:
-        made.keep_shadow()
+        made.keep_dense_copies()
         for tokens in (16,) if context.tiny else (512, 4096):
             trial, shadowed = Trial(tokens, 0), f"{label}, shadow"
             yield Case(

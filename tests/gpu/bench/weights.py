@@ -5,7 +5,8 @@ import torch
 from mycli.runtime.engine.device_loop import accelerate
 from mycli.runtime.kernels.registry import choose
 from mycli.runtime.layers.linear import DenseMatmul, Linear
-from mycli.runtime.layers.transformer import RMSNorm, Transformer
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -49,7 +50,7 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
             module.weight = torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device)
         elif isinstance(module, Linear):
             tied = module is made.head and config.tie_embeddings
-            module.matmuls = (DenseMatmul(made.embedding) if tied else product(module),)
+            module.replace(made.embedding if tied else product(module))
     if packing is not None and device.type == "cuda":
         accelerate(made, names.add)
         names.add("launched one by one" if made.short_pass is None else "fused, replayed")

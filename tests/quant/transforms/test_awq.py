@@ -8,16 +8,22 @@ from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
 from mycli.quant.transforms.awq import choose_scale, fold, restore
 from mycli.runtime.device.placement import TORCH_DTYPES
-from mycli.runtime.layers.attention import visible
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Block, RMSNorm
 from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.layer_spec import OutputRows
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.quant.solvers.test_gptq import problem
 
 TOKENS = 12
+
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+DOWN = OutputRows("gate_up", 64, 1, 1, 64)
+QUERY_HEADS = OutputRows("qkv", 48, 2, 2, 8)
 
 
 def config(model_type: str) -> ModelConfig:
@@ -39,13 +45,13 @@ def config(model_type: str) -> ModelConfig:
 
 def block(model_type: str, seed: int = 0) -> Block:
     """Random, in fp32."""
-    made, generator = Block(config(model_type), 0), torch.Generator().manual_seed(seed)
-    for module in made.children():
+    made, generator = Block(config(model_type).layer(0)), torch.Generator().manual_seed(seed)
+    for module in made.modules():
         if isinstance(module, RMSNorm):
             module.weight = 1 + 0.3 * torch.randn(module.weight.shape, generator=generator)
         elif isinstance(module, Linear):
             weight = torch.randn(module.out_features, module.in_features, generator=generator) / 4
-            module.matmuls = (DenseMatmul(weight),)
+            module.replace(weight)
             if module.specs[0].bias:
                 module.bias = torch.randn(module.out_features, generator=generator)
     return made
@@ -54,27 +60,29 @@ def block(model_type: str, seed: int = 0) -> Block:
 @torch.inference_mode()
 def run(layer: Block) -> Tensor:
     x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(5))
-    device = torch.device("cpu")
-    tables = Rope(layer.config, TOKENS, device, torch.float32).tables(0, TOKENS)
-    return layer(x, tables, {None: visible(0, TOKENS, None, device)}, None)
+    like = config("llama")  # heads and rotation are the same in all
+    rope = Rope(like, TOKENS, torch.device("cpu"), torch.float32)
+    return layer(x, PassContext.make(like, rope, 0, TOKENS, None))
 
 
 def scale_for(layer: Block, product: str) -> Tensor:
     """Random, and equal for query heads that share a kv head where that is needed."""
-    linear = getattr(layer, product)
+    linear = layer.products[product]
     scale = torch.rand(linear.in_features, generator=torch.Generator().manual_seed(7)) * 4 + 0.25
     if product == "o":
         return scale.view(2, 2, 8)[:, :1].expand(2, 2, 8).reshape(-1)
     return scale
 
 
-@pytest.mark.parametrize("product", Block.INPUTS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"], ids=["grouped", "biases", "qk-norm"])
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "phi3"], ids=["grouped", "biases", "qk-norm", "fused"]
+)
 def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
     before, after = block(model_type), block(model_type)
-    weight = getattr(after, product).matmuls[0].dequantize()
+    weight = after.products[product].weight()
     changed = fold(after, product, scale_for(after, product), lambda _: torch.float32)
-    assert not torch.allclose(getattr(after, product).matmuls[0].dequantize(), weight)
+    assert not torch.allclose(after.products[product].weight(), weight)
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
     expected = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
     if product == "o" and model_type == "qwen2":
@@ -85,28 +93,30 @@ def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
 def test_columns_follow_a_gain_as_it_is_stored() -> None:
     """bf16 holds 8 bits of the divided gain; the weights take the rest, so that nothing is lost."""
     before, after = block("llama"), block("llama")
-    before.input_norm.weight[3] = after.input_norm.weight[3] = 0
+    norms = before.attention.norm, after.attention.norm
+    assert norms[0] is not None and norms[1] is not None
+    norms[0].weight[3] = norms[1].weight[3] = 0
     changed = fold(after, "qkv", scale_for(after, "qkv"), lambda _: torch.bfloat16)
     gain = changed["model.layers.0.input_layernorm.weight"]
-    assert gain.dtype == torch.bfloat16 and torch.equal(gain.float(), after.input_norm.weight)
+    assert gain.dtype == torch.bfloat16 and torch.equal(gain.float(), norms[1].weight)
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
 
 
 def test_what_was_stored_makes_the_same_block_again() -> None:
     folded, again = block("qwen2"), block("qwen2")
     changed: dict[str, Tensor] = {}
-    for product in Block.INPUTS:
+    for product in PRODUCTS:
         changed |= fold(folded, product, scale_for(folded, product), lambda _: torch.float32)
     restore(again, changed)
-    for product in Block.INPUTS:
-        getattr(again, product).matmuls = getattr(folded, product).matmuls
+    for product in PRODUCTS:
+        again.products[product].replace(folded.products[product].weight())
     assert torch.equal(run(again), run(folded))
 
 
 def test_the_scale_lowers_the_error_of_rounding() -> None:
     weight, hessian = problem(48, 64)
     grid = Grid(Packing(3, 32), TORCH_DTYPES["bfloat16"], "mse")
-    scale = choose_scale(weight, grid, hessian, config("llama"), "down")
+    scale = choose_scale(weight, grid, hessian, DOWN)
     assert scale is not None
 
     def error(scale: Tensor) -> float:
@@ -119,7 +129,7 @@ def test_the_scale_lowers_the_error_of_rounding() -> None:
 
 def test_query_heads_of_one_kv_head_get_one_scale() -> None:
     weight, hessian = problem(48, 32)
-    scale = choose_scale(weight, Grid(Packing(3, 32), torch.bfloat16), hessian, config("llama"), "o")
+    scale = choose_scale(weight, Grid(Packing(3, 32), torch.bfloat16), hessian, QUERY_HEADS)
     assert scale is not None
     heads = scale.view(2, 2, 8)
     assert torch.equal(heads[:, 0], heads[:, 1]) and not torch.equal(heads[0], heads[1])
@@ -129,6 +139,6 @@ def test_inputs_that_are_never_used_break_nothing() -> None:
     weight, hessian = problem(16, 64)
     hessian[5] = hessian[:, 5] = 0
     grid = Grid(Packing(4, 32), torch.bfloat16)
-    scale = choose_scale(weight, grid, hessian, config("llama"), "down")
+    scale = choose_scale(weight, grid, hessian, DOWN)
     assert scale is None or bool(torch.isfinite(scale).all() and (scale > 0).all())
-    assert choose_scale(weight, grid, torch.zeros_like(hessian), config("llama"), "down") is None
+    assert choose_scale(weight, grid, torch.zeros_like(hessian), DOWN) is None

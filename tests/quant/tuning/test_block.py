@@ -51,9 +51,9 @@ def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tens
     packings, solved = rounded(model, LAYER)
     windows = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
     stream = model.embed(windows)
-    model.advance(model.block(0), stream, model.surroundings(24))
+    model.advance(model.block(0), stream, model.context(24))
     wanted = stream.clone()
-    model.advance(model.block(LAYER), wanted, model.surroundings(24))
+    model.advance(model.block(LAYER), wanted, model.context(24))
     weights = model.weights([spec for group in model.config.block_linears(LAYER).values() for spec in group])
     calls = {
         name: close_calls(weight, solved.linears[name], GRID, torch.eye(weight.shape[1]))
@@ -64,7 +64,7 @@ def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tens
 
 def error(model: StreamedModel, solved: Solved, stream: Tensor, wanted: Tensor) -> float:
     found = stream.clone()
-    model.advance(stored(model, solved), found, model.surroundings(stream.shape[1]))
+    model.advance(stored(model, solved), found, model.context(stream.shape[1]))
     apart = slice(HELD - 1, None, HELD)
     return float((found - wanted)[apart].square().mean())
 

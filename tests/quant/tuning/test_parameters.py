@@ -8,8 +8,7 @@ from mycli.quant.solvers import rtn
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.layers.linear import DenseMatmul
-from mycli.runtime.layers.transformer import Block
+from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import ROOT
 
@@ -29,10 +28,9 @@ def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solve
 def stored(model: StreamedModel, solved: Solved) -> Block:
     """The block of layer 1 as a reader would have it."""
     block = model.block(1)
-    for product in Block.INPUTS:
-        linear = block.product(product)
-        linear.matmuls = (DenseMatmul(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs])),)
-    for norm in (block.input_norm, block.post_norm):
+    for linear in block.products.values():
+        linear.replace(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs]))
+    for norm in block.norms:
         norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
     return block
 
@@ -42,9 +40,9 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
     packings, solved = rounded(model, 1)
     block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype)
     x = torch.randn(2, 8, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    surroundings = model.surroundings(8)
-    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
-    block(x, *surroundings).square().sum().backward()
+    context = model.context(8, exact=True)
+    torch.testing.assert_close(block(x, context), stored(model, solved)(x, context))
+    block(x, context).square().sum().backward()
     assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.stretches())
     with torch.no_grad():
         for leaf in block.stretches():  # by odd shares, which no storage dtype holds
@@ -54,7 +52,7 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
         assert torch.equal(quantized.codes, solved.linears[name].codes)
         assert quantized.scales.dtype == torch.bfloat16
         assert not torch.equal(quantized.scales, solved.linears[name].scales)
-    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))
+    torch.testing.assert_close(block(x, context), stored(model, after)(x, context))
 
 
 def test_codes_move_where_they_may() -> None:
@@ -65,9 +63,9 @@ def test_codes_move_where_they_may() -> None:
     taken = {name: shift.clone() for name, shift in shifts.items()}
     block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype, taken)
     x = torch.randn(2, 8, model.config.hidden_size, generator=generator)
-    surroundings = model.surroundings(8)
-    torch.testing.assert_close(block(x, *surroundings), stored(model, solved)(x, *surroundings, None))
-    block(x, *surroundings).square().sum().backward()
+    context = model.context(8, exact=True)
+    torch.testing.assert_close(block(x, context), stored(model, solved)(x, context))
+    block(x, context).square().sum().backward()
     assert len(block.shifts()) == len(solved.linears)
     assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.shifts())
     with torch.no_grad():
@@ -78,4 +76,4 @@ def test_codes_move_where_they_may() -> None:
         moved = quantized.codes.int() - solved.linears[name].codes.int()
         wanted = (solved.linears[name].codes.int() + (shifts[name] > -0.1)).clamp(max=7)
         assert torch.equal(quantized.codes.int(), wanted) and bool(moved.any())
-    torch.testing.assert_close(block(x, *surroundings), stored(model, after)(x, *surroundings, None))
+    torch.testing.assert_close(block(x, context), stored(model, after)(x, context))

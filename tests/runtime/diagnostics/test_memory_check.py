@@ -83,15 +83,17 @@ def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, sh
 
 def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
     model = load_model(packed, Placement(torch.device("cpu"), torch.bfloat16, shadow=True))
-    linear = next(model.layers()).gate_up
-    assert linear.shadow is not None and model.head.shadow is None
+    linear = next(model.layers()).products["gate_up"]
+    copy = linear.dense_copy
+    assert copy is not None and model.head.dense_copy is None
     x = torch.randn(65, 512).bfloat16()
-    (matmul,) = linear.matmuls
+    matmul = linear.matmul
+    assert matmul is not None
     few, many = linear(x[:64]), linear(x)
     assert torch.equal(few, matmul(x[:64]))
     expected = x.double() @ matmul.dequantize().double().T
-    assert torch.equal(linear.shadow, matmul.dequantize()) and (many - expected).norm() / expected.norm() < 5e-3
-    linear.shadow.zero_()
+    assert torch.equal(copy, matmul.dequantize()) and (many - expected).norm() / expected.norm() < 5e-3
+    copy.zero_()
     assert not linear(x).any() and torch.equal(linear(x[:64]), few)
 
 

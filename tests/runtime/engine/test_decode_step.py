@@ -13,9 +13,10 @@ from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.kernels.triton.linear import TritonMatmul
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import RMSNorm, Transformer
+from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig, RopeScaling
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
@@ -87,10 +88,10 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
             weight = packed(ours.out_features, ours.in_features, case.bits, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
-            theirs.matmuls = (DenseMatmul(dequantize(weight)),)
-            ours.matmuls = (TritonMatmul(weight, chip or Chip((9, 0), 4)),)
+            theirs.replace(dequantize(weight))
+            ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
             if ours is fused.head and not case.packed_head:
-                ours.matmuls = theirs.matmuls
+                ours.replace(theirs.weight())
             if case.bias and ours.specs[0].name.endswith("q_proj"):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
     return fused, plain
@@ -202,9 +203,9 @@ def test_launches_that_begin_early_wait(interpret: Interpret) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda model: setattr(next(model.layers()).o, "bias", torch.zeros(1)), "o_proj has a bias"),
+        (lambda model: setattr(next(model.layers()).products["o"], "bias", torch.zeros(1)), "o_proj has a bias"),
         (
-            lambda model: setattr(next(model.layers()).down, "matmuls", model.head.matmuls),
+            lambda model: next(model.layers()).products["down"].replace(model.head.matmul),
             "down_proj is not one packed",
         ),
         (lambda model: setattr(model, "embedding", model.embedding.float()), "float32"),

@@ -1,0 +1,88 @@
+"""Quantizing each kind of layer: calibration observes what transformers' own modules get, and the copy is the model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from mycli.quant.calibration.hessian import BlockState, inputs
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.hub.resolve import Source
+from tests.conftest import PICO
+from tests.runtime.layers.test_families import CASES, make, whole
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+TOKENS = 24
+KINDS = ("llama-gqa4:2-hd16", "qwen3-qk-norm-hd32", "olmo2-gqa4:2", "phi3-gqa4:2")
+
+
+def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
+    """With pico's tokenizer, so that it can be calibrated on text."""
+    model_type, own = CASES[case]
+    reference = make(folder, model_type, {**own, "vocab_size": 4096, **changes})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, folder / name)
+    return reference
+
+
+def hooked_inputs(reference: transformers.PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """What each linear of transformers' model gets, by its name: [windows, tokens, K]."""
+    found: dict[str, Tensor] = {}
+    modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given, name=name: found.__setitem__(name, given[0]))
+        for name, module in modules.items()
+    ]
+    with torch.no_grad():
+        reference(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["kept", "settled"])
+@pytest.mark.parametrize("case", KINDS)
+def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tmp_path: Path) -> None:
+    reference = random_model(tmp_path, case)
+    tokens = torch.randint(0, 4096, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = hooked_inputs(reference, tokens)
+    model = StreamedModel(tmp_path, CPU)
+    stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
+    for index in range(model.config.layers):
+        block = model.block(index)
+        state = BlockState(block, stream.clone(), settled)
+        for product, linear in block.products.items():
+            found = inputs(state, product, slice(0, 3), context, CPU.device)
+            for spec in linear.specs:
+                wanted = expected.pop(spec.name)
+                assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
+        model.advance(block, stream, context)
+        assert not settled or torch.equal(state.streams[0], stream)
+    assert expected.keys() <= {"lm_head"}, "every linear of the model was looked at"
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("case", KINDS[2:])
+def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    reference = random_model(tmp_path / "source", case, hidden_size=64, intermediate_size=96)
+    work = plan(Source("random", tmp_path / "source"), Recipe(method, 8, 32, samples=8, seq=48), report="none")
+    outcome = quantize(work, tmp_path / "copy", CPU)
+    tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
+    ours = whole(load_model(tmp_path / "copy", CPU), tokens)
+    with torch.no_grad():
+        logits, original = theirs(tokens).logits, reference(tokens).logits
+    assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations
+    lost = (ours - original).norm() / original.norm()
+    assert lost < 0.1, "a copy that folds or calibrates wrongly says something else"
+    assert all(layer.output_error is not None and layer.output_error < 1e-3 for layer in outcome.layers)
