@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.solvers.gptq import AT_ONCE
 from mycli.runtime.errors import ResourceError
+from mycli.runtime.memory.layer import observed_values, trained_values, weight_values
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -91,23 +92,10 @@ def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
     return (max_ram is None or found.host <= max_ram) and (max_vram is None or found.device <= max_vram)
 
 
-def _block_weights(config: ModelConfig) -> int:
-    return sum(math.prod(shape) for _, shape in config.layer(0).tensors())
-
-
 def _products(work: Work) -> list[tuple[str, int, int]]:
     """Name, rows and inputs of each product of a block."""
     groups: Mapping[str, tuple[LinearSpec, ...]] = work.config.block_linears(0)
     return [(name, sum(each.out_features for each in group), group[0].in_features) for name, group in groups.items()]
-
-
-def _activations(config: ModelConfig, product: str, tokens: int) -> int:
-    """Bytes alive while `tokens` are observed at a product of both models: its inputs, what made the last of them, and
-    what becomes of them before they are summed."""
-    attention = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.heads * config.head_dim
-    inner = {"qkv": config.hidden_size, "o": attention, "gate_up": attention, "down": 4 * config.intermediate_size}
-    width = config.intermediate_size if product == "down" else config.hidden_size
-    return _FLOAT * tokens * (2 * config.hidden_size + max(width + inner[product], 5 * width))
 
 
 def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
@@ -115,15 +103,15 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
     # Beside them lies the block before, whose codes are written: as they are, and as a file.
-    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3) + 2 * _block_weights(config)
-    blocks = _FLOAT * _block_weights(config) * 2
+    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3) + 2 * weight_values(config.layer(0))
+    blocks = _FLOAT * weight_values(config.layer(0)) * 2
     # The streams are made one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * config.hidden_size
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
         square = _FLOAT * inputs * inputs
         at_a_time = min(rows, max(1, AT_ONCE // inputs)) * inputs
-        stages.append((streams, blocks + 4 * square + _activations(config, product, tokens)))
+        stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(config.layer(0), product)))
         solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
     head = config.head()
@@ -141,32 +129,25 @@ def _judging(work: Work, at_once: int) -> tuple[int, int]:
     streams = _FLOAT * work.judged * config.hidden_size * (config.layers + 3)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    blocks = 3 * _FLOAT * _block_weights(config)
-    return streams, max(head, blocks + _training(config, tokens) + 3 * _SMALL)
-
-
-def _training(config: ModelConfig, tokens: int) -> int:
-    """Bytes of a block's forward and backward pass over `tokens`, without what is a multiple of its weights: all that
-    is saved from norm to norm, and the gradients of the widest part."""
-    attention = 5 * config.heads * config.head_dim + 8 * config.kv_heads * config.head_dim
-    return _FLOAT * tokens * (12 * config.hidden_size + attention + 8 * config.intermediate_size)
+    blocks = 3 * _FLOAT * weight_values(config.layer(0))
+    return streams, max(head, blocks + _FLOAT * tokens * trained_values(config.layer(0)) + 3 * _SMALL)
 
 
 def _tuning_block(work: Work) -> tuple[int, int]:
     """Of `quant.tuning.block`: each weight as a code, a level that moves, its gradient, two moments and the best
     level so far; twice more while it is differentiated, and thrice the largest product."""
-    weights = _block_weights(work.config)
+    weights = weight_values(work.config.layer(0))
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
-    return streams, trained + _training(work.config, BATCH * work.seq)
+    return streams, trained + _FLOAT * BATCH * work.seq * trained_values(work.config.layer(0))
 
 
 def _tuning(work: Work) -> tuple[int, int]:
     """Of `quant.tuning.end_to_end`: all codes as bytes, scales with their gradients, moments and best so far, one
     block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
-    codes = config.layers * _block_weights(config)
+    codes = config.layers * weight_values(config.layer(0))
     scaled = sum(
         packing.groups(linear.in_features) * linear.out_features
         for layer in range(config.layers)
@@ -178,10 +159,10 @@ def _tuning(work: Work) -> tuple[int, int]:
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
-    block = 5 * _FLOAT * _block_weights(config)
+    block = 5 * _FLOAT * weight_values(config.layer(0))
     kept = codes + 7 * _FLOAT * scaled + saved + head + _SMALL  # what writing the blocks left behind
     streams = _FLOAT * work.tokens * config.hidden_size
-    training = _training(config, tokens)
+    training = _FLOAT * tokens * trained_values(config.layer(0))
     return streams, kept + max(training + block, min(training, _PIECES) + logits)
 
 
@@ -199,5 +180,5 @@ def _measuring(work: Work, at_once: int) -> tuple[int, int]:
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = max(work.context, at_once // work.context * work.context)
-    passing = _FLOAT * _block_weights(config) + _activations(config, "down", tokens) // 2
+    passing = _FLOAT * weight_values(config.layer(0)) + _FLOAT * tokens * observed_values(config.layer(0), "down") // 2
     return streams, max(int(head + slices), passing, head + table)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Dtype, Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 
@@ -183,16 +184,8 @@ def cache_bytes(plan: Plan) -> int:
 
 
 def activation_bytes(plan: Plan) -> int:
-    """The larger of the two halves of a block, R rows of: residual, normed copy, and
-
-    attention: q, k, v as projected; q and k rotated; the heads' output; the projected output.
-    MLP: gate and up; silu(gate); their product; the output.
-    """
-    config = plan.config
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = (query + 2 * key) + (query + key) + query + config.hidden_size
-    mlp = 4 * config.intermediate_size + config.hidden_size
-    return plan.rows * (2 * config.hidden_size + max(attention, mlp)) * plan.value_bytes
+    """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`)."""
+    return plan.rows * pass_values(plan.config.layer(0)) * plan.value_bytes
 
 
 def dequantization_bytes(plan: Plan) -> int:

@@ -1,0 +1,49 @@
+"""How many values one layer holds, and how many a pass over it keeps alive for each token, by its declaration.
+
+The one place where these sums are made: the estimate, the preflight of a load, and the plan of a quantization multiply
+them by tokens and bytes. Knows a `LayerSpec`. Does not import torch.
+"""
+
+from math import prod
+
+from mycli.runtime.models.layer_spec import LayerSpec
+
+
+def weight_values(layer: LayerSpec) -> int:
+    """All of its tensors, unquantized."""
+    return sum(prod(shape) for _, shape in layer.tensors())
+
+
+def _heads(layer: LayerSpec) -> tuple[int, int]:
+    """Widths of all query heads and of all key heads."""
+    attention = layer.attention
+    return attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+
+
+def pass_values(layer: LayerSpec) -> int:
+    """Of each token at the peak of a pass: the residual stream, its normed copy, and the larger half.
+
+    Attention: q, k, v as projected; q and k rotated; the heads' output; the projected output.
+    MLP: gate and up; silu(gate); their product; the output.
+    """
+    (query, key), hidden = _heads(layer), layer.attention.o.out_features
+    attention = (query + 2 * key) + (query + key) + query + hidden
+    mlp = 4 * layer.mlp.size + hidden
+    return 2 * hidden + max(attention, mlp)
+
+
+def observed_values(layer: LayerSpec, product: str) -> int:
+    """Of each token while a product's inputs are observed in two models: the inputs, what made the last of them, and
+    what becomes of them before they are summed."""
+    (query, key), hidden, inner = _heads(layer), layer.attention.o.out_features, layer.mlp.size
+    attention = query + 2 * key + 3 * query
+    made = {"qkv": hidden, "o": attention, "gate_up": attention, "down": 4 * inner}[product]
+    width = inner if product == "down" else hidden
+    return 2 * hidden + max(width + made, 5 * width)
+
+
+def trained_values(layer: LayerSpec) -> int:
+    """Of each token in a forward and backward pass: all that is saved from norm to norm, and the gradients of the
+    widest part."""
+    (query, key), hidden = _heads(layer), layer.attention.o.out_features
+    return 12 * hidden + 5 * query + 8 * key + 8 * layer.mlp.size
