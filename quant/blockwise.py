@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from mycli.quant import solvers as schemes
+from mycli.quant import solvers
 from mycli.quant.calibration.hessian import HELD, BlockState, leave, observe, require_finite, rough_products
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.model_card import Layer
@@ -38,7 +38,7 @@ class Solver:
     def __init__(
         self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False, tunes: bool = False
     ) -> None:
-        self._scheme = schemes.load(method)
+        self._scheme = solvers.load(method)
         self.scale_dtype = scale_dtype
         self._search = search
         self.folds = folds

@@ -32,7 +32,7 @@ class Layer:
     With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
     scales, all three before any tuning; `refit` how much was corrected (see `quant.rounding.error_compensation`);
     `tuned` the error of the whole block's output after tuning, over that before; the others are those of
-    `schemes.Solution`.
+    `solvers.Solution`.
     """
 
     name: str

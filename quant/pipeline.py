@@ -17,7 +17,7 @@ import torch
 
 from mycli.quant import mixed_precision as allocate
 from mycli.quant import model_card as record
-from mycli.quant import solvers as schemes
+from mycli.quant import solvers
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.calibration.hessian import HELD
@@ -249,7 +249,7 @@ def _quantize_linear(
     grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
-        solved = schemes.load(work.recipe.solver).solve(weight, grid, None).quantized
+        solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
         raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
     _write_packed(writer, linear, solved, packing)

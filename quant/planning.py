@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from mycli.quant import model_card as record
-from mycli.quant import solvers as schemes
+from mycli.quant import solvers
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.memory import Need, Work, choose
@@ -75,7 +75,7 @@ class Plan:
     @property
     def calibrates(self) -> bool:
         """Whether the method wants data."""
-        return self.recipe.folds or schemes.load(self.recipe.solver).NEEDS_HESSIAN
+        return self.recipe.folds or solvers.load(self.recipe.solver).NEEDS_HESSIAN
 
     @property
     def seq(self) -> int:

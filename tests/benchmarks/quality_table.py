@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import solvers as schemes
+from mycli.quant import solvers
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
@@ -106,18 +106,18 @@ def main() -> None:
     for bits in options.bits:
         packings = Recipe(bits=bits, group=options.group).packings(config)
         ours = Solver("gptq", torch.bfloat16, "mse")
-        solvers: dict[str, Solver | Search] = {
+        methods: dict[str, Solver | Search] = {
             "rounding, scale of the largest weight": "absmax",
             "rounding, searched scale (`--method rtn`)": "mse",
             "plain GPTQ": Peer(PlainGptq()),
-            "GPTQ of mycli, without refit": Peer(schemes.load("gptq")),
+            "GPTQ of mycli, without refit": Peer(solvers.load("gptq")),
             "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
             "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
             "`--method gptq`": ours,
             "`--method gptq --tune`": Solver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
-        for name, solver in solvers.items():
+        for name, solver in methods.items():
             state: dict[str, Tensor] = {}
 
             def sink(solved: Solved, state: dict[str, Tensor] = state) -> None:

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from mycli.quant import solvers as schemes
+from mycli.quant import solvers
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales
 from mycli.quant.solvers import rtn
 from mycli.runtime.errors import UsageError
@@ -13,16 +13,16 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 def test_file_names_are_the_registry() -> None:
-    assert "rtn" in schemes.names()
-    for name in schemes.names():
-        scheme = schemes.load(name)
+    assert "rtn" in solvers.names()
+    for name in solvers.names():
+        scheme = solvers.load(name)
         assert isinstance(scheme.NEEDS_HESSIAN, bool)
         assert list(inspect.signature(scheme.solve).parameters)[:3] == ["weight", "grid", "hessian"]
 
 
 def test_unknown_scheme_lists_the_known() -> None:
     with pytest.raises(UsageError, match="--method best") as caught:
-        schemes.load("best")
+        solvers.load("best")
     assert "rtn" in caught.value.hint
 
 
