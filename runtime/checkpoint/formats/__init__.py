@@ -54,8 +54,8 @@ def load(name: str) -> Format:
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
 
 
-def number_formats(raw: Fields, config: ModelConfig) -> dict[str, Packing]:
-    """How each quantized linear of a model is packed, by a parsed config.json; empty for an unquantized one.
+def read_quantization(raw: Fields, linears: Sequence[str]) -> dict[str, Packing]:
+    """How each quantized linear of `linears` is packed, by a parsed config.json; empty for an unquantized model.
 
     Raises ModelError naming a `quant_method` or an option that is not read.
     """
@@ -67,7 +67,7 @@ def number_formats(raw: Fields, config: ModelConfig) -> dict[str, Packing]:
     if name not in names():
         readable = "; ".join(load(each).READABLE for each in names())
         raise section.fail("quant_method", f"{method!r} is not supported", readable)
-    return load(name).read_quantization(section, [linear.name for linear in config.linears()])
+    return load(name).read_quantization(section, linears)
 
 
 def describe(folder: Path) -> tuple[ModelConfig, dict[str, Packing]]:
@@ -78,7 +78,7 @@ def describe(folder: Path) -> tuple[ModelConfig, dict[str, Packing]]:
 def describe_config(raw: Fields) -> tuple[ModelConfig, dict[str, Packing]]:
     """What a model is, and which of its linears are packed how, by a parsed config.json."""
     config = parse_config(raw)
-    return config, number_formats(raw, config)
+    return config, read_quantization(raw, [linear.name for linear in config.linears()])
 
 
 def stored_tensors(

@@ -1,0 +1,97 @@
+"""`quantization_config`: written as engines expect it, read back to the same, and refused by name otherwise (B14)."""
+
+import copy
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig
+
+from mycli.runtime.checkpoint.formats import read_quantization
+from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
+from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+
+NAMES = [f"model.layers.{layer}.mlp.{part}" for layer in range(12) for part in ("up_proj", "down_proj")] + ["lm_head"]
+
+
+def read(section: Any, names: list[str] = NAMES) -> dict[str, Packing]:
+    return read_quantization(Fields({"quantization_config": section}, "config.json"), names)
+
+
+ONE = {name: Packing(4, 128) for name in NAMES if name != "lm_head"}
+MIXED = {name: Packing(8 if name == "lm_head" else 2 + (".1." in name), 64) for name in NAMES}
+
+
+@pytest.mark.parametrize("packings", [ONE, MIXED], ids=["one", "mixed-with-head"])
+def test_what_is_written_is_read_back(packings: dict[str, Packing]) -> None:
+    section = write_quantization(packings, [name for name in NAMES if name not in packings])
+    assert read(section) == packings
+    QuantizationConfig.model_validate(copy.deepcopy(section))  # the reference's own, strict schema
+
+
+def test_mixed_targets_are_disjoint_exact_names() -> None:
+    groups = write_quantization(MIXED, [])["config_groups"]
+    targets = [target for name in sorted(groups) for target in groups[name]["targets"]]
+    assert sorted(targets) == sorted(MIXED)
+    assert list(groups) == sorted(groups)
+
+
+def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
+    section = write_quantization(ONE, ["lm_head"])
+    group = section["config_groups"]["group_0"]
+
+    def with_bits(bits: int, targets: list[str]) -> dict[str, Any]:
+        return {**group, "targets": targets, "weights": {**group["weights"], "num_bits": bits}}
+
+    section["config_groups"] = {
+        "a": with_bits(8, ["Linear"]),
+        "b": with_bits(4, [r"re:.*\.mlp\.up_proj$"]),
+        "c": with_bits(2, ["model.layers.3.mlp.up_proj"]),
+    }
+    found = read(section)
+    assert found["model.layers.3.mlp.up_proj"].bits == 2
+    assert found["model.layers.4.mlp.up_proj"].bits == 4
+    assert found["model.layers.4.mlp.down_proj"].bits == 8
+    assert "lm_head" not in found
+
+
+def test_no_section_is_no_quantization() -> None:
+    assert read_quantization(Fields({}, "config.json"), NAMES) == {}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    section: dict[str, Any] = write_quantization(ONE, ["lm_head"])
+    inner: Any = section
+    *parents, last = path.split("/")
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    return section
+
+
+WEIGHTS = "config_groups/group_0/weights"
+REFUSED = {
+    "method": ("quant_method", "gptq", "quant_method"),
+    "format": ("format", "marlin-24", "format"),
+    "kv-cache": ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
+    "bits-5": (f"{WEIGHTS}/num_bits", 5, "num_bits"),
+    "bits-string": (f"{WEIGHTS}/num_bits", "4", "num_bits"),
+    "float": (f"{WEIGHTS}/type", "float", "type"),
+    "asymmetric": (f"{WEIGHTS}/symmetric", False, "symmetric"),
+    "strategy": (f"{WEIGHTS}/strategy", "block", "strategy"),
+    "actorder-group": (f"{WEIGHTS}/actorder", "group", "actorder"),
+    "group-48": (f"{WEIGHTS}/group_size", 48, "group_size"),
+    "activations": ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
+    "group-format": ("config_groups/group_0/format", "float-quantized", "format"),
+    "no-groups": ("config_groups", {}, "config_groups"),
+    "catastrophic-regex": ("config_groups/group_0/targets", [r"re:(a+)+$"], "too complex"),
+    "regex-not-a-regex": ("config_groups/group_0/targets", ["re:(["], "regex"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"B14-{case}")
+def test_refused_by_name(case: str) -> None:
+    path, value, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        read(changed(path, value))
