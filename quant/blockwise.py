@@ -12,14 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from mycli.quant import solvers
+from mycli.quant import solvers, transforms
 from mycli.quant.calibration.hessian import HELD, BlockState, leave, observe, require_finite, rough_products
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import Progress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
-from mycli.quant.transforms.awq import choose_scale, fold, restore
+from mycli.quant.transforms import Transform
 from mycli.quant.tuning.block import close_calls, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import TORCH_DTYPES
@@ -36,12 +36,17 @@ class Solver:
     """Solves linears that share an input and a packing, and describes what came of it."""
 
     def __init__(
-        self, method: str, scale_dtype: torch.dtype, search: Search, folds: bool = False, tunes: bool = False
+        self,
+        method: str,
+        scale_dtype: torch.dtype,
+        search: Search,
+        transform: str | None = None,
+        tunes: bool = False,
     ) -> None:
         self._scheme = solvers.load(method)
         self.scale_dtype = scale_dtype
         self._search = search
-        self.folds = folds
+        self.transform = None if transform is None else transforms.load(transform)
         self.tunes = tunes
 
     def grid(self, packing: Packing) -> Grid:
@@ -167,7 +172,7 @@ def _pass_block(
     solved, settled = found, False
     if solved is None:
         quantized = BlockState(model.block(index), stream)
-        original = BlockState(model.block(index), full, settled=not solver.folds)
+        original = BlockState(model.block(index), full, settled=solver.transform is None)
         solved, calls = _solve_block(model, quantized, original, packings, solver, exact)
         settled = original.settled
     with rough_products(model.placement.device):
@@ -199,7 +204,9 @@ def _solve_block(
     linears: dict[str, Quantized] = {}
     layers: list[Layer] = []
     calls: dict[str, Tensor] = {}
-    changed = _fold_block(model, quantized, original, packings, solver, context) if solver.folds else {}
+    changed: dict[str, Tensor] = {}
+    if solver.transform is not None:
+        changed = _fold_block(model, quantized, original, packings, solver, solver.transform, context)
     for product, linear in quantized.block.products.items():
         packing = packings[linear.specs[0].name]
         moments = observe(model, quantized, original, product, context)
@@ -221,6 +228,7 @@ def _fold_block(
     original: BlockState,
     packings: Mapping[str, Packing],
     solver: Solver,
+    transform: Transform,
     context: PassContext,
 ) -> dict[str, Tensor]:
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
@@ -232,10 +240,10 @@ def _fold_block(
             continue
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.weight(), fitted.hessian + held.hessian
-        scale = choose_scale(weight, grid, hessian, source)
+        scale = transform.choose_scale(weight, grid, hessian, source)
         if scale is not None:
             for view in (quantized, original):
-                changed |= fold(view.block, product, scale, model.stored_dtype)
+                changed |= transform.fold(view.block, product, scale, model.stored_dtype)
     return changed
 
 

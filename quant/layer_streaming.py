@@ -4,7 +4,7 @@ What is held is one block, the residual stream of the tokens on the host, and at
 than memory can be measured. Knows nothing of what the outputs are for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -139,3 +139,17 @@ class StreamedModel:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
         logits: Tensor = self.head(self.normed(hidden))
         return logits.float()
+
+
+def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
+    """Put gains and biases by name, of a transform or of tuning, into a block as it was read."""
+    for norm in block.norms:
+        if (gain := changed.get(f"{norm.name}.weight")) is not None:
+            norm.weight = gain.to(norm.weight)
+    for linear in block.products.values():
+        start = 0
+        for spec in linear.specs:
+            end = start + spec.out_features
+            if (bias := changed.get(f"{spec.name}.bias")) is not None and linear.bias is not None:
+                linear.bias[start:end] = bias.to(linear.bias)
+            start = end

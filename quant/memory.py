@@ -37,7 +37,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `folds`: see the recipe.
+    """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `transforms`: inputs are
+    rescaled first.
 
     `judged`: tokens that sensitivities are taken at, 0 where widths are given.
     `measured`: tokens of the report, 0 where there is none; `context` of them in a window.
@@ -47,7 +48,7 @@ class Work:
     packings: Mapping[str, Packing]
     tokens: int
     seq: int
-    folds: bool
+    transforms: bool
     tunes: bool
     measured: int
     context: int
@@ -103,8 +104,9 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
     # Beside them lies the block before, whose codes are written: as they are, and as a file.
-    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.folds else 3) + 2 * weight_values(config.layer(0))
-    blocks = _FLOAT * weight_values(config.layer(0)) * 2
+    weights = weight_values(config.layer(0))
+    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.transforms else 3) + 2 * weights
+    blocks = 2 * _FLOAT * weights
     # The streams are made one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * config.hidden_size
     stages = [(streams * 2 // 3 + table, 0)]

@@ -230,7 +230,7 @@ def _write_blocks(
             writer.write(name, tensor)
 
     recipe, dtype = work.recipe, TORCH_DTYPES[work.config.dtype]
-    solver = Solver(recipe.solver, dtype, recipe.scales, recipe.folds, recipe.tune)
+    solver = Solver(recipe.solver, dtype, recipe.scales, recipe.transform, recipe.tune)
     model = StreamedModel(work.source.folder, placement, work.need.at_once)
     if not recipe.tune:
         return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None

@@ -75,7 +75,7 @@ class Plan:
     @property
     def calibrates(self) -> bool:
         """Whether the method wants data."""
-        return self.recipe.folds or solvers.load(self.recipe.solver).NEEDS_HESSIAN
+        return self.recipe.transform is not None or solvers.load(self.recipe.solver).NEEDS_HESSIAN
 
     @property
     def seq(self) -> int:
@@ -152,7 +152,7 @@ def _stages(work: Plan) -> Work:
         work.packings,
         work.recipe.samples * work.seq if work.calibrates else 0,
         work.seq,
-        work.recipe.folds,
+        work.recipe.transform is not None,
         work.recipe.tune,
         measured,
         min(REPORT_CONTEXT, work.config.max_context),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mycli.quant import transforms
 from mycli.quant.rounding.grid import Search
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import ModelConfig
@@ -19,13 +20,13 @@ DEFAULT_SEQ = 512  # 64 Ki tokens in all: several for every input of the largest
 class Recipe:
     """All that decides the bytes of the result, besides the source and a calibration text of one's own.
 
-    `method`: a scheme; awq, which rounds; or awq+gptq. `group` None: one scale per output row. Norms, biases and
-    embeddings are kept (but for what awq folds); so is the head, unless `head` says how many bits it gets. Methods that
-    need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq` None takes `DEFAULT_SEQ`, or the model's
-    context where that is shorter. `target_bpw`: bits per weight of the quantized linears together, scales included;
-    `widths` then says the bits of each product of each block, in order of execution (see `quant.mixed_precision`), and
-    `bits` nothing. `tune`: codes and scales of each block are trained once it is solved (`quant.tuning.block`), and
-    in the end scales and gains of all (`quant.tuning.end_to_end`).
+    `method`: a solver; a transform, after which weights are rounded; or both, as awq+gptq. `group` None: one scale per
+    output row. Norms, biases and embeddings are kept (but for what a transform folds); so is the head, unless `head`
+    says how many bits it gets. Methods that need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq`
+    None takes `DEFAULT_SEQ`, or the model's context where that is shorter. `target_bpw`: bits per weight of the
+    quantized linears together, scales included; `widths` then says the bits of each product of each block, in order of
+    execution (see `quant.mixed_precision`), and `bits` nothing. `tune`: codes and scales of each block are trained once
+    it is solved (`quant.tuning.block`), and in the end scales and gains of all (`quant.tuning.end_to_end`).
     """
 
     method: str = "gptq"
@@ -59,14 +60,15 @@ class Recipe:
         return f"{self.method.replace('+', '-')}{scales}-{packing}{head}{tuned}"
 
     @property
-    def folds(self) -> bool:
-        """Whether inputs are rescaled before anything is solved (see `quant.transforms.awq`)."""
-        return self.method.split("+")[0] == "awq"
+    def transform(self) -> str | None:
+        """The one of `quant.transforms` that rescales inputs before anything is solved, None for none."""
+        first = self.method.partition("+")[0]
+        return first if first in transforms.names() else None
 
     @property
     def solver(self) -> str:
-        """The scheme that chooses the codes."""
-        return (self.method.removeprefix("awq").removeprefix("+") or "rtn") if self.folds else self.method
+        """The one of `quant.solvers` that chooses the codes: behind a transform plain rounding, unless one is named."""
+        return self.method if self.transform is None else self.method.partition("+")[2] or "rtn"
 
     def packings(self, config: ModelConfig) -> dict[str, Packing]:
         """The packing of each linear that gets one, in order of execution.

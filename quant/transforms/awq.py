@@ -6,7 +6,7 @@ grouped queries stay exact), the rows of up. The block computes what it did, and
 Knows blocks; what rounds the weights afterwards is not its business.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,20 +66,6 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
         changed = _divide_rows(block.products[source.product], source.start, rows)
     linear.replace(linear.weight() * scale)
     return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
-
-
-def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
-    """Put gains and biases by name, of `fold` or of tuning, into a block as it was read."""
-    for norm in block.norms:
-        if (gain := changed.get(f"{norm.name}.weight")) is not None:
-            norm.weight = gain.to(norm.weight)
-    for linear in block.products.values():
-        start = 0
-        for spec in linear.specs:
-            end = start + spec.out_features
-            if (bias := changed.get(f"{spec.name}.bias")) is not None and linear.bias is not None:
-                linear.bias[start:end] = bias.to(linear.bias)
-            start = end
 
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:

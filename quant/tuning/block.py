@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize
-from mycli.quant.transforms.awq import restore
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved

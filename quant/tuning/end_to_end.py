@@ -17,12 +17,11 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.memory import BATCH
 from mycli.quant.model_card import Tuning
 from mycli.quant.progress import Progress, silent
 from mycli.quant.rounding.grid import Grid, dequantize
-from mycli.quant.transforms.awq import restore
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.quant.work_folder import Solved

@@ -111,8 +111,8 @@ def main() -> None:
             "rounding, searched scale (`--method rtn`)": "mse",
             "plain GPTQ": Peer(PlainGptq()),
             "GPTQ of mycli, without refit": Peer(solvers.load("gptq")),
-            "`--method awq`": Solver("rtn", torch.bfloat16, "mse", folds=True),
-            "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", folds=True),
+            "`--method awq`": Solver("rtn", torch.bfloat16, "mse", transform="awq"),
+            "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", transform="awq"),
             "`--method gptq`": ours,
             "`--method gptq --tune`": Solver("gptq", torch.bfloat16, "mse", tunes=True),
         }

@@ -41,11 +41,11 @@ def test_names_state_facts(recipe: Recipe, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "folds", "solver"),
-    [("gptq", False, "gptq"), ("rtn", False, "rtn"), ("awq", True, "rtn"), ("awq+gptq", True, "gptq")],
+    ("method", "transform", "solver"),
+    [("gptq", None, "gptq"), ("rtn", None, "rtn"), ("awq", "awq", "rtn"), ("awq+gptq", "awq", "gptq")],
 )
-def test_a_method_may_fold_before_it_solves(method: str, folds: bool, solver: str) -> None:
-    assert (Recipe(method).folds, Recipe(method).solver) == (folds, solver)
+def test_a_method_may_transform_before_it_solves(method: str, transform: str | None, solver: str) -> None:
+    assert (Recipe(method).transform, Recipe(method).solver) == (transform, solver)
 
 
 def test_every_linear_and_nothing_else_is_packed() -> None:

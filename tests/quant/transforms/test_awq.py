@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.quant.layer_streaming import restore
 from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
-from mycli.quant.transforms.awq import choose_scale, fold, restore
+from mycli.quant.transforms.awq import choose_scale, fold
 from mycli.runtime.device.placement import TORCH_DTYPES
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear

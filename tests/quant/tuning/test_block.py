@@ -92,8 +92,8 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert tuned.linears == solved.linears and tuned.changed == solved.changed
 
 
-@pytest.mark.parametrize("folds", [False, True], ids=["gptq", "awq+gptq"])
-def test_blocks_are_tuned_as_they_pass(folds: bool) -> None:
+@pytest.mark.parametrize("transform", [None, "awq"], ids=["gptq", "awq+gptq"])
+def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     """Each in turn, on the stream of those before it as they are stored; every layer says what was gained."""
     model = StreamedModel(DRAFT, CPU)
     packings = {
@@ -106,7 +106,8 @@ def test_blocks_are_tuned_as_they_pass(folds: bool) -> None:
     windows = bundled(tokenizer, model.config.vocab_size, 4 * HELD, 64, seed=0).windows
     made: dict[bool, list[Solved]] = {False: [], True: []}
     for tunes, blocks in made.items():
-        quantize_blocks(model, packings, Solver("gptq", torch.bfloat16, "mse", folds, tunes), windows, blocks.append)
+        solver = Solver("gptq", torch.bfloat16, "mse", transform, tunes)
+        quantize_blocks(model, packings, solver, windows, blocks.append)
     assert all(layer.tuned is None for block in made[False] for layer in block.layers)
     shares = [layer.tuned for block in made[True] for layer in block.layers]
     assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1
