@@ -54,7 +54,7 @@ def test_a_prompt_is_prefilled_whole_each_time(pico: ModelRunner, passes: Passes
 
 
 def test_depth_is_prefilled_once_and_each_prompt_starts_there(pico: ModelRunner, passes: Passes) -> None:
-    bench.run(pico, Trial(prompt=20, generate=0, depth=30, batch=2), repetitions=3)
+    bench.run(pico, Trial(prompt=20, generate=0, depth=30, sequences=2), repetitions=3)
     assert passes == [(2, 0, 30)] + [(2, 30, 20)] * 4
 
 

@@ -298,7 +298,7 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
 
 
 def test_the_same_errors_as_without_speculation() -> None:
-    session = SpeculativeSession(target_model(), 4, Lookup(), Fixed(2))
+    session = SpeculativeSession(ModelRunner(target_model()), 4, Lookup(), Fixed(2))
     with pytest.raises(UsageError, match="5 tokens.*room for 4"):
         reply(session, PROMPT, 3)
 
