@@ -25,10 +25,10 @@ class LoadedSession:
     session: "Session"
 
 
-def load(call: Call, model: str, wish: EngineConfig) -> LoadedSession:
-    """Load MODEL as `wish` says; without a context in it, with the model's own, or as much as fits.
+def load(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
+    """Load MODEL as `engine` says; without a context in it, with the model's own, or as much as fits.
 
-    The session has one sequence; memory is checked for `wish.sequences`, for a command that branches it.
+    The session has one sequence; memory is checked for `engine.sequences`, for a command that branches it.
     Says on stderr where it runs and what could not be done as asked.
     """
     from mycli.runtime.checkpoint.prefetch import read_ahead
@@ -41,26 +41,26 @@ def load(call: Call, model: str, wish: EngineConfig) -> LoadedSession:
     from mycli.runtime.engine.loader import out_of_memory, plan_memory
 
     draft = None
-    if wish.draft is not None and wish.draft != NGRAM:
-        draft = ModelFolder.open(resolve(wish.draft, offline=call.offline).folder)
+    if engine.draft is not None and engine.draft != NGRAM:
+        draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
     folder = ModelFolder.open(source.folder)
-    placement = wish.place(folder.config)
+    placement = engine.place(folder.config)
     for note in placement.notes:
         call.out.note(note)
-    context = plan_memory(folder, placement, wish, draft)
-    if wish.context is None and context < folder.config.max_context:
+    context = plan_memory(folder, placement, engine, draft)
+    if engine.context is None and context < folder.config.max_context:
         call.out.note(f"context {context} of the model's {folder.config.max_context} tokens: --ctx asks for more")
-    wish = replace(wish, context=context)
+    engine = replace(engine, context=context)
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
-        loaded, session = _load(call, folder, placement, wish, draft)
+        loaded, session = _load(call, folder, placement, engine, draft)
         return LoadedSession(source, placement, loaded, session)
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
-    raise out_of_memory(folder, placement, wish, draft)
+    raise out_of_memory(folder, placement, engine, draft)
 
 
 def _load(
-    call: Call, folder: ModelFolder, placement: "Placement", wish: EngineConfig, draft: ModelFolder | None
+    call: Call, folder: ModelFolder, placement: "Placement", engine: EngineConfig, draft: ModelFolder | None
 ) -> "tuple[LoadedModel, Session]":
     """The model, and a session that speculates with the model `draft` or by lookup where that is asked for.
 
@@ -72,16 +72,16 @@ def _load(
     from mycli.runtime.speculative.draft_length import Adaptive
     from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
 
-    assert wish.context is not None
-    loaded = LoadedModel.load(folder, placement, allow_nonfinite=wish.allow_nonfinite)
+    assert engine.context is not None
+    loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite)
     for warning in loaded.warnings:
         call.out.warn(warning)
-    if wish.draft is None:
-        return loaded, Session(loaded.runner, wish.context)
+    if engine.draft is None:
+        return loaded, Session(loaded.runner, engine.context)
     drafter: Drafter = Lookup()
     if draft is not None:
-        drafter = load_draft(draft, loaded.tokenizer, loaded.runner, wish.context)
-    session = SpeculativeSession(loaded.runner, wish.context, drafter, Adaptive(drafter.weight, call.out.note))
+        drafter = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
+    session = SpeculativeSession(loaded.runner, engine.context, drafter, Adaptive(drafter.weight, call.out.note))
     session.warm_up()
     return loaded, session
 

@@ -82,7 +82,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _measure(call: Call, model: str, wish: "EngineConfig", trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
+def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
     """All trials of one model, the largest memory need checked before anything is loaded."""
     import time
 
@@ -96,14 +96,14 @@ def _measure(call: Call, model: str, wish: "EngineConfig", trials: "Sequence[Tri
     source = resolve(model, offline=call.offline)
     folder = ModelFolder.open(source.folder)
     config = folder.config
-    placement = wish.place(config)
+    placement = engine.place(config)
     for note in placement.notes:
         call.out.note(note)
     for trial in trials:
         if trial.context > config.max_context:
             problem = f"{trial.name} needs {trial.context} positions, {model} has {config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
-        plan_memory(folder, placement, replace(wish, context=trial.context, sequences=trial.sequences))
+        plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences))
     announce_build(call, placement)
     began = time.perf_counter()
     runner = load_model(folder, placement)
@@ -235,12 +235,12 @@ def bench(
     style = "json" if call.out.json_mode else output
     if style not in FORMATS:
         raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")
-    wish = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
-    if wish.draft is not None:
+    engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
+    if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "leave --save and --compare away")
         (longest, *_) = options.parse_counts(generate)
-        bench_draft(call, models[0], wish, limit=max(longest, 2), repetitions=repetitions, style=style)
+        bench_draft(call, models[0], engine, limit=max(longest, 2), repetitions=repetitions, style=style)
         return
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
@@ -255,7 +255,7 @@ def bench(
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     if compare is not None:
         _read(compare)  # a bad file is told before minutes of work
-    rows = [row for model in models for row in _measure(call, model, wish, trials, repetitions)]
+    rows = [row for model in models for row in _measure(call, model, engine, trials, repetitions)]
     changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
     _print(call, rows, style)
     if compare is not None and style == "md":

@@ -59,13 +59,13 @@ def _tokens(text: str, length: int, acceptance: float, expected: float, found: f
     return {"text": text, "drafted": length, "acceptance": acceptance, "expected": expected, "found": found}
 
 
-def _subject(call: Call, model: str, wish: "EngineConfig") -> "tuple[Subject, dict[str, list[list[int]]]]":
+def _subject(call: Call, model: str, engine: "EngineConfig") -> "tuple[Subject, dict[str, list[list[int]]]]":
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.speculative.benchmark import Subject
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel, Lookup
 
-    opened = load(call, model, wish)
+    opened = load(call, model, engine)
     loaded, session = opened.model, opened.session
     if not isinstance(session, SpeculativeSession):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
@@ -80,15 +80,15 @@ def _subject(call: Call, model: str, wish: "EngineConfig") -> "tuple[Subject, di
     return subject, dict(prompts(loaded.tokenizer))
 
 
-def bench_draft(call: Call, model: str, wish: "EngineConfig", *, limit: int, repetitions: int, style: str) -> None:
+def bench_draft(call: Call, model: str, engine: "EngineConfig", *, limit: int, repetitions: int, style: str) -> None:
     """Measure and say whether it pays. `style` is md or json; replies of `limit` tokens, greedy."""
     if style not in ("md", "json"):
         raise UsageError(f"-o {style} with --draft", "choose md or json")
-    subject, texts = _subject(call, model, wish)
+    subject, texts = _subject(call, model, engine)
     from mycli.runtime.speculative.benchmark import compare, textbook
 
     rows, tokens, plain, drafted, notes = [], [], 0.0, 0.0, []
-    with call.out.progress(f"{model} with {wish.draft}", len(texts), "kinds of text") as bar:
+    with call.out.progress(f"{model} with {engine.draft}", len(texts), "kinds of text") as bar:
         for kind, prompts in texts.items():
             bar.describe(kind)
             found = compare(subject, prompts, limit, repetitions, LENGTHS)
@@ -105,7 +105,7 @@ def bench_draft(call: Call, model: str, wish: "EngineConfig", *, limit: int, rep
         call.out.json(
             {
                 "model": model,
-                "draft": wish.draft,
+                "draft": engine.draft,
                 "results": rows,
                 "tokens_per_pass": tokens,
                 "speedup": whole,
@@ -133,7 +133,7 @@ def bench_draft(call: Call, model: str, wish: "EngineConfig", *, limit: int, rep
         call.out.detail(note)
     paying = [row["text"] for row in rows if row["speedup"] >= WORTH]
     advice = f"it pays for {', '.join(paying)}" if paying else "leave it away here"
-    call.out.result(f"\n{model} with the draft {wish.draft}: {whole:.2f}x over all texts; {advice}")
+    call.out.result(f"\n{model} with the draft {engine.draft}: {whole:.2f}x over all texts; {advice}")
 
 
 def _cells(row: Row) -> list[str]:

@@ -220,14 +220,14 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     call.out.result("\n".join(commands))
 
 
-def _verify(call: Call, subject: _Subject, wish: EngineConfig, tolerance: float) -> None:
+def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: float) -> None:
     from mycli.runtime.diagnostics.memory_check import check, measure
 
-    placement = wish.place(subject.folder.config)
+    placement = engine.place(subject.folder.config)
     for note in placement.notes:
         call.out.note(note)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
-    parts = measure(subject.folder, plan, placement, allow_nonfinite=wish.allow_nonfinite)
+    parts = measure(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
     if call.out.json_mode:
         compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
         call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
@@ -263,22 +263,22 @@ def _open(call: Call, model: str) -> ModelFolder:
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
-def _plan(call: Call, folder: ModelFolder, wish: EngineConfig, gpu: bool) -> Plan:
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> Plan:
     config = folder.config
-    if (wish.context or 1) > config.max_context:
-        problem = f"--ctx {wish.context} is more than the {config.max_context} tokens this model was made for"
+    if (engine.context or 1) > config.max_context:
+        problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
-    draft = None if wish.draft in (None, NGRAM) else _open(call, wish.draft)
+    draft = None if engine.draft in (None, NGRAM) else _open(call, engine.draft)
     return Plan(
         config,
         folder.packings,
-        context=wish.context or min(DEFAULT_CONTEXT, config.max_context),
-        batch=wish.sequences,
-        dtype=wish.dtype,
+        context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
+        batch=engine.sequences,
+        dtype=engine.dtype,
         gpu=gpu,
-        draft=None if draft is None else Plan(draft.config, draft.packings, kv=wish.kv),
-        kv=wish.kv,
-        shadow=wish.dense_prefill_copy,
+        draft=None if draft is None else Plan(draft.config, draft.packings, kv=engine.kv),
+        kv=engine.kv,
+        shadow=engine.dense_prefill_copy,
         tiles=cpu().tiles,
     )
 
@@ -329,25 +329,25 @@ def estimate(
     """
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
-    wish = loading.resolve(batch)
-    if verify and (gpu or quant or head != "keep" or wish.draft):
+    engine = loading.resolve(batch)
+    if verify and (gpu or quant or head != "keep" or engine.draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
     tolerance = _parse_tolerance(tol)
-    target = Target("gpu", "as given", True, gpu) if gpu else find_target(wish.device, state())
+    target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
     folder = _open(call, model)
-    plan = _plan(call, folder, wish, target.gpu)
+    plan = _plan(call, folder, engine, target.gpu)
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)
     subject = _Subject(model, folder, plan, target, scheme)
     if table:
         _table(call, subject)
     elif fit:
-        _fit(call, subject, wish.context)
+        _fit(call, subject, engine.context)
     elif verify:
-        _verify(call, subject, wish, tolerance)
+        _verify(call, subject, engine, tolerance)
     else:
         _show(call, subject, tp)

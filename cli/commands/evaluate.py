@@ -99,14 +99,17 @@ def evaluate(
     from mycli.runtime.hub.resolve import resolve
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-    wish = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
-    if kv_sweep and (ref is not None or wish.kv != "auto"):
+    engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
+    if kv_sweep and (ref is not None or engine.kv != "auto"):
         raise UsageError("--kv-sweep compares the model with itself", "leave out --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
     folders = [ModelFolder.open(source.folder) for source in sources]
-    placements = [wish.place(folders[0].config), *(replace(wish, kv="auto").place(one.config) for one in folders[1:])]
+    placements = [
+        engine.place(folders[0].config),
+        *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
+    ]
     for note in placements[0].notes:
         call.out.note(note)
     cuts = [

@@ -47,13 +47,13 @@ def load_model(
     return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
 
 
-def _plan(folder: ModelFolder, placement: Placement, wish: EngineConfig, draft: ModelFolder | None) -> Plan:
+def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> Plan:
     dtype, kv = placement.dtype_name, placement.kv
     return Plan(
         folder.config,
         folder.packings,
-        context=wish.context or min(folder.config.max_context, DEFAULT_CONTEXT),
-        batch=wish.sequences,
+        context=engine.context or min(folder.config.max_context, DEFAULT_CONTEXT),
+        batch=engine.sequences,
         dtype=dtype,
         gpu=placement.device.type == "cuda",
         draft=None if draft is None else Plan(draft.config, draft.packings, dtype=dtype, kv=kv),
@@ -67,16 +67,18 @@ def _place_name(placement: Placement) -> str:
     return "main memory" if placement.device.type == "cpu" else str(placement.device)
 
 
-def plan_memory(folder: ModelFolder, placement: Placement, wish: EngineConfig, draft: ModelFolder | None = None) -> int:
+def plan_memory(
+    folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None = None
+) -> int:
     """The context in tokens to make caches for, after checking that everything fits the free memory.
 
-    `draft` has a cache of its own. Without a wish for it the context is the model's own, but at most `DEFAULT_CONTEXT`,
+    `draft` has a cache of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
     or less where memory is short. Raises ResourceError with what is needed, what is free and the smallest change that
     fits.
     """
-    plan = _plan(folder, placement, wish, draft)
+    plan = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
-    if wish.context is None:
+    if engine.context is None:
         fitting = longest_context(plan, free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
     preflight(plan, free, _place_name(placement))
@@ -84,11 +86,11 @@ def plan_memory(folder: ModelFolder, placement: Placement, wish: EngineConfig, d
 
 
 def out_of_memory(
-    folder: ModelFolder, placement: Placement, wish: EngineConfig, draft: ModelFolder | None = None
+    folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None = None
 ) -> ResourceError:
     """What to say when memory ran out although `plan_memory` found enough; what was loaded must be let go of before."""
     if placement.device.type == "cuda":
         torch.cuda.empty_cache()
-    plan = _plan(folder, placement, wish, draft)
+    plan = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device) + estimate(plan).runtime  # of this process, which has it already
     return shortage(plan, free, _place_name(placement))
