@@ -9,8 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -18,6 +17,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.output import Output
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
+from mycli.runtime.utils.version import version
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,6 @@ _STOPS: dict[type[BaseException], ExitCode] = {
     Terminated: ExitCode.TERMINATED,
     BrokenPipeError: ExitCode.PIPE,  # nobody reads any more: nothing to say, and nobody to say it to
 }
-
-
-def version() -> str:
-    """Of the installed distribution; a checkout that runs from its links is not installed."""
-    try:
-        return metadata.version("mycli-llm")
-    except metadata.PackageNotFoundError:
-        return "0+checkout"
 
 
 def print_version(wanted: bool) -> None:
@@ -131,22 +123,55 @@ def _listen() -> None:
             signal.signal(number, _on_signal)
 
 
+def _options(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
+    """The options of `function(call, ...)` by name, and those parameters that are records of several, with their kinds.
+
+    A record is a frozen dataclass whose fields are annotated as options are.
+    """
+    expanded: dict[str, inspect.Parameter] = {}
+    records: dict[str, Any] = {}
+    hints = get_type_hints(function, include_extras=True)
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parts = [parameter.replace(annotation=kind)]
+        else:
+            records[parameter.name] = kind
+            inner = get_type_hints(kind, include_extras=True)
+            parts = [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                    annotation=inner[field.name],
+                )
+                for field in fields(kind)
+            ]
+        expanded |= {part.name: part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts}
+    return expanded, records
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Give `function(call, ...)` the global options and the error handling; what Typer registers."""
-    hints = get_type_hints(function, include_extras=True)
-    own = list(inspect.signature(function).parameters.values())[1:]
+    own, records = _options(function)
+    names = list(inspect.signature(function).parameters)[1:]
     common_hints = get_type_hints(_common, include_extras=True)
-    common = inspect.signature(_common).parameters
-    added = [parameter for name, parameter in common.items() if name not in hints]
+    common = {
+        name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=common_hints[name])
+        for name, parameter in inspect.signature(_common).parameters.items()
+    }
+
+    def argument(name: str, values: dict[str, Any]) -> Any:
+        record = records.get(name)
+        return values[name] if record is None else record(**{one.name: values[one.name] for one in fields(record)})
 
     def invoke(**values: Any) -> None:
         call = _common(**{name: values[name] for name in common})
         _listen()
-        sys.exit(guarded(call.out, lambda: function(call, **{p.name: values[p.name] for p in own})))
+        sys.exit(guarded(call.out, lambda: function(call, **{name: argument(name, values) for name in names})))
 
-    annotated = {p.name: hints[p.name] for p in own} | {p.name: common_hints[p.name] for p in added}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotated[p.name]) for p in [*own, *added]]
-    invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what inspect.signature reads
-    invoke.__annotations__ = annotated
+    shown = {**own, **{name: parameter for name, parameter in common.items() if name not in own}}
+    invoke.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]  # what inspect.signature reads
+    invoke.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
     invoke.__doc__ = function.__doc__
     return invoke

@@ -40,8 +40,8 @@ def _parse(path: Path, hint: str) -> dict[str, Any]:
 
 def read_settings(
     path: Path, command: str, commands: Collection[str], keys: Callable[[str], Mapping[str, str]]
-) -> dict[str, dict[str, Any]]:
-    """Defaults of `command` by parameter, as a parser wants them: {command: {parameter: value}}.
+) -> dict[str, Any]:
+    """Defaults of `command` by parameter.
 
     `keys(name)` gives the options of a command as key -> parameter. It is called for another command only where a key
     at the top is no option of this one, because it imports that command.
@@ -70,4 +70,4 @@ def read_settings(
         if key not in parameters:
             raise UsageError(f"{path}: [{command}] {name} is not an option of that command", hint)
         general[parameters[key]] = value
-    return {command: general}
+    return general

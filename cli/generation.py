@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mycli.cli.load import Loaded
+from mycli.cli.load import LoadedSession
 from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.engine.completion import Reply
-    from mycli.runtime.engine.samples import Sample
+    from mycli.runtime.engine.completion import Completion, Sample
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammar import Grammar
-    from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
+    from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.sampling.sampler import Sampling
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -23,7 +22,7 @@ DEFAULT_LIMIT = 512
 
 
 @dataclass(frozen=True)
-class Manner:
+class GenerationOptions:
     """How every prompt of a command is answered. `top`: logprobs of so many tokens a place, None for no logprobs."""
 
     sampling: "Sampling"
@@ -37,93 +36,87 @@ class Manner:
     top: int | None = None
 
 
-class Answering:
-    """A loaded model that answers in one manner."""
+class Generator:
+    """A loaded model that answers every prompt with the same options."""
 
-    def __init__(self, loaded: Loaded, manner: Manner) -> None:
+    def __init__(self, loaded: LoadedSession, options: GenerationOptions) -> None:
         self._loaded = loaded
-        self._manner = manner
-        self.recorder: LogprobRecorder | None = None  # of the reply under way
+        self._options = options
 
     @property
     def constrained(self) -> bool:
         """Whether a reply that is cut off is of no use."""
-        return self._manner.grammar is not None
+        return self._options.grammar is not None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids of a text or a conversation. A text is a question, unless raw or the model has no chat template."""
-        manner, tokenizer = self._manner, self._loaded.assistant.tokenizer
+        options, tokenizer = self._options, self._loaded.model.tokenizer
         if isinstance(prompt, str):
-            if manner.raw or tokenizer.template is None:
-                return tokenizer.encode(prompt, add_special=True, allow_special=manner.allow_special)
+            if options.raw or tokenizer.template is None:
+                return tokenizer.encode(prompt, add_special=True, allow_special=options.allow_special)
             prompt = [Message("user", prompt)]
-        if manner.system is not None and not any(message.role == "system" for message in prompt):
-            prompt = [Message("system", manner.system), *prompt]
-        return tokenizer.chat(prompt, allow_special=manner.allow_special)
+        if options.system is not None and not any(message.role == "system" for message in prompt):
+            prompt = [Message("system", options.system), *prompt]
+        return tokenizer.chat(prompt, allow_special=options.allow_special)
 
-    def limit(self, prompt: Sequence[int]) -> int | None:
+    def _limit(self, room: int) -> int | None:
         """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
-        room = self._loaded.session.capacity - len(prompt) + 1
-        if self._manner.limit is None and room > DEFAULT_LIMIT:
+        if self._options.limit is None and room > DEFAULT_LIMIT:
             return DEFAULT_LIMIT
-        return self._manner.limit
+        return self._options.limit
 
-    def reply(self, prompt: Sequence[int]) -> "Reply":
+    def _room(self, prompt: Sequence[int]) -> int:
+        return self._loaded.session.context - len(prompt) + 1
+
+    def reply(self, prompt: Sequence[int]) -> "Completion":
         """One reply, to be streamed."""
-        from mycli.runtime.engine.completion import Reply
-        from mycli.runtime.sampling.logprobs import LogprobRecorder
+        from mycli.runtime.engine.completion import Completion
 
-        manner = self._manner
-        self.recorder = None if manner.top is None else LogprobRecorder(manner.top)
-        return Reply(
-            self._loaded.assistant,
+        options = self._options
+        return Completion(
+            self._loaded.model,
             self._loaded.session,
             prompt,
-            manner.sampling,
-            limit=self.limit(prompt),
-            stops=manner.stops,
-            constraint=None if manner.grammar is None else manner.grammar.start(),
-            recorder=self.recorder,
+            options.sampling,
+            limit=self._limit(self._room(prompt)),
+            stops=options.stops,
+            grammar=options.grammar,
+            top=options.top,
         )
 
     def samples(self, prompt: Sequence[int]) -> "list[Sample]":
-        """As many replies as the manner asks for, after one prefill."""
-        from mycli.runtime.engine.samples import draw_samples
+        """As many replies as are asked for, after one prefill."""
+        from mycli.runtime.engine.completion import draw_samples
 
-        manner, session = self._manner, self._loaded.session
-        limit = self.limit(prompt)
+        options, room = self._options, self._room(prompt)
+        limit = self._limit(room)
         return draw_samples(
-            self._loaded.assistant,
-            session,
+            self._loaded.model,
+            self._loaded.session,
             prompt,
-            manner.sampling,
-            manner.samples,
-            max(session.capacity - len(prompt) + 1, 0) if limit is None else limit,
-            stops=manner.stops,
-            grammar=manner.grammar,
-            top=manner.top,
+            options.sampling,
+            count=options.samples,
+            limit=max(room, 0) if limit is None else limit,
+            stops=options.stops,
+            grammar=options.grammar,
+            top=options.top,
         )
 
     def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The whole answer as an object: `text`, `finish_reason` and counts, or `samples` with these for each."""
-        if self._manner.samples > 1:
+        if self._options.samples > 1:
             drawn = self.samples(prompt)
             timing = self._loaded.session.timing
-            each = [{**_written(s.text, s.finish_reason, s.tokens), **self._logprobs(s.logprobs)} for s in drawn]
+            each = [{**_written(one, one.text), **self._logprobs(one.logprobs)} for one in drawn]
             return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
         reply = self.reply(prompt)
-        return self.describe_reply(reply, "".join(reply))
-
-    def describe_reply(self, reply: "Reply", text: str) -> dict[str, Any]:
-        """The object for a reply that was streamed."""
-        rows = [] if self.recorder is None else self.recorder.rows[0][: len(reply.tokens)]
-        return {**describe(reply, text), **self._logprobs(rows)}
+        return {**describe(reply, "".join(reply)), **self._logprobs(reply.logprobs)}
 
     def _logprobs(self, logprobs: "Sequence[TokenLogprob]") -> dict[str, Any]:
         """Nothing unless they were asked for."""
-        if self._manner.top is None:
+        if self._options.top is None:
             return {}
-        tokenizer = self._loaded.assistant.tokenizer
+        tokenizer = self._loaded.model.tokenizer
         return {
             "logprobs": [
                 {
@@ -135,15 +128,15 @@ class Answering:
         }
 
 
-def _written(text: str, reason: str | None, tokens: Sequence[int]) -> dict[str, Any]:
-    return {"text": text, "finish_reason": reason, "completion_tokens": len(tokens)}
+def _written(reply: "Completion | Sample", text: str) -> dict[str, Any]:
+    return {"text": text, "finish_reason": reply.finish_reason, "completion_tokens": len(reply.tokens)}
 
 
-def describe(reply: "Reply", text: str) -> dict[str, Any]:
+def describe(reply: "Completion", text: str) -> dict[str, Any]:
     """A reply that ended as an object."""
     timing = reply.timing
     return {
-        **_written(text, reply.finish_reason, reply.tokens),
+        **_written(reply, text),
         "prompt_tokens": timing.prompt,
         "cached_tokens": timing.cached,
         "first_token_seconds": round(timing.first_token_seconds, 5),

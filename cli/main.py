@@ -35,8 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # What may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device")
-# Typer exports one kind of mistake on a command line; this is what all kinds have in common.
-_MISTAKE: type[Exception] = typer.BadParameter.__mro__[1]
+GROUPS = {"spec": "Say and test what a draft does for a model."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
 
@@ -55,18 +54,29 @@ def _load(name: str) -> tuple[Any, str]:
 
 def build(selected: frozenset[str]) -> typer.Typer:
     """The program with the commands of `selected` ready to run and only names and summaries of the others."""
-    app = typer.Typer(
-        add_completion=True,
-        no_args_is_help=True,
-        rich_markup_mode=None,  # plain help: it is read in pipes and narrow terminals, and starts faster
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    settings: dict[str, Any] = {
+        "no_args_is_help": True,
+        "rich_markup_mode": None,  # plain help: it is read in pipes and narrow terminals, and starts faster
+        "pretty_exceptions_enable": False,
+        "context_settings": {"help_option_names": ["-h", "--help"]},
+    }
+    app = typer.Typer(add_completion=True, **settings)
     app.callback()(_main)
+    groups = {"": app, **{name: typer.Typer(**settings) for name in GROUPS}}
     for name, (_, summary) in COMMANDS.items():
         function, epilog = _load(name) if name in selected else ((lambda: None), "")
-        app.command(name, short_help=summary, epilog=epilog or None)(function)
+        first, _, last = name.rpartition(" ")
+        groups[first].command(last, short_help=summary, epilog=epilog or None)(function)
+    for name, summary in GROUPS.items():
+        app.add_typer(groups[name], name=name, help=summary)
     return app
+
+
+def find_command(program: Any, name: str) -> Any:
+    """The parser's command of that name in `program`."""
+    for word in name.split():
+        program = program.commands[word]
+    return program
 
 
 def _options(command: Any) -> list[Any]:
@@ -80,7 +90,8 @@ def program(selected: frozenset[str]) -> Any:
     keys at the top; the docs give the rule once, the help of an option does not repeat it.
     """
     group: Any = typer.main.get_command(build(selected))
-    for name, command in group.commands.items():
+    for name in COMMANDS:
+        command = find_command(group, name)
         for option in _options(command):
             key = option_key(option.opts).upper()
             foreign = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
@@ -92,7 +103,7 @@ def program(selected: frozenset[str]) -> Any:
 
 def option_keys(name: str) -> dict[str, str]:
     """What config.toml may set of a command: the name of an option as it is typed -> the parameter."""
-    command = program(frozenset({name})).commands[name]
+    command = find_command(program(frozenset({name})), name)
     return {option_key(option.opts): option.name for option in _options(command)}
 
 
@@ -101,11 +112,11 @@ def _variable(option: Any) -> str:
     return next(name for name in names if os.environ.get(name))
 
 
-def _mistake(error: Any, command: str | None) -> UsageError:
+def _mistake(error: Any) -> UsageError:
     """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
     context: Any = getattr(error, "ctx", None)
     option: Any = getattr(error, "param", None)
-    hint = f"mycli {command} --help" if command else "mycli --help"
+    hint = f"{context.command_path if context else 'mycli'} --help"
     if option is None or not error.message:  # not about a value that was given
         text = str(error.format_message()).rstrip(".")
         return UsageError(text[:1].lower() + text[1:], hint)
@@ -127,36 +138,34 @@ def reorder(arguments: Sequence[str]) -> list[str]:
         leading.append(rest.pop(0))
         if leading[-1] == "--device" and rest:
             leading.append(rest.pop(0))
-    words = 2 if " ".join(rest[:2]) in COMMANDS else 1
-    known = " ".join(rest[:words]) in COMMANDS
-    return [*rest[:words], *leading, *rest[words:]] if known else list(arguments)
-
-
-def join(arguments: Sequence[str]) -> list[str]:
-    """The name of a command of two words as one argument. Raises UsageError for the first word alone."""
-    pairs = [name for name in COMMANDS if " " in name and name.split()[0] in arguments[:1]]
-    if not pairs:
+    name = _named(rest)
+    if name is None:
         return list(arguments)
-    name = " ".join(arguments[:2])
-    if name not in pairs:
-        first, seconds = arguments[0], " or ".join(pair.split()[1] for pair in pairs)
-        raise UsageError(f"mycli {first}: {seconds}?", f"mycli {pairs[0]} --help")
-    return [name, *arguments[2:]]
+    words = name.count(" ") + 1
+    return [*rest[:words], *leading, *rest[words:]]
+
+
+def _named(words: Sequence[str]) -> str | None:
+    """The command that a line begins with."""
+    return next((name for count in (2, 1) if (name := " ".join(words[:count])) in COMMANDS), None)
 
 
 def _run(arguments: list[str]) -> ExitCode:
-    arguments = join(reorder(arguments)) or ["--help"]
+    arguments = reorder(arguments)
+    if not arguments or arguments in ([group] for group in GROUPS):
+        arguments.append("--help")
     completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
-    words = completing.split() if "_MYCLI_COMPLETE" in os.environ else arguments[:1]
-    named = next((word for word in words if word in COMMANDS), None)
-    defaults = {}
+    named = _named(completing.split()[1:] if "_MYCLI_COMPLETE" in os.environ else arguments)
+    defaults: dict[str, Any] = {}
     if named and not {"-h", "--help"} & set(arguments):
         defaults = read_settings(config_path(), named, COMMANDS, option_keys)
+        for word in reversed(named.split()):
+            defaults = {word: defaults}
     group = program(frozenset({named} if named else ()))
     try:
         result = group.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
-    except _MISTAKE as error:
-        raise _mistake(error, named) from error
+    except typer.TyperException as error:
+        raise _mistake(error) from error
     except SystemExit as stop:  # every command ends this way, and so does completion
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected

@@ -95,6 +95,12 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeata
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
 ]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
+]
+System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
 Kv = Annotated[

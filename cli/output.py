@@ -21,13 +21,6 @@ from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
 SCHEMA_VERSION = 1
-GIB = 1 << 30
-
-
-def gib(count: float) -> str:
-    """Bytes as GiB, with enough digits for small things: 5.11 GiB, 0.0107 GiB."""
-    value = count / GIB
-    return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"
 
 
 def prepare_streams() -> None:

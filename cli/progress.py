@@ -5,12 +5,12 @@ Knows Rich. Does not know what the work is, nor who is looking.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol, TextIO
 
 from mycli.runtime.utils.sanitize import sanitize
+from mycli.runtime.utils.units import gib
 
-GIB = 1 << 30
 LINE_SECONDS = 5  # between two lines where nothing may move
 
 
@@ -51,7 +51,7 @@ class Lines:
         if now - self._last < LINE_SECONDS or self._done <= 0 or self._total <= 0:
             return
         self._last = now
-        size = f"{self._total / GIB:.3g} GiB" if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
+        size = gib(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
         left = (now - self._start) * max(self._total - self._done, 0) / self._done
         self._say(f"{self._title}: {self._done / self._total:.0%} of {size}, {left:.0f} s left")
 
@@ -91,3 +91,27 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
                 bars.update(task, description=sanitize(text))
 
         yield Bar()
+
+
+@contextmanager
+def stages(
+    begin: Callable[[str, float], AbstractContextManager[Progress]],
+) -> Iterator[Callable[[str, int, int], None]]:
+    """A callback (stage, done, total) for work in named stages, one bar of `begin(title, total)` after another.
+
+    A new stage, or the same begun anew, closes the bar of the one before.
+    """
+    with ExitStack() as stack:
+        shown: Progress | None = None
+        current, position = "", 0
+
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal shown, current, position
+            if shown is None or stage != current or done < position:
+                stack.close()
+                shown = stack.enter_context(begin(stage, total))
+                current, position = stage, 0
+            shown.advance(done - position)
+            position = done
+
+        yield report

@@ -177,7 +177,7 @@ def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
     low, high = torch.aminmax(logits)  # NaN or infinite if any is, and nothing is copied
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ModelError(
-            f"{model.folder}: logits are not finite in {model.placement.dtype}",
+            f"{model.folder.path}: logits are not finite in {model.placement.dtype}",
             "--dtype float32 tells whether the precision or the model is at fault",
         )
     return logits.log_softmax(1)

@@ -5,7 +5,6 @@ than memory can be measured. Knows nothing of what the outputs are for.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch.nn import functional
 
 from mycli.quant.progress import Progress, silent
 from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
-from mycli.runtime.checkpoint.formats import describe
-from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.layers.block import Block, PassContext
@@ -36,14 +34,12 @@ class StreamedModel:
     Raises ModelError for anything the files and the config disagree on.
     """
 
-    def __init__(self, folder: Path, placement: Placement, at_once: int | None = None) -> None:
+    def __init__(self, folder: ModelFolder, placement: Placement, at_once: int | None = None) -> None:
         self.at_once = at_once or (TOKENS_ON_GPU if placement.device.type == "cuda" else TOKENS_AT_ONCE)
         self.folder = folder
         self.placement = placement
-        self.config, self.packings = describe(folder)
-        manifest = Manifest.open(folder)
-        manifest.check(self.config, self.packings)
-        self._checkpoint = Checkpoint(manifest)
+        self.config, self.packings = folder.config, folder.packings
+        self._checkpoint = Checkpoint(folder.checked_manifest())
         self._norm = self.final_norm()
         self._head: Linear | None = None
 

@@ -9,7 +9,6 @@ import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from mycli.quant.evaluate import Evaluation
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.utils.version import version
 
 FILE = "mycli.json"
 SCHEMA_VERSION = 1
@@ -83,15 +83,8 @@ def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _version() -> str:
-    try:
-        return metadata.version("mycli-llm")
-    except metadata.PackageNotFoundError:  # run from a checkout, nothing installed
-        return "0+checkout"
-
-
 def _versions() -> dict[str, str]:
-    return {"mycli": _version(), "torch": torch.__version__, "python": platform.python_version()}
+    return {"mycli": version(), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def identify(
@@ -114,6 +107,7 @@ def _describe(calibration: Calibration) -> dict[str, Any]:
 
 
 def encode(
+    *,
     recipe: Recipe,
     calibration: Calibration | None,
     source: Source,

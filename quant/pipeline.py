@@ -31,9 +31,8 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
-from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
 from mycli.runtime.device.placement import TORCH_DTYPES, Placement
 from mycli.runtime.device.system import trim
@@ -77,16 +76,15 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
     samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
     bits = allocate.low_width(target, work.recipe.group)
     low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
-    copy = plan(work.source, low, work.text, report="none", gpu=placement.device.type == "cuda")
+    copy = plan(work.source, low, work.text, folder=work.folder, report="none", gpu=placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         quantize(copy, Path(name) / "low", placement, progress=progress)
         trim(apart=4 << 20)
         shown = _calibration(copy).windows
         chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
-        models = [
-            StreamedModel(each, placement, work.need.at_once) for each in (work.source.folder, Path(name) / "low")
-        ]
+        folders = (work.folder, ModelFolder.open(Path(name) / "low"))
+        models = [StreamedModel(each, placement, work.need.at_once) for each in folders]
         shares = allocate.measure(models[0], models[1], shown[chosen], progress)
     return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
 
@@ -134,7 +132,7 @@ def _quantize(
         raise UsageError(
             f"--tune needs {HELD} windows, one of them to judge by", "take more --samples or a longer text"
         )
-    origin = record.digests(_source_files(work.source.folder))
+    origin = record.digests(_source_files(work.folder))
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         kept, tuning = None, None
@@ -148,14 +146,22 @@ def _quantize(
             writer.add_file(path.name, path.read_bytes())
         writer.add_file("config.json", _config(work))
         # Opened as any reader would, while it can still be thrown away.
-        config, packings = describe(writer.folder)
-        Manifest.open(writer.folder).check(config, packings)
-        card = None if work.report == "none" else _measure(work, writer.folder, placement, progress)
+        made = ModelFolder.open(writer.folder)
+        made.checked_manifest()
+        card = None if work.report == "none" else _measure(work, made, placement, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())
         writer.add_file(
             record.FILE,
             record.encode(
-                work.recipe, shown, work.source, work.size, layers, tuning, card, origin, record.digests(written)
+                recipe=work.recipe,
+                calibration=shown,
+                source=work.source,
+                size=work.size,
+                layers=layers,
+                tuning=tuning,
+                card=card,
+                source_files=origin,
+                files=record.digests(written),
             ),
         )
         writer.finish()
@@ -203,7 +209,7 @@ def _notes(
 
 
 def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, progress: Progress) -> tuple[Layer, ...]:
-    checkpoint = Checkpoint(Manifest.open(work.source.folder))
+    checkpoint = Checkpoint(work.folder.manifest)
     layers: list[Layer] = []
     for name, _ in work.config.tensors():
         linear = name.removesuffix(".weight")
@@ -218,7 +224,7 @@ def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, p
 def _write_blocks(
     work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, kept: WorkFolder, progress: Progress
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
-    checkpoint = Checkpoint(Manifest.open(work.source.folder))
+    checkpoint = Checkpoint(work.folder.manifest)
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, checkpoint.read(name))
@@ -231,7 +237,7 @@ def _write_blocks(
 
     recipe, dtype = work.recipe, TORCH_DTYPES[work.config.dtype]
     solver = Solver(recipe.solver, dtype, recipe.scales, recipe.transform, recipe.tune)
-    model = StreamedModel(work.source.folder, placement, work.need.at_once)
+    model = StreamedModel(work.folder, placement, work.need.at_once)
     if not recipe.tune:
         return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None
     blocks: list[Solved] = []
@@ -270,22 +276,22 @@ def _write_packed(writer: CheckpointWriter, linear: str, solved: Quantized, pack
 
 def _config(work: Plan) -> bytes:
     kept = [] if "lm_head" in work.packings else ["lm_head"]
-    values = {**work.raw.values, "quantization_config": write_quantization(work.packings, kept)}
+    values = {**work.folder.raw.values, "quantization_config": write_quantization(work.packings, kept)}
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _source_files(folder: Path) -> list[Path]:
+def _source_files(folder: ModelFolder) -> list[Path]:
     """What the result depends on: weights, config and the files copied."""
-    weights = {entry.file for entry in Manifest.open(folder).tensors.values()}
-    return [*(folder / name for name in weights), folder / "config.json", *companions(folder)]
+    weights = {entry.file for entry in folder.manifest.tensors.values()}
+    return [*(folder.path / name for name in weights), folder.path / "config.json", *companions(folder.path)]
 
 
-def _measure(work: Plan, folder: Path, placement: Placement, progress: Progress) -> Evaluation:
+def _measure(work: Plan, made: ModelFolder, placement: Placement, progress: Progress) -> Evaluation:
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
     trim()
-    model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (folder, work.source.folder))
+    model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (made, work.folder))
     if "lm_head" not in work.packings:
         model.share_head(reference)
     return evaluate(model, text, reference, progress)

@@ -20,16 +20,15 @@ from mycli.quant.memory import Need, Work, choose
 from mycli.quant.mixed_precision import WINDOWS
 from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
-from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import TORCH_DTYPES
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.json_fields import Fields, read_object
 
 Report = Literal["none", "quick", "full"]
 
@@ -64,13 +63,17 @@ class Plan:
 
     source: Source
     recipe: Recipe
-    raw: Fields  # config.json of the source
-    config: ModelConfig
+    folder: ModelFolder  # of the source
     packings: Mapping[str, Packing]
     tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
     need: Need  # of memory, beyond the program itself
     report: Report
     text: Path | None  # to calibrate on; None for the one in the package
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the source."""
+        return self.folder.config
 
     @property
     def calibrates(self) -> bool:
@@ -98,6 +101,7 @@ def plan(
     recipe: Recipe,
     text: Path | None = None,
     *,
+    folder: ModelFolder | None = None,
     report: Report = "quick",
     gpu: bool = False,
     max_ram: int | None = None,
@@ -105,23 +109,22 @@ def plan(
 ) -> Plan:
     """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
 
-    `text` is a file to calibrate on instead of the text in the package; it is opened only when the work begins. The
-    memory needed, on a `gpu` or not, is kept below `max_ram` and `max_vram` bytes.
+    `folder` is the source's where it is open already; `text` is a file to calibrate on instead of the text in the
+    package, opened only when the work begins. The memory needed, on a `gpu` or not, is kept below `max_ram` and
+    `max_vram` bytes.
 
     Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
     does not fit its shapes; ResourceError for bounds that cannot be kept.
     """
-    raw = read_object(source.folder / "config.json")
-    if raw.has("quantization_config"):
-        method = raw.object("quantization_config").text("quant_method", "unknown method")
+    folder = folder or ModelFolder.open(source.folder)
+    if folder.raw.has("quantization_config"):
+        method = folder.raw.object("quantization_config").text("quant_method", "unknown method")
         raise ModelError(
             f"{record.label(source)} is quantized already ({method})", "quantize the model it was made from"
         )
-    config = parse_config(raw)
+    config = folder.config
     packings = recipe.packings(config)
-    manifest = Manifest.open(source.folder)
-    manifest.check(config, {})
-    checkpoint = Checkpoint(manifest)
+    checkpoint = Checkpoint(folder.checked_manifest())
     scale_dtype = TORCH_DTYPES[config.dtype]
     tensors: list[tuple[str, torch.dtype, Shape]] = []
     for name, shape in config.tensors():
@@ -136,7 +139,16 @@ def plan(
             (f"{linear}.weight_scale", scale_dtype, (rows, packing.groups(columns))),
             (f"{linear}.weight_shape", torch.int64, (2,)),
         ]
-    work = Plan(source, recipe, raw, config, packings, tuple(tensors), Need(0, 0, 0), report, text)
+    work = Plan(
+        source=source,
+        recipe=recipe,
+        folder=folder,
+        packings=packings,
+        tensors=tuple(tensors),
+        need=Need(0, 0, 0),
+        report=report,
+        text=text,
+    )
     if recipe.tune and not work.calibrates:
         raise UsageError(f"--tune needs calibration, which --method {recipe.method} has not", "--method gptq --tune")
     if work.calibrates:
@@ -148,15 +160,15 @@ def plan(
 def _stages(work: Plan) -> Work:
     measured = {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[work.report]
     return Work(
-        work.config,
-        work.packings,
-        work.recipe.samples * work.seq if work.calibrates else 0,
-        work.seq,
-        work.recipe.transform is not None,
-        work.recipe.tune,
-        measured,
-        min(REPORT_CONTEXT, work.config.max_context),
-        0 if work.recipe.target_bpw is None else min(WINDOWS, work.recipe.samples) * work.seq,
+        config=work.config,
+        packings=work.packings,
+        tokens=work.recipe.samples * work.seq if work.calibrates else 0,
+        seq=work.seq,
+        transforms=work.recipe.transform is not None,
+        tunes=work.recipe.tune,
+        measured=measured,
+        context=min(REPORT_CONTEXT, work.config.max_context),
+        judged=0 if work.recipe.target_bpw is None else min(WINDOWS, work.recipe.samples) * work.seq,
     )
 
 

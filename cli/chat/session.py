@@ -11,36 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mycli.cli.chat.history import Conversation
 from mycli.cli.command import Call
+from mycli.cli.format import compact, speculation
 from mycli.cli.generation import describe
-from mycli.cli.load import Loaded
-from mycli.cli.output import LiveMarkdown, gib
+from mycli.cli.load import LoadedSession
+from mycli.cli.output import LiveMarkdown
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.completion import Reply
-    from mycli.runtime.engine.stats import Timing
+    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.sampling.sampler import Sampling
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
 PROMPT_END = 16  # tokens: more than an opening tag has
-
-
-def compact(count: int) -> str:
-    """212 as 212, 1234 as 1.2k."""
-    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
-
-
-def speculation(timing: "Timing") -> list[str]:
-    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
-    if timing.record is None:
-        return []
-    if not timing.record.passes:
-        return ["draft off"]
-    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
-    return [f"draft {timing.record.acceptance:.0%}{gain}"]
 
 
 def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
@@ -56,7 +42,7 @@ class Chat:
     """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
 
     call: Call
-    loaded: Loaded
+    loaded: LoadedSession
     sampling: "Sampling"
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
@@ -65,7 +51,7 @@ class Chat:
     overflow: Overflow = "refuse"
     arguments: dict[str, Any] = field(default_factory=dict)
     session_file: Path | None = None
-    last: "Reply | None" = None
+    last: "Completion | None" = None
     finished: bool = False
 
     def answer(self, text: str) -> None:
@@ -74,14 +60,14 @@ class Chat:
 
     def ask(self, message: str, instead: bool = False) -> None:
         """Stream the reply to `message`; `instead`: of the last message. Ctrl-C ends it and keeps what was said."""
-        from mycli.runtime.engine.completion import Reply
+        from mycli.runtime.engine.completion import Completion
 
         with self.conversation.attempt():
             if instead:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
-            reply = Reply(self.loaded.assistant, self.loaded.session, prompt, self.sampling, stops=self.stops)
+            reply = Completion(self.loaded.model, self.loaded.session, prompt, self.sampling, stops=self.stops)
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
             if not instead:
@@ -96,31 +82,31 @@ class Chat:
 
     def tokens(self) -> list[int]:
         """The ids of the conversation as the model is shown it."""
-        return self.loaded.assistant.tokenizer.chat(self.conversation.messages(), **self.arguments)
+        return self.loaded.model.tokenizer.chat(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
         """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
-        capacity = self.loaded.session.capacity
+        context = self.loaded.session.context
         ids = self.tokens()
         if self.overflow == "drop-oldest":
             before, hidden = len(ids), self.conversation.hidden
-            room = capacity - min(REPLY_ROOM, capacity // 4)
+            room = context - min(REPLY_ROOM, context // 4)
             while len(ids) > room and self.conversation.hide_oldest():
                 ids = self.tokens()
             dropped = (self.conversation.hidden - hidden) // 2
             if dropped:
                 what = "turn is" if dropped == 1 else f"{dropped} turns are"
                 self.call.out.note(f"(the oldest {what} dropped: {before - len(ids)} of {before} tokens)")
-        if len(ids) > capacity:
+        if len(ids) > context:
             raise UsageError(
-                f"the conversation has {len(ids)} tokens, the context room for {capacity}",
+                f"the conversation has {len(ids)} tokens, the context room for {context}",
                 "/undo or /clear, or start with a larger --ctx or --overflow drop-oldest",
             )
         return ids
 
-    def _stream(self, reply: "Reply", prompt: list[int]) -> str:
+    def _stream(self, reply: "Completion", prompt: list[int]) -> str:
         """Show the reply as it comes; its whole text."""
-        splitter = ReasoningSplitter(self.loaded.assistant.tokenizer.decode(prompt[-PROMPT_END:]))
+        splitter = ReasoningSplitter(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
         pieces: list[str] = []
         shown = _Display(self)
         stream = iter(reply)
@@ -143,7 +129,7 @@ class Chat:
             self.call.out.warn("the context is full, the reply was cut off; /clear starts anew")
         return "".join(pieces)
 
-    def statistics(self, reply: "Reply") -> str:
+    def statistics(self, reply: "Completion") -> str:
         """The line after a reply."""
         timing, session = reply.timing, self.loaded.session
         return " · ".join(
@@ -153,7 +139,7 @@ class Chat:
                 f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *speculation(timing),
-                f"ctx {compact(session.cache.length)}/{compact(session.capacity)}",
+                f"ctx {compact(session.cache.length)}/{compact(session.context)}",
                 gib(session.nbytes),
             )
         )

@@ -85,7 +85,7 @@ class SlashCommands:
         self.chat.sampling = replace(self.chat.sampling, **{name: number})  # type: ignore[arg-type]  # the name was checked
 
     def _think(self, value: str) -> None:
-        template = self.chat.loaded.assistant.tokenizer.template
+        template = self.chat.loaded.model.tokenizer.template
         if value not in ("on", "off") or template is None:
             raise UsageError(f"/set think: {value!r} is neither on nor off", "/set think on")
         self.chat.arguments = thinking(template, value == "on")
@@ -101,7 +101,7 @@ class SlashCommands:
     def show(self, argument: str) -> None:
         """show the model and the settings"""
         loaded, conversation = self.chat.loaded, self.chat.conversation
-        config = loaded.assistant.model.config
+        config = loaded.model.runner.config
         rows = [
             ("model", loaded.source.name),
             ("family", f"{config.model_type}, {config.parameters():,} parameters"),
@@ -118,24 +118,24 @@ class SlashCommands:
     def context(self, argument: str) -> None:
         """what fills the context: system prompt, turns, free"""
         chat, conversation = self.chat, self.chat.conversation
-        capacity = chat.loaded.session.capacity
+        size = chat.loaded.session.context
         system = 0
         if conversation.system:
-            system = len(chat.loaded.assistant.tokenizer.encode(conversation.system, add_special=False))
+            system = len(chat.loaded.model.tokenizer.encode(conversation.system, add_special=False))
         whole = len(chat.tokens()) if conversation.turns else system
-        turns, free = whole - system, capacity - whole
+        turns, free = whole - system, size - whole
         width = max(1, min(METER, shutil.get_terminal_size().columns - 4))
-        marks = [round(width * part / capacity) for part in (system, whole)]
+        marks = [round(width * part / size) for part in (system, whole)]
         meter = "#" * marks[0] + "=" * (marks[1] - marks[0]) + "." * (width - marks[1])
         rows = [
             ("system", f"{system} tokens"),
             ("turns", f"{turns} tokens, {len(conversation.turns) - conversation.hidden} messages with their markup"),
-            ("free", f"{free} of {capacity} tokens"),
+            ("free", f"{free} of {size} tokens"),
         ]
         if conversation.hidden:
             rows.append(("dropped", f"{conversation.hidden} messages"))
         for name, text in conversation.reading:
-            count = len(chat.loaded.assistant.tokenizer.encode(text, add_special=False))
+            count = len(chat.loaded.model.tokenizer.encode(text, add_special=False))
             rows.append(("read", f"{name}, {count} tokens, part of the next message"))
         self._out.card(f"[{meter}]", rows)
 

@@ -5,24 +5,27 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.commands.bench_speculative import bench_draft
-from mycli.cli.load import announce_build, parse_dtype, parse_kv
-from mycli.cli.output import SCHEMA_VERSION, gib
+from mycli.cli.flags import LoadFlags
+from mycli.cli.load import announce_build
+from mycli.cli.output import SCHEMA_VERSION
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     import torch
 
     from mycli.runtime.diagnostics.throughput import Change, Result, Trial
+    from mycli.runtime.engine.config import EngineConfig
     from mycli.runtime.memory.estimate import Plan
 
 EXAMPLES = (
@@ -79,39 +82,37 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _measure(
-    call: Call, model: str, trials: "Sequence[Trial]", repetitions: int, device: str, dtype: str, kv: str, shadow: bool
-) -> list[Row]:
+def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
     """All trials of one model, the largest memory need checked before anything is loaded."""
     import time
 
     from mycli.runtime.cache.kv_cache import cache_dtype
-    from mycli.runtime.checkpoint.formats import describe
-    from mycli.runtime.device.placement import place
+    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model, plan_memory
-    from mycli.runtime.hub.resolve import resolve
+    from mycli.runtime.hub.resolve import resolve, state
     from mycli.runtime.memory.estimate import Plan
 
     source = resolve(model, offline=call.offline)
-    config, packings = describe(source.folder)
-    placement = place(config, device, parse_dtype(dtype), parse_kv(kv), shadow=shadow)
+    folder = ModelFolder.open(source.folder)
+    config = folder.config
+    placement = engine.place(config)
     for note in placement.notes:
         call.out.note(note)
     for trial in trials:
-        if trial.capacity > config.max_context:
-            problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
+        if trial.context > config.max_context:
+            problem = f"{trial.name} needs {trial.context} positions, {model} has {config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
-        plan_memory(source.folder, placement, trial.capacity, trial.batch)
+        plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences))
     announce_build(call, placement)
     began = time.perf_counter()
-    transformer = load_model(source.folder, placement)
+    runner = load_model(folder, placement)
     loaded = time.perf_counter() - began
-    _, bandwidth = bandwidth_here.measure(placement)
+    _, bandwidth = bench.measure_device(placement.device, state())
     common = {
         "model": source.name,
-        "size_bytes": transformer.nbytes,
-        "bits_per_weight": 8 * transformer.nbytes / config.parameters(),
+        "size_bytes": runner.nbytes,
+        "bits_per_weight": 8 * runner.nbytes / config.parameters(),
         "device": str(placement.device),
         "dtype": _name(placement.dtype),
         "kv": _name(cache_dtype(placement.kv, placement.dtype)),
@@ -121,8 +122,8 @@ def _measure(
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
-            result = bench.run(transformer, trial, repetitions, progress=lambda _: bar.advance(1))
-            plan = Plan(config, packings, trial.capacity, trial.batch, placement.dtype_name, kv=placement.kv)
+            result = bench.run(runner, trial, repetitions, progress=lambda _: bar.advance(1))
+            plan = Plan(config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv)
             rows.append(_row(common, result, plan, bandwidth))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
@@ -234,11 +235,12 @@ def bench(
     style = "json" if call.out.json_mode else output
     if style not in FORMATS:
         raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")
-    if draft != "none":
+    engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
+    if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "leave --save and --compare away")
         (longest, *_) = options.parse_counts(generate)
-        bench_draft(call, models[0], draft, max(longest, 2), repetitions, style, device, dtype, kv)
+        bench_draft(call, models[0], engine, limit=max(longest, 2), repetitions=repetitions, style=style)
         return
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
@@ -253,7 +255,7 @@ def bench(
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     if compare is not None:
         _read(compare)  # a bad file is told before minutes of work
-    rows = [row for model in models for row in _measure(call, model, trials, repetitions, device, dtype, kv, shadow)]
+    rows = [row for model in models for row in _measure(call, model, engine, trials, repetitions)]
     changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
     _print(call, rows, style)
     if compare is not None and style == "md":

@@ -10,6 +10,7 @@ from mycli.cli.load import load
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.runtime.engine.config import EngineConfig
     from mycli.runtime.speculative.benchmark import Comparison, Subject
 
 Row = dict[str, Any]
@@ -58,40 +59,36 @@ def _tokens(text: str, length: int, acceptance: float, expected: float, found: f
     return {"text": text, "drafted": length, "acceptance": acceptance, "expected": expected, "found": found}
 
 
-def _subject(
-    call: Call, model: str, draft: str, device: str, dtype: str, kv: str
-) -> "tuple[Subject, dict[str, list[list[int]]]]":
+def _subject(call: Call, model: str, engine: "EngineConfig") -> "tuple[Subject, dict[str, list[list[int]]]]":
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.speculative.benchmark import Subject
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel, Lookup
 
-    loaded = load(call, model, device=device, dtype=dtype, kv=kv, context=None, draft=draft)
-    assistant, session = loaded.assistant, loaded.session
+    opened = load(call, model, engine)
+    loaded, session = opened.model, opened.session
     if not isinstance(session, SpeculativeSession):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
     drafter = session.drafter
 
     def new_drafter() -> DraftModel | Lookup:
         if isinstance(drafter, DraftModel):
-            return DraftModel(drafter.model, session.capacity, assistant.model.nbytes)
+            return DraftModel(drafter.runner, session.context, loaded.runner.nbytes)
         return Lookup()
 
-    subject = Subject(assistant.model, new_drafter, assistant.vocabulary_size, assistant.stop_ids, session.capacity)
-    return subject, dict(prompts(assistant.tokenizer))
+    subject = Subject(loaded.runner, new_drafter, loaded.vocabulary_size, loaded.stop_ids, session.context)
+    return subject, dict(prompts(loaded.tokenizer))
 
 
-def bench_draft(
-    call: Call, model: str, draft: str, limit: int, repetitions: int, style: str, device: str, dtype: str, kv: str
-) -> None:
+def bench_draft(call: Call, model: str, engine: "EngineConfig", *, limit: int, repetitions: int, style: str) -> None:
     """Measure and say whether it pays. `style` is md or json; replies of `limit` tokens, greedy."""
     if style not in ("md", "json"):
         raise UsageError(f"-o {style} with --draft", "choose md or json")
-    subject, texts = _subject(call, model, draft, device, dtype, kv)
+    subject, texts = _subject(call, model, engine)
     from mycli.runtime.speculative.benchmark import compare, textbook
 
     rows, tokens, plain, drafted, notes = [], [], 0.0, 0.0, []
-    with call.out.progress(f"{model} with {draft}", len(texts), "kinds of text") as bar:
+    with call.out.progress(f"{model} with {engine.draft}", len(texts), "kinds of text") as bar:
         for kind, prompts in texts.items():
             bar.describe(kind)
             found = compare(subject, prompts, limit, repetitions, LENGTHS)
@@ -108,7 +105,7 @@ def bench_draft(
         call.out.json(
             {
                 "model": model,
-                "draft": draft,
+                "draft": engine.draft,
                 "results": rows,
                 "tokens_per_pass": tokens,
                 "speedup": whole,
@@ -136,7 +133,7 @@ def bench_draft(
         call.out.detail(note)
     paying = [row["text"] for row in rows if row["speedup"] >= WORTH]
     advice = f"it pays for {', '.join(paying)}" if paying else "leave it away here"
-    call.out.result(f"\n{model} with the draft {draft}: {whole:.2f}x over all texts; {advice}")
+    call.out.result(f"\n{model} with the draft {engine.draft}: {whole:.2f}x over all texts; {advice}")
 
 
 def _cells(row: Row) -> list[str]:

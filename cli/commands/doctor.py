@@ -2,16 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.load import announce_build
-from mycli.cli.output import gib
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.errors import GateError, ResourceError
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
@@ -94,19 +93,20 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
-    from mycli.runtime.checkpoint.formats import describe
-    from mycli.runtime.device.placement import place
+    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
-    from mycli.runtime.hub.resolve import resolve
+    from mycli.runtime.diagnostics.throughput import measure_device
+    from mycli.runtime.engine.config import EngineConfig
+    from mycli.runtime.hub.resolve import resolve, state
 
-    config, _ = describe(resolve("pico", offline=True).folder)
-    placement = place(config, device)
+    pico = ModelFolder.open(resolve("pico", offline=True).folder)
+    placement = EngineConfig(device=device).place(pico.config)
     for note in placement.notes:
         call.out.note(note)
     announce_build(call, placement)
-    name, bandwidth = bandwidth_here.measure(placement)
+    name, bandwidth = measure_device(placement.device, state())
     found = list(check_kernels(placement.device, placement.dtype))
-    reply = golden_reply(placement)
+    reply = golden_reply(pico, placement)
     if call.out.json_mode:
         call.out.json(_as_json(facts, placement, bandwidth, found, reply))
     else:

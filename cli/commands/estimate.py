@@ -9,12 +9,12 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.load import parse_dtype, parse_kv
-from mycli.cli.output import gib
-from mycli.runtime.checkpoint.formats import describe, describe_config
+from mycli.cli.flags import LoadFlags
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
+from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import resolve, split_name, state
 from mycli.runtime.memory.estimate import (
@@ -27,9 +27,9 @@ from mycli.runtime.memory.estimate import (
 )
 from mycli.runtime.memory.estimate import estimate as predict
 from mycli.runtime.memory.fit import Scheme, fit, quantize_command, remedy, schemes
-from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
+from mycli.runtime.utils.units import gib
 
 EXAMPLES = (
     "mycli estimate pico",
@@ -49,10 +49,15 @@ class _Subject:
     """A model, how its weights are held, and where it would run."""
 
     model: str
+    folder: ModelFolder
     plan: Plan
     target: Target
-    packed: bool  # the folder holds packed tensors
     wish: Scheme  # what --quant and --head ask for
+
+    @property
+    def packed(self) -> bool:
+        """Whether the folder holds packed tensors."""
+        return bool(self.folder.packings)
 
     @property
     def scheme(self) -> str:
@@ -215,15 +220,14 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     call.out.result("\n".join(commands))
 
 
-def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> None:
-    from mycli.runtime.device.placement import place
+def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: float) -> None:
     from mycli.runtime.diagnostics.memory_check import check, measure
 
-    placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv, shadow=subject.plan.shadow)
+    placement = engine.place(subject.folder.config)
     for note in placement.notes:
         call.out.note(note)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
-    parts = measure(resolve(subject.model, offline=call.offline).folder, plan, placement)
+    parts = measure(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
     if call.out.json_mode:
         compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
         call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
@@ -243,10 +247,10 @@ def _parse_tolerance(text: str) -> float:
     return value
 
 
-def _describe(call: Call, model: str) -> tuple[ModelConfig, dict[str, Packing]]:
-    """From the folder, or for a model that is only on the hub from its config.json alone."""
+def _open(call: Call, model: str) -> ModelFolder:
+    """The folder, or for a model that is only on the hub its config.json alone."""
     try:
-        return describe(resolve(model, offline=call.offline).folder)
+        return ModelFolder.open(resolve(model, offline=call.offline).folder)
     except NotFoundError:
         if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
             raise
@@ -256,20 +260,27 @@ def _describe(call: Call, model: str) -> tuple[ModelConfig, dict[str, Packing]]:
     with Hub.connect(call.out.note) as hub:
         commit = hub.commit(repo, revision or "main")
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
-    return describe_config(parse_object(data, f"{repo}: config.json"))
+    return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
-def _plan(
-    call: Call, model: str, ctx: int | None, batch: int, dtype: str, kv: str, draft: str | None, gpu: bool
-) -> Plan:
-    config, packings = _describe(call, model)
-    if (ctx or 1) > config.max_context:
-        problem = f"--ctx {ctx} is more than the {config.max_context} tokens this model was made for"
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> Plan:
+    config = folder.config
+    if (engine.context or 1) > config.max_context:
+        problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
-    context = ctx or min(DEFAULT_CONTEXT, config.max_context)
-    kind = parse_kv(kv)
-    second = Plan(*_describe(call, draft), kv=kind) if draft else None
-    return Plan(config, packings, context, batch, parse_dtype(dtype), gpu, second, kind, tiles=cpu().tiles)
+    draft = None if engine.draft in (None, NGRAM) else _open(call, engine.draft)
+    return Plan(
+        config,
+        folder.packings,
+        context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
+        batch=engine.sequences,
+        dtype=engine.dtype,
+        gpu=gpu,
+        draft=None if draft is None else Plan(draft.config, draft.packings, kv=engine.kv),
+        kv=engine.kv,
+        shadow=engine.dense_prefill_copy,
+        tiles=cpu().tiles,
+    )
 
 
 def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
@@ -288,18 +299,14 @@ def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
 def estimate(
     call: Call,
     model: options.Model,
-    context: options.Context = None,
+    loading: LoadFlags,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
-    dtype: options.Dtype = "auto",
-    kv: options.Kv = "auto",
-    shadow: options.Shadow = False,
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
     ] = None,
     head: Annotated[
         str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
     ] = "keep",
-    draft: Annotated[str | None, typer.Option("--draft", metavar="MODEL", help="A second model beside it.")] = None,
     gpu: Annotated[
         int | None,
         typer.Option("--gpu", parser=options.parse_memory, metavar="SIZE", help="As if a GPU had this free: 24GiB."),
@@ -315,7 +322,6 @@ def estimate(
     table: Annotated[bool, typer.Option("--table", help="Schemes by contexts.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Load it, run it, and compare.")] = False,
     tol: Annotated[str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates.")] = "3%",
-    device: options.Device = "auto",
 ) -> None:
     """Say how much memory a model takes and whether it fits.
 
@@ -323,23 +329,25 @@ def estimate(
     """
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
-    if verify and (gpu or quant or head != "keep" or draft):
+    engine = loading.resolve(batch)
+    if verify and (gpu or quant or head != "keep" or engine.draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
     tolerance = _parse_tolerance(tol)
-    target = Target("gpu", "as given", True, gpu) if gpu else find_target(device, state())
+    target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    plan = replace(_plan(call, model, context, batch, dtype, kv, draft, target.gpu), shadow=shadow)
-    wish = _wish(plan, quant, head)
-    packed = bool(plan.packings)
-    subject = _Subject(model, replace(plan, packings=wish.packings(plan.config) or plan.packings), target, packed, wish)
+    folder = _open(call, model)
+    plan = _plan(call, folder, engine, target.gpu)
+    scheme = _wish(plan, quant, head)
+    plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)
+    subject = _Subject(model, folder, plan, target, scheme)
     if table:
         _table(call, subject)
     elif fit:
-        _fit(call, subject, context)
+        _fit(call, subject, engine.context)
     elif verify:
-        _verify(call, subject, device, tolerance)
+        _verify(call, subject, engine, tolerance)
     else:
         _show(call, subject, tp)

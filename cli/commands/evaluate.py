@@ -8,14 +8,15 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.load import KINDS, announce_build, parse_dtype, parse_kv
-from mycli.cli.measures import rows
-from mycli.cli.stages import stages
+from mycli.cli.flags import KV, LoadFlags
+from mycli.cli.format import quality
+from mycli.cli.load import announce_build
+from mycli.cli.progress import stages
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Text as Windows
+    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.device.placement import Placement
-    from mycli.runtime.hub.resolve import Source
 
 EXAMPLES = [
     "mycli eval pico --tokens 8k",
@@ -36,34 +37,34 @@ Tokens = Annotated[
 ]
 
 
-def sweep(call: Call, source: "Source", placement: "Placement", text: "Windows") -> None:
+def sweep(call: Call, name: str, folder: "ModelFolder", placement: "Placement", text: "Windows") -> None:
     """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
     from mycli.runtime.cache.kv_cache import cache_dtype
     from mycli.runtime.memory.estimate import Plan
 
-    reference = StreamedModel(source.folder, placement)
+    reference = StreamedModel(folder, placement)
     results, cells = [], []
-    for kind in KINDS:
+    for kind in KV:
         dtype = cache_dtype(kind, placement.dtype)
         if kind != "auto" and dtype == placement.dtype:
             continue
-        name = str(dtype).removeprefix("torch.")
+        held = str(dtype).removeprefix("torch.")
         plan = Plan(reference.config, dtype=placement.dtype_name, kv=kind)
         size = 2 * plan.config.layers * plan.config.kv_heads * plan.position_bytes
-        with stages(call.out) as progress:
-            model = StreamedModel(source.folder, replace(placement, kv=kind))
+        with stages(call.out.progress) as progress:
+            model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)
-        results.append({"kv": name, "bytes_per_token": size, **asdict(result)})
+        results.append({"kv": held, "bytes_per_token": size, **asdict(result)})
         found = result.divergence
         loss = ["", "", "", ""]
         if found:
             loss = [f"{value:.2g}" for value in (found.kl.value, found.kl_p99, found.kl_max)]
             loss.append(f"{found.same_top1.value:.2%}")
-        cells.append([name, f"{size / 1024:.2f} KiB", f"{result.perplexity.value:.3f}", *loss])
+        cells.append([held, f"{size / 1024:.2f} KiB", f"{result.perplexity.value:.3f}", *loss])
     if call.out.json_mode:
-        call.out.json({"model": source.name, "sweep": results})
+        call.out.json({"model": name, "sweep": results})
         return
     columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
     call.out.table(columns, cells, right=range(1, len(columns)))
@@ -93,38 +94,38 @@ def evaluate(
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
-    from mycli.runtime.checkpoint.formats import describe
-    from mycli.runtime.device.placement import place
+    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.errors import UsageError
     from mycli.runtime.hub.resolve import resolve
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-    kind = parse_kv(kv)
-    if kv_sweep and (ref is not None or kind != "auto"):
+    engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
+    if kv_sweep and (ref is not None or engine.kv != "auto"):
         raise UsageError("--kv-sweep compares the model with itself", "leave out --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
-    configs = [describe(source.folder)[0] for source in sources]
-    placements = [place(config, device, parse_dtype(dtype)) for config in configs]
-    placements[0] = replace(placements[0], kv=kind)
+    folders = [ModelFolder.open(source.folder) for source in sources]
+    placements = [
+        engine.place(folders[0].config),
+        *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
+    ]
     for note in placements[0].notes:
         call.out.note(note)
     cuts = [
-        measuring.cut(content, Tokenizer.load(source.folder, config.vocab_size), ctx, tokens)
-        for source, config in zip(sources, configs, strict=True)
+        measuring.cut(content, Tokenizer.load(folder.path, folder.config.vocab_size), ctx, tokens) for folder in folders
     ]
     if not cuts[0].windows.equal(cuts[-1].windows):
         raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models of one tokenizer")
     announce_build(call, placements[0])
     if kv_sweep:
-        sweep(call, sources[0], placements[0], cuts[0])
+        sweep(call, sources[0].name, folders[0], placements[0], cuts[0])
         return
-    models = [StreamedModel(source.folder, placement) for source, placement in zip(sources, placements, strict=True)]
-    with stages(call.out) as progress:
+    models = [StreamedModel(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
+    with stages(call.out.progress) as progress:
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
     if call.out.json_mode:
         call.out.json({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)})
         return
     title = sources[0].name if ref is None else f"{sources[0].name} against {sources[-1].name}"
-    call.out.card(title, rows(result))
+    call.out.card(title, quality(result))

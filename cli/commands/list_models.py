@@ -1,7 +1,7 @@
 """`mycli list`: the models on this machine."""
 
 from mycli.cli.command import Call, command
-from mycli.cli.output import gib
+from mycli.runtime.utils.units import gib
 
 EXAMPLES = (
     "mycli list",

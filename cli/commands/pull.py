@@ -6,8 +6,8 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.output import gib
 from mycli.runtime.hub.resolve import Source, custom_code, resolve
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     from mycli.runtime.hub.download import Pull

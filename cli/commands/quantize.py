@@ -9,10 +9,10 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.measures import rows
-from mycli.cli.output import gib
-from mycli.cli.stages import stages
+from mycli.cli.format import quality
+from mycli.cli.progress import stages
 from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     from mycli.quant.model_card import Layer
@@ -175,7 +175,7 @@ def _show_outcome(call: Call, outcome: "Outcome") -> None:
             ("folder", str(outcome.folder)),
             ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
             ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            *([] if card is None else rows(card)),
+            *([] if card is None else quality(card)),
             *_gain(outcome),
             ("worst layers", _ranked(outcome)),
         ],
@@ -258,37 +258,38 @@ def quantize(
     from mycli.quant import plot as plotting
     from mycli.quant.model_card import label
     from mycli.quant.recipe import Recipe
-    from mycli.runtime.device.placement import place
+    from mycli.runtime.checkpoint.model_folder import ModelFolder
+    from mycli.runtime.engine.config import EngineConfig
     from mycli.runtime.hub.resolve import home, resolve
     from mycli.runtime.memory.estimate import Plan, head_bytes
-    from mycli.runtime.models.config import load_config
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
     if plot is not None:
         plotting.require_svg(plot)
     recipe = Recipe(
-        method,
-        bits,
-        _parse_group(group),
-        _choice("scales", scales, ("mse", "absmax")),  # type: ignore[arg-type]  # checked here
-        _choice("head", head, ("keep", "int8", "int4")),  # type: ignore[arg-type]  # checked here
-        samples,
-        seq,
-        seed,
-        target_bpw,
+        method=method,
+        bits=bits,
+        group=_parse_group(group),
+        scales=_choice("scales", scales, ("mse", "absmax")),  # type: ignore[arg-type]  # checked here
+        head=_choice("head", head, ("keep", "int8", "int4")),  # type: ignore[arg-type]  # checked here
+        samples=samples,
+        seq=seq,
+        seed=seed,
+        target_bpw=target_bpw,
         tune=tune,
     )
     _choice("report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
-    config = load_config(source.folder)
-    placement = place(config, device, "float32")
+    folder = ModelFolder.open(source.folder)
+    placement = EngineConfig(device=device, dtype="float32").place(folder.config)
     gpu = placement.device.type == "cuda"
     text = _calibration_file(call, calib, fetch=not dry_run or target_bpw is not None) if calib else None
     plan = partial(
         planning.plan,
         source,
+        folder=folder,
         text=text,
         report=report,  # type: ignore[arg-type]  # checked above
         gpu=gpu,
@@ -296,19 +297,19 @@ def quantize(
         max_vram=max_vram,
     )
     work = plan(recipe)
-    if recipe.head == "keep" and not config.tie_embeddings:
-        kept = gib(head_bytes(Plan(config)))
+    if recipe.head == "keep" and not folder.config.tie_embeddings:
+        kept = gib(head_bytes(Plan(folder.config)))
         call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if target_bpw is not None:
-        with stages(call.out) as progress:
+        with stages(call.out.progress) as progress:
             work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
         _show_plan(call, work, target)
         return
     for note in placement.notes:
         call.out.note(note)
-    with stages(call.out) as progress:
+    with stages(call.out.progress) as progress:
         outcome = pipeline.quantize(
             work,
             target,

@@ -6,8 +6,8 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.output import gib
 from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.units import gib
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli rm pico-rtn-int4-g128 --yes",

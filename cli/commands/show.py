@@ -7,9 +7,9 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.output import gib
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     from mycli.runtime.hub.model_info import Facts

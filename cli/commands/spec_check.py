@@ -6,7 +6,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.runtime.models.config import load_config
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.tokenizer.compatibility import check
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
     from mycli.runtime.hub.resolve import resolve
 
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
-    rows = [load_config(source.folder).vocab_size for source in sources]
+    rows = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
     tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]
     found = check(tokenizers[0], tokenizers[1])
     if call.out.json_mode:

@@ -8,6 +8,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.commands.spec_check import Draft
+from mycli.cli.flags import LoadFlags
 from mycli.cli.input import read_file
 from mycli.cli.load import load
 from mycli.runtime.errors import GateError, UsageError
@@ -38,7 +39,7 @@ def spec_verify(
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
     probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
     """
-    loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
+    opened = load(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in
     from mycli.runtime.sampling.sampler import Sampling
     from mycli.runtime.speculative.benchmark import Subject
@@ -46,21 +47,23 @@ def spec_verify(
     from mycli.runtime.speculative.proposers import DraftModel
     from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
 
-    tokenizer, session = loaded.assistant.tokenizer, loaded.session
+    loaded, session = opened.model, opened.session
     if not isinstance(session, SpeculativeSession) or not isinstance(session.drafter, DraftModel):
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
     drafter = session.drafter
     subject = Subject(
-        loaded.assistant.model,
+        loaded.runner,
         lambda: drafter,
-        loaded.assistant.vocabulary_size,
-        loaded.assistant.stop_ids,
-        session.capacity,
+        loaded.vocabulary_size,
+        loaded.stop_ids,
+        session.context,
     )
     if prompts is None:
-        asked = [ids for kind in built_in(tokenizer).values() for ids in kind]
+        asked = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]
     else:
-        asked = [tokenizer.encode(line, add_special=True) for line in read_file(prompts).splitlines() if line.strip()]
+        asked = [
+            loaded.tokenizer.encode(line, add_special=True) for line in read_file(prompts).splitlines() if line.strip()
+        ]
     if not asked:
         raise UsageError(f"{prompts}: no prompts", "write one a line")
     with call.out.progress("greedy replies", len(asked)) as bar:

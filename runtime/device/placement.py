@@ -20,14 +20,14 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 class Placement:
     """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind.
 
-    `shadow`: packed weights of the blocks are also kept in `dtype`, for prompts.
+    `dense_prefill_copy`: packed weights of the blocks are also kept in `dtype`, for prompts.
     """
 
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
     kv: Kv = "auto"
-    shadow: bool = False
+    dense_prefill_copy: bool = False
 
     @property
     def dtype_name(self) -> Dtype:
@@ -70,7 +70,12 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
 
 
 def place(
-    config: ModelConfig, device: str = "auto", dtype: Dtype | None = None, kv: Kv = "auto", *, shadow: bool = False
+    config: ModelConfig,
+    device: str = "auto",
+    dtype: Dtype | None = None,
+    kv: Kv = "auto",
+    *,
+    dense_prefill_copy: bool = False,
 ) -> Placement:
     """Choose for `config`; `dtype` None follows the model where the device is good at it.
 
@@ -78,7 +83,7 @@ def place(
     back.
     """
     chosen, notes = _choose_device(device)
-    if shadow and chosen.type == "cpu":
+    if dense_prefill_copy and chosen.type == "cpu":
         raise UsageError("--shadow is for GPUs: a CPU multiplies prompts packed no slower", "leave it out")
     wanted = TORCH_DTYPES[dtype or config.dtype]
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
@@ -86,7 +91,7 @@ def place(
     old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)
     if dtype is None and old and wanted == torch.bfloat16:
         wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
-    return Placement(chosen, wanted, notes, kv, shadow)
+    return Placement(chosen, wanted, notes, kv, dense_prefill_copy)
 
 
 def free_memory(device: torch.device) -> int:

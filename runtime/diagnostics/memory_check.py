@@ -7,20 +7,19 @@ the process's resident memory, or by torch's allocator on a GPU. Does not print,
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, cache_positions, estimate
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 
@@ -98,30 +97,32 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
     )
 
 
-def _touch(cache: StaticCache, model: Transformer) -> None:
+def _touch(cache: StaticCache, runner: ModelRunner) -> None:
     """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
-    config = model.config
+    config = runner.config
     shape = (cache.sequences, config.kv_heads, min(TOUCHED, cache.capacity), config.head_dim)
-    zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
     for layer in range(config.layers):
         for start in range(0, cache.capacity, TOUCHED):
             part = zeros[:, :, : cache.capacity - start]
             cache.write(layer, start, part, part)
 
 
-def _run(model: Transformer, cache: StaticCache, rope: Rope, tokens: int, batch: int) -> None:
+def _run(runner: ModelRunner, cache: StaticCache, tokens: int) -> None:
     """The chunk that ends where the context ends, then `DECODED` tokens over its last places."""
     start = cache.capacity - tokens - DECODED
     cache.advance(start)
-    prompt = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
-    sampler = Sampler(Sampling(temperature=1.0, top_p=0.9, seed=0), model.config.vocab_size, model.device, batch)
-    logits = model(Batch(prompt, start), rope, cache)
+    prompt = torch.zeros(cache.sequences, tokens, dtype=torch.int64, device=runner.device)
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=0)
+    sampler = Sampler(sampling, runner.config.vocab_size, runner.device, cache.sequences)
+    logits = runner.run(Batch(prompt, start), cache)
     for _ in range(DECODED):
+        assert logits is not None
         drawn = sampler.sample(logits[:, -1])
-        logits = model(Batch(drawn, cache.length), rope, cache)
+        logits = runner.run(Batch(drawn, cache.length), cache)
 
 
-def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
+def measure(folder: ModelFolder, plan: Plan, placement: Placement, *, allow_nonfinite: bool = False) -> list[Part]:
     """Load the model of `folder` as `plan` says, run it, and compare part by part. `plan.draft` is not loaded.
 
     The cache is filled with zeros up to the last chunk: what a pass takes does not depend on what it reads.
@@ -130,21 +131,21 @@ def measure(folder: Path, plan: Plan, placement: Placement) -> list[Part]:
     _warm_up(device, placement.dtype)
     empty = _storages(device)
     meter.begin()
-    model = load_model(folder, placement)
+    runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite)
+    model = runner.model
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
     capacity = cache_positions(plan.context)
-    cache = model.make_cache(capacity, plan.batch)
+    cache = runner.make_cache(capacity, plan.batch)
     exact = [
         Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
         Part("embeddings and head", predicted.embeddings, embeddings, exact=True),
         Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True),
     ]
-    _touch(cache, model)
+    _touch(cache, runner)
     loading = meter.highest()
     before = meter.begin()
-    rope = Rope(plan.config, capacity, device, placement.dtype)
-    _run(model, cache, rope, min(plan.chunk, capacity - DECODED), plan.batch)
+    _run(runner, cache, min(plan.chunk, capacity - DECODED))
     running, outside = meter.highest(), meter.outside()
     runtime = before + outside - sum(part.actual for part in exact)
     return [

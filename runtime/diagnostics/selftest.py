@@ -7,14 +7,13 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.resources import files
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
@@ -102,9 +101,8 @@ def check_kernels(
             used = True
 
 
-def golden_reply(placement: Placement) -> str:
+def golden_reply(pico: ModelFolder, placement: Placement) -> str:
     """What `pico` answers to `QUESTION`, greedily; it must be `ANSWER` on any device in any precision."""
-    assistant = Assistant.load(Path(str(files("mycli.runtime"))) / "pico" / "pico", placement)
-    prompt = assistant.tokenizer.chat([Message("user", QUESTION)])
-    session = Session(assistant.model, 128)
-    return "".join(Reply(assistant, session, prompt, Sampling(), limit=32))
+    loaded = LoadedModel.load(pico, placement)
+    prompt = loaded.tokenizer.chat([Message("user", QUESTION)])
+    return "".join(Completion(loaded, Session(loaded.runner, 128), prompt, Sampling(), limit=32))

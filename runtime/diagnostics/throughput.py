@@ -10,17 +10,23 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.placement import free_memory
+from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import peak_resident, reset_peak
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, bytes_per_step
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 
+MEASURED_BYTES = 1 << 30  # larger than any cache; less where memory is short
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
 T_975 = (
     (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -36,16 +42,18 @@ class Trial:
     prompt: int
     generate: int
     depth: int = 0
-    batch: int = 1
+    sequences: int = 1
 
     @property
     def name(self) -> str:
-        """As llama-bench: pp512, tg128 @ d2048; a batch is told only where it is not 1."""
+        """As llama-bench: pp512, tg128 @ d2048; sequences are told only where there are several."""
         name = f"pp{self.prompt}" if self.prompt else f"tg{self.generate}"
-        return name + (f" @ d{self.depth}" if self.depth else "") + (f" x{self.batch}" if self.batch > 1 else "")
+        return (
+            name + (f" @ d{self.depth}" if self.depth else "") + (f" x{self.sequences}" if self.sequences > 1 else "")
+        )
 
     @property
-    def capacity(self) -> int:
+    def context(self) -> int:
         """Positions of cache that it needs."""
         return self.depth + self.prompt + self.generate + 1
 
@@ -79,7 +87,7 @@ class Result:
         if not self.trial.generate:
             return None
         middle = self.trial.depth + self.trial.generate // 2
-        return bytes_per_step(plan, middle) * self.mean / self.trial.batch / 1e9
+        return bytes_per_step(plan, middle) * self.mean / self.trial.sequences / 1e9
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -100,15 +108,15 @@ def grid(
     return trials
 
 
-class _Runner:
+class _Test:
     """One test on one model: the session with its cache, and synthetic text that no repetition can reuse."""
 
-    def __init__(self, model: Transformer, trial: Trial, seed: int) -> None:
+    def __init__(self, runner: ModelRunner, trial: Trial, seed: int) -> None:
         self._trial = trial
-        self._vocab = model.config.vocab_size
+        self._vocab = runner.config.vocab_size
         self._random = random.Random(seed)
-        self._session = Session(model, trial.capacity, trial.batch)
-        self._sampler = Sampler(Sampling(), self._vocab, model.device, trial.batch)
+        self._session = Session(runner, trial.context, trial.sequences)
+        self._sampler = Sampler(Sampling(), self._vocab, runner.device, trial.sequences)
         self._depth = self._tokens(trial.depth)
         if self._depth:
             self._session.prefill(self._depth)
@@ -129,7 +137,7 @@ class _Runner:
 
 
 def run(
-    model: Transformer,
+    runner: ModelRunner,
     trial: Trial,
     repetitions: int,
     seed: int = 0,
@@ -140,23 +148,23 @@ def run(
     A prompt's rate is its tokens over the time to the first token, sampling included. A reply's rate counts every
     decoding step: the prompt before it is one token, all the rest lies in the cache.
     """
-    cuda = model.device.type == "cuda"
+    cuda = runner.device.type == "cuda"
     if cuda:
-        torch.cuda.reset_peak_memory_stats(model.device)
+        torch.cuda.reset_peak_memory_stats(runner.device)
     else:
         reset_peak()
-    runner = _Runner(model, trial, seed)
-    warmup = sum(runner.once())
+    test = _Test(runner, trial, seed)
+    warmup = sum(test.once())
     rates, first, tokens = [], [], []
     for repetition in range(repetitions):
         progress(repetition)
-        seconds = runner.once()
-        rates.append((trial.prompt or trial.generate) * trial.batch / sum(seconds))
+        seconds = test.once()
+        rates.append((trial.prompt or trial.generate) * trial.sequences / sum(seconds))
         if trial.prompt:
             first.append(seconds[0])
         else:
             tokens += seconds
-    peak = torch.cuda.max_memory_allocated(model.device) if cuda else peak_resident()
+    peak = torch.cuda.max_memory_allocated(runner.device) if cuda else peak_resident()
     return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, peak)
 
 
@@ -215,3 +223,12 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return moved / best / 1e9
+
+
+def measure_device(device: torch.device, state: Path) -> tuple[str, float]:
+    """The name of `device` and the GB/s at which it reads, which are noted down in the folder `state` for estimates."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
+    with suppress(OSError):  # where nothing can be written, nothing is
+        remember(state, name, measured)
+    return name, measured

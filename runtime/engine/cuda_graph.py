@@ -14,11 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
 from mycli.runtime.engine.decode_step import DecodeStep
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import Kv
 
 Work = Callable[[], Tensor]  # launches, and where the result will be
 Capture = Callable[[Work], Work]
@@ -102,8 +103,8 @@ class Replay:
         return captured.replay()
 
 
-def make_replay(model: Transformer, warn: Callable[[str], None]) -> Replay | None:
-    """For a model on a CUDA device, if all of its layers can be done this way.
+def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Replay | None:
+    """For a model on a CUDA device run with caches of `kv`, if all of its layers can be done this way.
 
     The fused pass is compared with the plain one first, launched and replayed; where it fails or differs, `warn` is
     told and there is none.
@@ -112,7 +113,7 @@ def make_replay(model: Transformer, warn: Callable[[str], None]) -> Replay | Non
     if isinstance(step, str):
         return None
     try:
-        trouble = difference(model, step, cuda_graph)
+        trouble = difference(model, step, kv, cuda_graph)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
         trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
     if trouble is not None:
@@ -122,10 +123,10 @@ def make_replay(model: Transformer, warn: Callable[[str], None]) -> Replay | Non
 
 
 @torch.inference_mode()
-def difference(model: Transformer, step: Step, capture: Capture | None = None) -> str | None:
+def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None) -> str | None:
     """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
     device, config = model.device, model.config
-    cache = model.make_cache(_CHECK_CONTEXT)
+    cache = StaticCache(config, _CHECK_CONTEXT, device, cache_dtype(kv, model.dtype))
     rope = Rope(config, _CHECK_CONTEXT, device, model.dtype)
     tables = rope.fixed(_CHECK_CONTEXT)
     if tables is None:

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine.cuda_graph import Capture, Step, Work, cuda_graph, make_replay
+from mycli.runtime.engine.model_runner import FastPaths
 from mycli.runtime.kernels.triton.sample import Feedback, choose_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Cuts
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import Choice
 
 STEPS = 4
@@ -58,7 +60,7 @@ def _event() -> torch.cuda.Event:
 
 
 class DeviceLoop:
-    """Of one model. `capture` None: kernel by kernel."""
+    """The loop of one model. `capture` None: kernel by kernel."""
 
     def __init__(self, step: Step, capture: Capture | None) -> None:
         self._step = step
@@ -150,22 +152,22 @@ class DeviceLoop:
         return captured
 
 
-def accelerate(model: Transformer, warn: Callable[[str], None]) -> None:
-    """Give a model on a CUDA device its fused passes and this loop, where all of its layers can be done this way.
+def accelerate(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> FastPaths:
+    """The fused passes and the loop of a model on a CUDA device, where all of its layers can be done this way.
 
-    `warn` is told where they cannot be used although they exist.
+    kv: of the caches it is run with. `warn` is told where they cannot be used although they exist.
     """
-    replay = model.short_pass = make_replay(model, warn)
+    replay = make_replay(model, kv, warn)
     if replay is None:
-        return
+        return FastPaths()
     try:
         trouble = _wrong_choices(model)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
         trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
     if trouble is not None:
         warn(f"tokens are chosen by the host, decoding is slower: {trouble}")
-        return
-    model.loop = DeviceLoop(replay.step, cuda_graph)
+        return FastPaths(replay)
+    return FastPaths(replay, DeviceLoop(replay.step, cuda_graph))
 
 
 @torch.inference_mode()

@@ -10,11 +10,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.stats import Timing
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.sampling.sampler import Sampler, not_numbers
 
@@ -26,12 +25,13 @@ class Session:
     it differs.
     """
 
-    def __init__(self, model: Transformer, capacity: int, sequences: int = 1, chunk: int | None = None) -> None:
-        self.model = model
-        self.capacity = capacity
-        self.chunk = chunk or prefill_chunk(model.device.type == "cuda")  # tokens of a prompt at once
-        self.cache = model.make_cache(capacity, sequences)
-        self._rope = Rope(model.config, capacity, model.device, model.dtype)
+    def __init__(self, runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> None:
+        self.runner = runner
+        self.device = runner.device
+        self.context = context
+        self.chunk = chunk or prefill_chunk(self.device.type == "cuda")  # tokens of a prompt at once
+        self.cache = runner.make_cache(context, sequences)
+        runner.rope(self.cache)  # made now, not in the time of the first reply
         self._tokens: list[int] = []  # what the cache holds, of the first sequence
         self.timing = Timing()
         self.stopped = False  # whether the last generation ended by a stop token
@@ -39,15 +39,15 @@ class Session:
     @property
     def nbytes(self) -> int:
         """Bytes of weights and cache."""
-        return self.model.nbytes + self.cache.nbytes
+        return self.runner.nbytes + self.cache.nbytes
 
     def forget(self) -> None:
         """Start from an empty cache."""
         self._keep(0)
 
-    def branch(self, sequences: int, capacity: int) -> "Session":
+    def branch(self, sequences: int, context: int) -> "Session":
         """A session of `sequences` that begin with what this one, of one sequence, holds: one prefill serves all."""
-        other = Session(self.model, capacity, sequences)
+        other = Session(self.runner, context, sequences)
         other.cache.copy_from(self.cache)
         other._tokens = list(self._tokens)
         return other
@@ -59,9 +59,9 @@ class Session:
     def _forward(self, tokens: Tensor, logits: bool) -> Tensor:
         """Run tokens [sequences, n]; logits fp32 [sequences, vocab] of the last where wanted."""
         batch = Batch(tokens, self.cache.length, "last" if logits else "none")
-        out = self.model(batch, self._rope, self.cache)
+        out = self.runner.run(batch, self.cache)
         self._tokens += tokens.tolist()[0]
-        return out[:, -1] if logits else tokens
+        return tokens if out is None else out[:, -1]
 
     def prefill(self, prompt: Sequence[int]) -> Tensor:
         """Bring `prompt` into the cache and return the logits fp32 [sequences, vocab] after it.
@@ -70,9 +70,9 @@ class Session:
         """
         if not prompt:
             raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
-        if len(prompt) > self.capacity:
+        if len(prompt) > self.context:
             raise UsageError(
-                f"the prompt has {len(prompt)} tokens, the context room for {self.capacity}",
+                f"the prompt has {len(prompt)} tokens, the context room for {self.context}",
                 "shorten it, or ask for more context with --ctx",
             )
         shared = 0
@@ -82,7 +82,7 @@ class Session:
             shared += 1
         self._keep(shared)
         self.timing = Timing(prompt=len(prompt), cached=shared)
-        tokens = torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1)
+        tokens = torch.tensor(prompt, device=self.device).expand(self.cache.sequences, -1)
         for start in range(shared, len(prompt), self.chunk):
             end = min(start + self.chunk, len(prompt))
             out = self._forward(tokens[:, start:end], logits=end == len(prompt))
@@ -103,12 +103,12 @@ class Session:
         began = time.perf_counter()
         self.stopped = False
         logits = self.prefill(prompt)
-        sampler.observe(torch.tensor(prompt, device=self.model.device).expand(self.cache.sequences, -1))
+        sampler.observe(torch.tensor(prompt, device=self.device).expand(self.cache.sequences, -1))
         if limit < 1:
             return
         token = sampler.sample(logits)
         first = [(token[:, 0].tolist(), time.perf_counter() - began)]
-        count = min(limit - 1, self.capacity - self.cache.length)
+        count = min(limit - 1, self.context - self.cache.length)
         for drawn, seconds in chain(first, self._following(token, sampler, count)):
             self.timing.token_seconds.append(seconds)
             if drawn[0] in stop:
@@ -121,9 +121,7 @@ class Session:
 
         The cache then holds all but the last that was asked for.
         """
-        choice, launches = sampler.choice(), None
-        if self.model.loop is not None and choice is not None:
-            launches = self.model.loop.launches(token, choice, self._rope, self.cache, count)
+        launches = self.runner.launches(token, sampler.choice(), self.cache, count)
         if launches is not None:
             yield from self._launched(launches, int(token[0, 0]))
             return

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.checkpoint.formats import describe
-from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
@@ -17,7 +16,7 @@ from mycli.runtime.hub.download import plan, read_small
 from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
 from mycli.runtime.hub.resolve import Source, custom_code
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config, stop_ids
+from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
@@ -67,14 +66,13 @@ class Facts:
 
 def read_facts(source: Source) -> Facts:
     """The facts of a model on this machine. Raises ModelError for what is wrong with its files."""
-    manifest = Manifest.open(source.folder)
-    config, packings = describe(source.folder)
-    warnings = list(manifest.warnings)
+    folder = ModelFolder.open(source.folder)
+    warnings = list(folder.manifest.warnings)
     try:
-        manifest.check(config, packings)
+        folder.checked_manifest()
     except ModelError as error:
         warnings.append(f"{error.message}: the model will not load")
-    return _gather(source, source.folder, manifest.tensors, warnings, remote=False)
+    return _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
 
 
 def fetch_facts(hub: Hub, model: str) -> Facts:
@@ -96,15 +94,15 @@ def fetch_facts(hub: Hub, model: str) -> Facts:
                     start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
                 tensors.update(parse_header(start[:length], file.size, file.name))
         source = Source(model, folder, job.repo, job.commit)
-        return _gather(source, folder, tensors, list(job.warnings), remote=True)
+        return _gather(source, ModelFolder.open(folder), tensors, list(job.warnings), remote=True)
 
 
 def _gather(
-    source: Source, folder: Path, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
+    source: Source, opened: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
 ) -> Facts:
-    config, packings = describe(folder)
+    folder, config = opened.path, opened.config
     code = custom_code(folder)
-    defaults, dropped = read_generation_config(folder, config.vocab_size)
+    defaults, dropped = opened.generation
     warnings += [*([code] if code else []), *dropped]
     own: tuple[int, ...] = ()
     template = None
@@ -120,14 +118,14 @@ def _gather(
     eos, lacking = stop_ids(defaults.eos, config.eos, own, config.vocab_size)
     record = folder / RECORD
     return Facts(
-        source,
-        config,
-        packings,
-        tensors,
-        defaults,
-        eos,
-        template,
-        read_object(record, MAX_RECORD_BYTES) if record.exists() else None,
-        tuple([*warnings, *lacking]),
-        remote,
+        source=source,
+        config=config,
+        packings=opened.packings,
+        tensors=tensors,
+        defaults=defaults,
+        eos=eos,
+        template=template,
+        record=read_object(record, MAX_RECORD_BYTES) if record.exists() else None,
+        warnings=tuple([*warnings, *lacking]),
+        remote=remote,
     )

@@ -7,13 +7,12 @@ by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
+from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import cpu
 from mycli.runtime.layers.batch import Batch
@@ -21,42 +20,18 @@ from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.sampling.sampler import Choice
 
 LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
 
 
-class ShortPass(Protocol):
-    """Does passes over a few tokens faster; see `runtime.engine.cuda_graph`."""
-
-    def __call__(self, batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
-        """Logits [sequences, 1 or new, vocab], valid until the next call; None where it does not take the pass."""
-        ...
-
-
-class Loop(Protocol):
-    """Makes several tokens without the host; see `runtime.engine.device_loop`."""
-
-    def launches(
-        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
-    ) -> Iterator[tuple[list[list[int]], float]] | None:
-        """The `count` tokens of each sequence after `token` [sequences, 1], by launches with their seconds."""
-        ...
-
-
 class Transformer(nn.Module):
-    """A whole model. `load` in `runtime.engine.loader` makes one that can run."""
+    """A whole model. `load_model` in `runtime.engine.loader` reads one and gives it to what runs it."""
 
-    short_pass: ShortPass | None = None
-    loop: Loop | None = None
-
-    def __init__(self, config: ModelConfig, kv: Kv = "auto") -> None:
-        """`kv`: the kind of the caches it is run with."""
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.kv = kv
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config.layer(index)) for index in range(config.layers))
         self.norm = RMSNorm(config.norm())
@@ -113,10 +88,6 @@ class Transformer(nn.Module):
         """Of activations."""
         return self.embedding.dtype
 
-    def make_cache(self, capacity: int, sequences: int = 1) -> StaticCache:
-        """An empty cache of the kind that this model is run with."""
-        return StaticCache(self.config, capacity, self.device, cache_dtype(self.kv, self.dtype), sequences)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, a tied embedding once."""
@@ -139,11 +110,6 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
         """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks; None for "none"."""
-        if self.short_pass is not None and cache is not None:
-            found = self.short_pass(batch, rope, cache)
-            if found is not None:
-                cache.advance(batch.count)
-                return found.to(torch.float32, copy=True)
         x = self.hidden(batch, rope, cache)
         if batch.logits == "none":
             return None

@@ -13,7 +13,6 @@ from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Dtype, Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 
-GIB = 1 << 30
 BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
@@ -284,9 +283,3 @@ def bytes_per_step(plan: Plan, depth: int) -> int:
 def tokens_per_second(plan: Plan, depth: int, gigabytes_per_second: float) -> float:
     """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
     return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)
-
-
-def gib(size: float) -> str:
-    """Bytes as people read them, with enough digits for small things: 5.11 GiB, 0.0107 GiB."""
-    value = size / GIB
-    return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"

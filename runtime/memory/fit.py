@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, gib, longest_context
+from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from mycli.runtime.utils.units import gib
 
 SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
 

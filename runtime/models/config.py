@@ -8,13 +8,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec, Shape, decoder_layer
-from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.json_fields import Fields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -153,8 +152,3 @@ def parse_config(raw: Fields) -> ModelConfig:
     module = importlib.import_module(f"mycli.runtime.models.families.{model_type}")
     config: ModelConfig = module.read(raw)
     return config
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """`parse_config` of `folder`/config.json."""
-    return parse_config(read_object(folder / "config.json"))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.stats import SpeculationStats
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession, judge
 from mycli.runtime.speculative.draft_length import Adaptive, Fixed, Pace, expected_tokens
@@ -22,25 +22,25 @@ SIMULATED_PASSES = 1500
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: a model and what drafts for it, with room for `capacity` tokens."""
+    """What is tried: a model and what drafts for it, with room for `context` tokens."""
 
-    model: Transformer
+    runner: ModelRunner
     new_drafter: Callable[[], Drafter]
     vocabulary_size: int
     stop: frozenset[int]
-    capacity: int
+    context: int
 
     def session(self, pace: Callable[[Drafter], Pace]) -> SpeculativeSession:
         """A new one, with empty caches, warmed up."""
         drafter = self.new_drafter()
-        session = SpeculativeSession(self.model, self.capacity, drafter, pace(drafter))
+        session = SpeculativeSession(self.runner, self.context, drafter, pace(drafter))
         session.warm_up()
         return session
 
     def reply(self, session: Session, prompt: Sequence[int], limit: int) -> list[int]:
         """The greedy tokens."""
-        sampler = Sampler(Sampling(), self.vocabulary_size, self.model.device)
-        limit = min(limit, session.capacity - len(prompt) + 1)
+        sampler = Sampler(Sampling(), self.vocabulary_size, self.runner.device)
+        limit = min(limit, session.context - len(prompt) + 1)
         return [tokens[0] for tokens in session.generate(prompt, sampler, limit, self.stop)]
 
 
@@ -94,7 +94,7 @@ def compare(
     The pace is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
     """
     notes: list[str] = []
-    plain = Session(subject.model, subject.capacity)
+    plain = Session(subject.runner, subject.context)
     drafted = subject.session(lambda drafter: Adaptive(drafter.weight, notes.append))
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling, leading
 from mycli.runtime.speculative.draft_length import Pace
 from mycli.runtime.speculative.proposers import Drafter, Proposal
@@ -76,11 +76,11 @@ class SpeculativeSession(Session):
     tokens follow the same distribution, but a seed gives other ones, as it does not know which drafts will pay.
     """
 
-    def __init__(self, model: Transformer, capacity: int, drafter: Drafter, pace: Pace) -> None:
-        super().__init__(model, capacity)
+    def __init__(self, runner: ModelRunner, context: int, drafter: Drafter, pace: Pace) -> None:
+        super().__init__(runner, context)
         self.drafter = drafter
         self.pace = pace
-        self._last = torch.zeros(1, 1, dtype=torch.int64, device=model.device)  # drawn, not yet in the cache
+        self._last = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)  # drawn, not yet in the cache
 
     @property
     def nbytes(self) -> int:
@@ -89,9 +89,9 @@ class SpeculativeSession(Session):
 
     def warm_up(self) -> None:
         """Two passes with drafts, so that the first of a reply need not choose kernels. Leaves both caches empty."""
-        text = [0] * min(4, self.capacity // 2)
-        sampler = Sampler(Sampling(), self.model.config.vocab_size, self.model.device)
-        for count in (1, min(4, self.capacity - len(text))):
+        text = [0] * min(4, self.context // 2)
+        sampler = Sampler(Sampling(), self.runner.config.vocab_size, self.device)
+        for count in (1, min(4, self.context - len(text))):
             self.drafter.draft(text, count, sampler)
             self._verify([0] * count)
             self.forget()
@@ -109,7 +109,7 @@ class SpeculativeSession(Session):
         self.stopped = False
         logits = self.prefill(prompt)
         record = self.timing.record = SpeculationStats()
-        sampler.observe(torch.tensor([prompt], device=self.model.device))
+        sampler.observe(torch.tensor([prompt], device=self.device))
         self.drafter.begin(prompt)
         if limit < 1:
             return
@@ -129,7 +129,7 @@ class SpeculativeSession(Session):
                         return
                     text.append(token)
                     yield [token]
-                left = min(limit - len(text) + len(prompt), self.capacity - len(text) + 1)
+                left = min(limit - len(text) + len(prompt), self.context - len(text) + 1)
                 if left < 1:
                     return
                 began = time.perf_counter()
@@ -163,13 +163,13 @@ class SpeculativeSession(Session):
         self.drafter.keep(len(text) + kept)
         self.pace.judged(count, kept, lag, time.perf_counter() - began)
         record.add(count, kept)
-        self._last = torch.tensor([tokens[-1:]], device=self.model.device)
+        self._last = torch.tensor([tokens[-1:]], device=self.device)
         return tokens
 
     def _verify(self, tokens: list[int]) -> Tensor:
         """Logits fp32 [tokens, vocab] after each of the tokens, which come into the cache."""
-        batch = Batch(torch.tensor([tokens], device=self.model.device), self.cache.length, "all")
-        logits = self.model(batch, self._rope, self.cache)
+        batch = Batch(torch.tensor([tokens], device=self.device), self.cache.length, "all")
+        logits = self.runner.run(batch, self.cache)
         self._tokens += tokens
         assert isinstance(logits, Tensor)
         return logits[0]

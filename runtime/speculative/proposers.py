@@ -6,17 +6,16 @@ They propose; whether a proposal stands is decided in `runtime.speculative.decod
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import load_config
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.tokenizer.compatibility import check
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -68,10 +67,10 @@ class DraftModel(Session):
     Its context may be shorter than the text: it then has nothing to say.
     """
 
-    def __init__(self, model: Transformer, capacity: int, target_bytes: int) -> None:
+    def __init__(self, runner: ModelRunner, context: int, target_bytes: int) -> None:
         """`target_bytes`: the weights of the model that judges; decoding is bound by reading them."""
-        super().__init__(model, min(capacity, model.config.max_context))
-        self.weight = model.nbytes / max(target_bytes, 1)
+        super().__init__(runner, min(context, runner.config.max_context))
+        self.weight = runner.nbytes / max(target_bytes, 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Keep what the cache and `prompt` share."""
@@ -92,11 +91,11 @@ class DraftModel(Session):
         Fewer than `count` where the context ends or the output is not a number; then what was read is forgotten, as
         NaN in the cache would spoil every later token.
         """
-        count = min(count, self.capacity - len(text) + 1)
+        count = min(count, self.context - len(text) + 1)
         tokens: list[int] = []
         if count < 1:
             return Proposal(tokens)
-        new = torch.tensor([text[self.cache.length :]], device=self.model.device)
+        new = torch.tensor([text[self.cache.length :]], device=self.device)
         for start in range(0, new.shape[1], self.chunk):
             end = min(start + self.chunk, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
@@ -110,7 +109,7 @@ class DraftModel(Session):
             tokens.append(token)
             if len(tokens) == count:
                 break
-            logits = self._forward(torch.tensor([[token]], device=self.model.device), logits=True)
+            logits = self._forward(torch.tensor([[token]], device=self.device), logits=True)
         return Proposal(tokens, None if rows is None else rows[: len(tokens)])
 
     def keep(self, length: int) -> None:
@@ -119,11 +118,11 @@ class DraftModel(Session):
             self._keep(length)
 
 
-def load_draft(folder: Path, tokenizer: Tokenizer, model: Transformer, capacity: int) -> DraftModel:
-    """The model of `folder` as a draft for `model`, beside it. Raises ModelError where its vocabulary is another."""
-    check(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
-    placement = Placement(model.device, model.dtype, kv=model.kv)
-    return DraftModel(load_model(folder, placement), capacity, model.nbytes)
+def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, context: int) -> DraftModel:
+    """The model of `folder` as a draft for `target`, beside it. Raises ModelError where its vocabulary is another."""
+    check(tokenizer, Tokenizer.load(folder.path, folder.config.vocab_size))
+    placement = Placement(target.device, target.dtype, kv=target.kv)
+    return DraftModel(load_model(folder, placement), context, target.nbytes)
 
 
 class Lookup:

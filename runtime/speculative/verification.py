@@ -33,7 +33,7 @@ def greedy_divergences(
     subject: Subject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[Divergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
-    plain = Session(subject.model, subject.capacity)
+    plain = Session(subject.runner, subject.context)
     drafted = subject.session(lambda drafter: Fixed(length))
     for number, prompt in enumerate(prompts):
         ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
@@ -44,7 +44,7 @@ def greedy_divergences(
         plain.forget()
         logits = plain.prefill([*prompt, *ours[:position]])[0, : subject.vocabulary_size]
         first, second = logits.topk(2).values.tolist()
-        rounding = float(torch.finfo(subject.model.dtype).eps) * float(logits.abs().max())
+        rounding = float(torch.finfo(subject.runner.dtype).eps) * float(logits.abs().max())
         lead = first - second
         yield Divergence(number, position, lead, lead <= TOLERANCE * rounding)
 
@@ -79,7 +79,7 @@ class _Rows:
 
 def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The prompt after which most tokens are likely: where a wrong distribution shows."""
-    session = Session(subject.model, subject.capacity)
+    session = Session(subject.runner, subject.context)
 
     def largest(prompt: Sequence[int]) -> float:
         return float(session.prefill(prompt)[0, : subject.vocabulary_size].softmax(dim=-1).max())
@@ -94,9 +94,9 @@ def chi_squared(
 
     `sampling` should leave few tokens (top-k), as both models are asked once for each, and have no penalty.
     """
-    sampler = Sampler(sampling, subject.vocabulary_size, subject.model.device)
-    sampler.observe(torch.tensor([prompt], device=subject.model.device))
-    target, guess = _Rows(Session(subject.model, subject.capacity), prompt), _Rows(draft, prompt)
+    sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
+    sampler.observe(torch.tensor([prompt], device=subject.runner.device))
+    target, guess = _Rows(Session(subject.runner, subject.context), prompt), _Rows(draft, prompt)
     seen = sampler.probabilities
     expected: dict[tuple[int, int], float] = {}
     after: dict[int, Tensor] = {}

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.models.config import ModelConfig
 
@@ -41,7 +41,8 @@ def write(folder: Path, target: Path) -> None:
 
     Raises ValueError for a model that is not a plain Llama.
     """
-    config, packings = describe(folder)
+    opened = ModelFolder.open(folder)
+    config, packings = opened.config, opened.packings
     manifest = Manifest.open(folder)
     manifest.check(config, packings)
     if config.model_type != "llama" or config.rope.kind != "default" or packings or config.qkv_bias or config.mlp_bias:
@@ -63,7 +64,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 
     The config and the tokenizer are those of `original`. Raises KeyError for a tensor that is missing.
     """
-    config, _ = describe(original)
+    config = ModelFolder.open(original).config
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
     state: dict[str, Tensor] = {}
     for name, shape in config.tensors():
@@ -78,7 +79,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 
 def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
     """Bits per weight of the linears of the blocks, and how many of them are of which type."""
-    config, _ = describe(original)
+    config = ModelFolder.open(original).config
     blocks = (config.block_linears(layer) for layer in range(config.layers))
     specs = (spec for block in blocks for group in block.values() for spec in group)
     names = {_theirs(f"{spec.name}.weight", config) for spec in specs}

@@ -17,6 +17,7 @@ from torch import Tensor
 from mycli.cli.options import parse_count
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
@@ -74,7 +75,7 @@ class _Model(StreamedModel):
     """With every packed product of the blocks made by `product`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, product: type[_Exact] | type[_Integers]) -> None:
-        super().__init__(folder, Placement(torch.device("cpu"), dtype))
+        super().__init__(ModelFolder.open(folder), Placement(torch.device("cpu"), dtype))
         self._product = product
 
     def block(self, layer: int) -> Block:

@@ -32,6 +32,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize
 from mycli.quant.solvers import Scheme, Solution, rtn
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    config = StreamedModel(PICO, CPU).config
+    config = StreamedModel(ModelFolder.open(PICO), CPU).config
     tokenizer = Tokenizer.load(PICO, config.vocab_size)
     shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
     text = cut(held_out_text(), tokenizer, 512, options.tokens)
@@ -133,7 +134,7 @@ def main() -> None:
                     sink(Solved({linear: solution.quantized}, {}, ()))
             else:
                 blocks: list[Solved] = []
-                model = StreamedModel(PICO, CPU)
+                model = StreamedModel(ModelFolder.open(PICO), CPU)
                 quantize_blocks(model, packings, solver, shown.windows, blocks.append)
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
@@ -145,7 +146,9 @@ def main() -> None:
                 copy = shutil.copytree(PICO, Path(folder) / "copy")
                 (copy / "model.safetensors").chmod(0o644)
                 save_file({**original, **state}, copy / "model.safetensors")
-                result = evaluate(StreamedModel(copy, CPU), text, StreamedModel(PICO, CPU))
+                result = evaluate(
+                    StreamedModel(ModelFolder.open(copy), CPU), text, StreamedModel(ModelFolder.open(PICO), CPU)
+                )
             assert result.divergence is not None
             kl = result.divergence.kl.value
             plain = kl if name == "plain GPTQ" else plain

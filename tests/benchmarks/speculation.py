@@ -25,12 +25,13 @@ from torch import Tensor
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import load_config
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import Fixed, expected_tokens
@@ -60,7 +61,7 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(size, generator=generator) * 0.02 + name.endswith("norm.weight")).bfloat16()
-        for name, size in load_config(source).tensors()
+        for name, size in ModelFolder.open(source).config.tensors()
     }
     save_file(tensors, source / "model.safetensors")
     recipe = Recipe(method="rtn", scales="absmax", head="int4")
@@ -121,7 +122,7 @@ class Timed(Fixed):
 class Trial:
     """One pair of models, one draft length."""
 
-    def __init__(self, target: Transformer, draft: Transformer, clocks: Sequence[Clock], length: int) -> None:
+    def __init__(self, target: ModelRunner, draft: ModelRunner, clocks: Sequence[Clock], length: int) -> None:
         self.length, self.vocab = length, target.config.vocab_size
         self.plain = Session(target, CAPACITY)
         drafter = DraftModel(draft, CAPACITY, target.nbytes)
@@ -175,8 +176,8 @@ def main() -> None:
             given or random_model(Path(name) / part, shape)
             for given, part, shape in ((options.target, "target", TARGET), (options.draft, "draft", DRAFT))
         ]
-        target, draft = (load_model(folder, CPU) for folder in folders)
-    clocks = [Clock(target), Clock(draft)]
+        target, draft = (load_model(ModelFolder.open(folder), CPU) for folder in folders)
+    clocks = [Clock(target.model), Clock(draft.model)]
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     for model, kind in ((target, "target"), (draft, "draft")):
         print(f"{kind}: {model.config.parameters() / 1e9:.2f} B parameters, {model.nbytes / 2**20:.0f} MiB")

@@ -23,6 +23,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path
 
 def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[int, int, float]:
     """Tokens that are our greedy ones, all tokens, and how far below ours the worst of the others lies."""
-    model = StreamedModel(folder, CPU)
+    model = StreamedModel(ModelFolder.open(folder), CPU)
     tokens = torch.tensor([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
     hidden = model.hidden(tokens)
     same, worst = 0, 0.0
@@ -81,7 +82,7 @@ def main() -> None:
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with vLLM (make test-vllm makes one)")
         return
-    tokenizer = Tokenizer.load(PICO, StreamedModel(PICO, CPU).config.vocab_size)
+    tokenizer = Tokenizer.load(PICO, StreamedModel(ModelFolder.open(PICO), CPU).config.vocab_size)
     ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False

@@ -15,7 +15,7 @@ from tests.conftest import Mycli
 KEYS = {"chat": {"device": "device", "top_p": "top_p"}, "run": {"device": "device", "max_tokens": "limit"}}
 
 
-def read(tmp_path: Path, text: str, command: str = "chat") -> dict[str, dict[str, object]]:
+def read(tmp_path: Path, text: str, command: str = "chat") -> dict[str, object]:
     path = tmp_path / "config.toml"
     path.write_text(text)
     return read_settings(path, command, KEYS, KEYS.__getitem__)
@@ -23,8 +23,8 @@ def read(tmp_path: Path, text: str, command: str = "chat") -> dict[str, dict[str
 
 def test_a_table_counts_for_its_command_and_the_top_for_all_that_have_the_option(tmp_path: Path) -> None:
     text = 'device = "cpu"\nmax-tokens = "1k"\n[chat]\ntop-p = 0.5\ndevice = "auto"\n'
-    assert read(tmp_path, text, "chat") == {"chat": {"device": "auto", "top_p": 0.5}}
-    assert read(tmp_path, text, "run") == {"run": {"device": "cpu", "limit": "1k"}}
+    assert read(tmp_path, text, "chat") == {"device": "auto", "top_p": 0.5}
+    assert read(tmp_path, text, "run") == {"device": "cpu", "limit": "1k"}
 
 
 def test_other_commands_are_looked_at_only_for_a_key_that_this_one_lacks(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import math
 import pyte
 import pytest
 
-from mycli.cli.output import Output, gib
+from mycli.cli.output import Output
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.utils.units import gib
 
 
 class Screen(io.StringIO):

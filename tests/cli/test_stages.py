@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mycli.cli.output import Output
-from mycli.cli.stages import stages
+from mycli.cli.progress import stages
 
 
 class Recorded(Output):
@@ -29,7 +29,7 @@ class Recorded(Output):
 
 def test_each_stage_gets_a_bar_and_the_last_is_closed() -> None:
     out = Recorded()
-    with stages(out) as report:
+    with stages(out.progress) as report:
         report("quantizing", 2, 4)
         report("quantizing", 4, 4)
         report("layers", 1, 1)
@@ -39,7 +39,7 @@ def test_each_stage_gets_a_bar_and_the_last_is_closed() -> None:
 
 def test_the_same_stage_begun_anew_is_another_bar() -> None:
     out = Recorded()
-    with stages(out) as report:
+    with stages(out.progress) as report:
         report("layers", 2, 2)
         report("layers", 1, 2)
     assert out.log == [("layers", 2), 2, "closed", ("layers", 2), 1, "closed"]

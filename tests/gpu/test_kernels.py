@@ -13,6 +13,7 @@ from mycli.quant.rounding.columns import solve_block
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine.cuda_graph import Replay, Step, cuda_graph, difference
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
@@ -91,9 +92,9 @@ def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float
     step, found = fused(case), []
     for capture in (cuda_graph, None, "host"):
         model = models(case, "cuda")[1]
-        model.short_pass = Replay(step, None)
-        model.loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
-        session, replies = Session(model, CAPACITY, case.sequences), []
+        loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
+        runner = ModelRunner(model, fast=FastPaths(Replay(step, None), loop))
+        session, replies = Session(runner, CAPACITY, case.sequences), []
         for limit, taken in ((20, 20), (40, 7), (30, 30), (99, 99)):
             sampler = Sampler(Sampling(temperature, seed=3), model.config.vocab_size - 2, model.device, case.sequences)
             replies.append(list(islice(session.generate([1, 5, 9], sampler, limit), taken)))

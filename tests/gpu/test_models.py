@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
@@ -25,7 +26,7 @@ PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 
 
 def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
-    model = load_model(PICO, Placement(torch.device(device), dtype))
+    model = load_model(ModelFolder.open(PICO), Placement(torch.device(device), dtype)).model
     tokens = torch.arange(3, 203, device=model.device).unsqueeze(0)
     out = model(Batch(tokens, 0, "all"), Rope(model.config, 256, model.device, model.dtype), None)
     assert out is not None
@@ -42,8 +43,8 @@ def test_logits_equal_the_cpu(dtype: torch.dtype, bound: float) -> None:
 def test_greedy_tokens_equal_the_cpu() -> None:
     drawn = []
     for device in ("cpu", "cuda"):
-        session = Session(load_model(PICO, Placement(torch.device(device), torch.float32)), 64)
-        sampler = Sampler(Sampling(), 4096, session.model.device)
+        session = Session(load_model(ModelFolder.open(PICO), Placement(torch.device(device), torch.float32)), 64)
+        sampler = Sampler(Sampling(), 4096, session.device)
         drawn.append(list(session.generate(PROMPT, sampler, 24)))
     assert drawn[0] == drawn[1]
 

@@ -15,6 +15,7 @@ from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize, round_to_grid
 from mycli.quant.solvers import Solution, gptq
 from mycli.quant.work_folder import Solved
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.layers.block import Block
@@ -28,7 +29,7 @@ CPU = Placement(torch.device("cpu"), torch.float32)
 
 @pytest.fixture(scope="module")
 def model() -> StreamedModel:
-    return StreamedModel(DRAFT, CPU)
+    return StreamedModel(ModelFolder.open(DRAFT), CPU)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from torch import Tensor
 from mycli.quant import evaluate as module
 from mycli.quant.evaluate import Text, cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
@@ -47,7 +48,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
     """float64 [windows, context - 1, vocabulary] from the whole model at once."""
-    model = load_model(folder, FP32)
+    model = load_model(ModelFolder.open(folder), FP32).model
     logits = model(Batch(windows, 0, "all"), Rope(model.config, windows.shape[1], FP32.device, FP32.dtype))
     assert logits is not None
     return logits[:, :-1].double().log_softmax(-1).numpy()
@@ -64,7 +65,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("small_slices")
 def test_scores_follow_their_definitions(tokenizer: Tokenizer, noisy: Path) -> None:
     text = cut(held_out_text(), tokenizer, 64, 5 * 64)
-    result = evaluate(StreamedModel(noisy, FP32), text, StreamedModel(PICO, FP32))
+    result = evaluate(StreamedModel(ModelFolder.open(noisy), FP32), text, StreamedModel(ModelFolder.open(PICO), FP32))
 
     q, p = log_probabilities(noisy, text.windows), log_probabilities(PICO, text.windows)
     targets = text.windows[:, 1:].numpy()
@@ -90,14 +91,14 @@ def test_scores_follow_their_definitions(tokenizer: Tokenizer, noisy: Path) -> N
 
 def test_pico_has_the_perplexity_it_was_published_with(tokenizer: Tokenizer) -> None:
     text = cut(held_out_text(), tokenizer, 512, 16384)
-    result = evaluate(StreamedModel(PICO, FP32), text)
+    result = evaluate(StreamedModel(ModelFolder.open(PICO), FP32), text)
     assert (result.windows, result.begins_with_bos, result.dtype) == (32, False, "float32")
     assert result.perplexity.value == pytest.approx(37.51, abs=0.005)
     assert result.divergence is None
 
 
 def test_a_model_does_not_diverge_from_itself(tokenizer: Tokenizer) -> None:
-    model = StreamedModel(PICO, FP32)
+    model = StreamedModel(ModelFolder.open(PICO), FP32)
     result = evaluate(model, cut(held_out_text(), tokenizer, 64, 64), model)
     assert result.divergence is not None and result.perplexity.error is None
     assert result.divergence.kl.value < 1e-6 and result.divergence.kl_max < 1e-5
@@ -117,7 +118,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) 
         cut("too short", tokenizer, 512)
     with pytest.raises(UsageError, match="needs two tokens"):
         cut("too short", tokenizer, 1)
-    model = StreamedModel(PICO, FP32)
+    model = StreamedModel(ModelFolder.open(PICO), FP32)
     with pytest.raises(UsageError, match="windows of 4096 tokens; the model takes 2048"):
         evaluate(model, Text(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
     with pytest.raises(NotFoundError, match="none.txt"):
@@ -139,7 +140,7 @@ def test_vocabularies_must_agree(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     text = Text(torch.zeros(1, 8, dtype=torch.int64), False, "")
     with pytest.raises(UsageError, match="4096 and 4097"):
-        evaluate(StreamedModel(PICO, FP32), text, StreamedModel(folder, FP32))
+        evaluate(StreamedModel(ModelFolder.open(PICO), FP32), text, StreamedModel(ModelFolder.open(folder), FP32))
 
 
 @pytest.mark.parametrize("fault", ["E3-activations-not-finite"])
@@ -150,4 +151,4 @@ def test_logits_that_are_not_finite_end_it(tmp_path: Path, fault: str) -> None:
     tensors["model.layers.5.mlp.down_proj.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="not finite in torch.float32"):
-        evaluate(StreamedModel(folder, FP32), Text(torch.arange(8).view(1, 8), False, ""))
+        evaluate(StreamedModel(ModelFolder.open(folder), FP32), Text(torch.arange(8).view(1, 8), False, ""))

@@ -14,6 +14,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
@@ -55,7 +56,7 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
     reference = random_model(tmp_path, case)
     tokens = torch.randint(0, 4096, (3, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = hooked_inputs(reference, tokens)
-    model = StreamedModel(tmp_path, CPU)
+    model = StreamedModel(ModelFolder.open(tmp_path), CPU)
     stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
     for index in range(model.config.layers):
         block = model.block(index)
@@ -79,7 +80,7 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, t
     outcome = quantize(work, tmp_path / "copy", CPU)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
-    ours = whole(load_model(tmp_path / "copy", CPU), tokens)
+    ours = whole(load_model(ModelFolder.open(tmp_path / "copy"), CPU).model, tokens)
     with torch.no_grad():
         logits, original = theirs(tokens).logits, reference(tokens).logits
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations

@@ -9,6 +9,7 @@ import torch
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.batch import Batch
@@ -24,11 +25,12 @@ FP32 = Placement(torch.device("cpu"), torch.float32)
 def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)
-    whole = load_model(PICO, placement)
+    runner = load_model(ModelFolder.open(PICO), placement)
+    whole = runner.model
     rope = Rope(whole.config, 40, FP32.device, FP32.dtype)
-    expected = whole(Batch(tokens, 0, "all"), rope, whole.make_cache(40, 5))
+    expected = whole(Batch(tokens, 0, "all"), rope, runner.make_cache(40, 5))
     exact = whole(Batch(tokens, 0, "all"), rope)
-    model = StreamedModel(PICO, placement, at_once=80)  # two windows, then one
+    model = StreamedModel(ModelFolder.open(PICO), placement, at_once=80)  # two windows, then one
     logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
     assert expected is not None and exact is not None
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -46,7 +48,9 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Block, "load", watched)
     calls: list[tuple[str, int, int]] = []
-    StreamedModel(PICO, FP32).hidden(torch.zeros(1, 4, dtype=torch.int64), lambda *step: calls.append(step))
+    StreamedModel(ModelFolder.open(PICO), FP32).hidden(
+        torch.zeros(1, 4, dtype=torch.int64), lambda *step: calls.append(step)
+    )
     assert len(alive) == 6
     assert calls == [("layers", layer, 6) for layer in range(1, 7)]
 
@@ -55,7 +59,7 @@ def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) ->
     """The system is asked for the bytes of exactly its tensors, and a file that has gone is no error."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
-    model = StreamedModel(PICO, Placement(torch.device("cpu"), torch.float32))
+    model = StreamedModel(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
     model.expect(2)
     entries = Manifest.open(PICO).tensors
     wanted = [entry for name, entry in entries.items() if name.startswith("model.layers.2.")]

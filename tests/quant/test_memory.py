@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from mycli.quant.memory import Work, choose, need
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.models.config import load_config, parse_config
+from mycli.runtime.models.config import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.conftest import PICO, ROOT
 from tests.quant.test_pipeline import SMALL
@@ -100,7 +101,7 @@ def test_the_prediction_holds_within_a_tenth(
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(size, generator=generator) * 0.02 + (len(size) == 1)).bfloat16()
-        for name, size in load_config(source).tensors()
+        for name, size in ModelFolder.open(source).config.tensors()
     }
     save_file(tensors, source / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -16,6 +16,7 @@ from mycli.quant.mixed_precision import Share
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
@@ -34,7 +35,7 @@ def share(loss: float, weights: int = 1000) -> Share:
 def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
     """Half of gradient times change is the divergence itself, as far as that is quadratic."""
     quantize(plan(Source("draft", DRAFT, None, None), Recipe("rtn", 4, 64), report="none"), tmp_path / "low", CPU)
-    model, low = StreamedModel(DRAFT, CPU), StreamedModel(tmp_path / "low", CPU)
+    model, low = StreamedModel(ModelFolder.open(DRAFT), CPU), StreamedModel(ModelFolder.open(tmp_path / "low"), CPU)
     windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
     shares = allocate.measure(model, low, windows)
     assert len(shares) == 4 * model.config.layers

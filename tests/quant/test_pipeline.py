@@ -21,13 +21,12 @@ from mycli.quant.planning import Plan, plan
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
-from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
@@ -60,7 +59,7 @@ def source(tmp_path: Path) -> Source:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
-        for name, shape in load_config(folder).tensors()
+        for name, shape in ModelFolder.open(folder).config.tensors()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -103,7 +102,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path, recipe: Recipe) -> None:
     target = tmp_path / "out"
     work = make(source, target, recipe)
-    config, packings = describe(target)
+    opened = ModelFolder.open(target)
+    config, packings = opened.config, opened.packings
     assert packings == work.packings
     manifest = Manifest.open(target)
     manifest.check(config, packings)
@@ -125,7 +125,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
 
 def restored_state(folder: Path) -> dict[str, Tensor]:
     """The tensors of an unquantized model with our dequantized weights."""
-    _, packings = describe(folder)
+    packings = ModelFolder.open(folder).packings
     state: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -324,7 +324,7 @@ def test_a_target_is_replaced_only_when_asked(source: Source, tmp_path: Path, fa
     with pytest.raises(UserError, match="out"):
         make(source, target, Recipe("rtn", bits=8, group=32))
     make(source, target, Recipe("rtn", bits=8, group=32), overwrite=True)
-    assert set(describe(target)[1].values()) == {Packing(8, 32)}
+    assert set(ModelFolder.open(target).packings.values()) == {Packing(8, 32)}
 
 
 @pytest.mark.parametrize("inside", ["", "copy"], ids=["D5-the-input", "D5-inside-the-input"])

@@ -27,10 +27,10 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.scheme import Packing
 from tests.conftest import PICO, ROOT
 from tests.quant.test_pipeline import SMALL
@@ -139,7 +139,7 @@ def a_model(folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
-        for name, shape in load_config(folder).tensors()
+        for name, shape in ModelFolder.open(folder).config.tensors()
     }
     save_file(tensors, folder / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):

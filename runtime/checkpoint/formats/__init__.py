@@ -8,14 +8,13 @@ hold them, and reads them into a `PackedWeight`. Knows no layout by name. Import
 import importlib
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # a light command reads configurations only
     import torch
@@ -68,17 +67,6 @@ def read_quantization(raw: Fields, linears: Sequence[str]) -> dict[str, Packing]
         readable = "; ".join(load(each).READABLE for each in names())
         raise section.fail("quant_method", f"{method!r} is not supported", readable)
     return load(name).read_quantization(section, linears)
-
-
-def describe(folder: Path) -> tuple[ModelConfig, dict[str, Packing]]:
-    """`describe_config` of `folder`/config.json."""
-    return describe_config(read_object(folder / "config.json"))
-
-
-def describe_config(raw: Fields) -> tuple[ModelConfig, dict[str, Packing]]:
-    """What a model is, and which of its linears are packed how, by a parsed config.json."""
-    config = parse_config(raw)
-    return config, read_quantization(raw, [linear.name for linear in config.linears()])
 
 
 def stored_tensors(

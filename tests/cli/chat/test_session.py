@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from mycli.cli.chat.history import Conversation
-from mycli.cli.chat.session import Chat, compact, thinking
+from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.command import Call
-from mycli.cli.load import Loaded
+from mycli.cli.format import compact
+from mycli.cli.load import LoadedSession
 from mycli.cli.output import Output
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
@@ -23,19 +25,19 @@ from tests.conftest import PICO
 
 
 @pytest.fixture(scope="module")
-def assistant() -> Assistant:
-    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+def loaded() -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture
-def chat(assistant: Assistant) -> Chat:
-    loaded = Loaded(
+def chat(loaded: LoadedModel) -> Chat:
+    opened = LoadedSession(
         Source("pico", PICO, None, None),
         Placement(torch.device("cpu"), torch.float32),
-        assistant,
-        Session(assistant.model, 96),
+        loaded,
+        Session(loaded.runner, 96),
     )
-    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), loaded, Sampling())
+    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, Sampling())
 
 
 @pytest.mark.parametrize(
@@ -78,12 +80,12 @@ def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.Monke
     """D15 keeps what was said; F5 takes the turn back. Either way the conversation can go on."""
     chat.session_file = tmp_path / "session.json"
 
-    def broken(self: Reply) -> Iterator[str]:
+    def broken(self: Completion) -> Iterator[str]:
         yield "half "
         raise KeyboardInterrupt if way == "ctrl-c" else ModelError("not a number", "verify")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reply, "__iter__", broken)
+        patch.setattr(Completion, "__iter__", broken)
         if way == "ctrl-c":
             chat.answer("What is the capital of Japan?")
         else:

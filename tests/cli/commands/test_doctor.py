@@ -56,7 +56,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wrong_reply_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "golden_reply", lambda placement: "The capital of Japan is Paris.")
+    monkeypatch.setattr(doctor, "golden_reply", lambda *_: "The capital of Japan is Paris.")
     assert call() == ExitCode.GATE
     assert "instead of" in capsys.readouterr().err
 

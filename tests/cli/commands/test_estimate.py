@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mycli.cli.main import main
-from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
@@ -103,7 +103,7 @@ def test_a_measured_bandwidth_is_used(state: Path, capsys: pytest.CaptureFixture
 def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     dense = answer(capsys, llama, "--quant", "int4-g128")
     path = Path(llama) / "config.json"
-    config, _ = describe(Path(llama))
+    config = ModelFolder.open(Path(llama)).config
     names = [spec.name for layer in range(32) for group in config.block_linears(layer).values() for spec in group]
     section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"])
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.cli.main import join, reorder
+from mycli.cli.main import reorder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.prompts import prompts
-from mycli.runtime.engine.completion import Assistant
-from mycli.runtime.errors import UsageError
+from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.benchmark import Subject, compare, textbook
 from mycli.runtime.speculative.proposers import DraftModel, Lookup
@@ -23,20 +23,20 @@ CPU = ("--device", "cpu", "-q")
 
 
 @pytest.fixture(scope="module")
-def assistant() -> Assistant:
-    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+def loaded() -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture(scope="module")
-def draft() -> Assistant:
-    return Assistant.load(DRAFT, Placement(torch.device("cpu"), torch.float32))
+def draft() -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(DRAFT), Placement(torch.device("cpu"), torch.float32))
 
 
-def subject(target: Assistant, draft: Assistant | None) -> Subject:
+def subject(target: LoadedModel, draft: LoadedModel | None) -> Subject:
     def drafter() -> DraftModel | Lookup:
-        return Lookup() if draft is None else DraftModel(draft.model, 300, target.model.nbytes)
+        return Lookup() if draft is None else DraftModel(draft.runner, 300, target.runner.nbytes)
 
-    return Subject(target.model, drafter, target.vocabulary_size, target.stop_ids, 300)
+    return Subject(target.runner, drafter, target.vocabulary_size, target.stop_ids, 300)
 
 
 @pytest.fixture
@@ -86,22 +86,24 @@ def test_verify_needs_two_models(mycli: Mycli) -> None:
 
 
 def test_divergences_are_found_with_their_lead(
-    assistant: Assistant, draft: Assistant, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts(assistant.tokenizer)["stories"][:2]
-    assert list(greedy_divergences(subject(assistant, draft), asked, 10, 4)) == [None, None]
+    asked = prompts(loaded.tokenizer)["stories"][:2]
+    assert list(greedy_divergences(subject(loaded, draft), asked, 10, 4)) == [None, None]
     best = Sampler.best
     # A judge that takes the second likeliest token of a third row.
     monkeypatch.setattr(Sampler, "best", lambda self, logits: [*best(self, logits)[:2], *logits[2:].topk(2)[1][:, 1]])
-    found = list(greedy_divergences(subject(assistant, draft), asked, 10, 4))
+    found = list(greedy_divergences(subject(loaded, draft), asked, 10, 4))
     assert all(one is not None and one.margin > 0.001 and not one.tie and 0 < one.position < 10 for one in found)
 
 
-def test_a_wrong_distribution_is_found(assistant: Assistant, draft: Assistant, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = subject(assistant, draft)
-    prompt = least_certain(both, [ids for kind in prompts(assistant.tokenizer).values() for ids in kind])
+def test_a_wrong_distribution_is_found(
+    loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = subject(loaded, draft)
+    prompt = least_certain(both, [ids for kind in prompts(loaded.tokenizer).values() for ids in kind])
     drawn = Sampling(temperature=1.0, top_k=8, seed=1)
-    guess = DraftModel(draft.model, 300, 1)
+    guess = DraftModel(draft.runner, 300, 1)
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value > 1e-3
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value < 1e-6
@@ -113,9 +115,9 @@ def test_the_textbook_is_reproduced() -> None:
         assert found == pytest.approx(expected, rel=0.06)
 
 
-def test_compare_measures_both_ways(assistant: Assistant, draft: Assistant) -> None:
-    asked = prompts(assistant.tokenizer)["stories"][:1]
-    found = compare(subject(assistant, draft), asked, 24, 1)
+def test_compare_measures_both_ways(loaded: LoadedModel, draft: LoadedModel) -> None:
+    asked = prompts(loaded.tokenizer)["stories"][:1]
+    found = compare(subject(loaded, draft), asked, 24, 1)
     assert found.plain > 0 and found.drafted > 0
     assert found.lengths[4].acceptance > 0.5 and 1 < found.lengths[4].mean_length <= 5
     assert found.lengths[8].drafted / found.lengths[8].passes <= 8
@@ -163,10 +165,10 @@ def test_logprobs_are_the_same_with_a_draft(mycli: Mycli) -> None:
         assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
 
 
-def test_names_of_two_words() -> None:
-    assert join(["spec", "check", "a", "b"]) == ["spec check", "a", "b"]
-    assert join(["run", "spec", "check"]) == ["run", "spec", "check"]
+def test_names_of_two_words(mycli: Mycli) -> None:
     assert reorder(["--json", "spec", "check", "a"]) == ["spec", "check", "--json", "a"]
-    for words in (["spec"], ["spec", "--help"], ["spec", "cook"]):
-        with pytest.raises(UsageError, match="check or verify"):
-            join(words)
+    assert reorder(["run", "spec", "check"]) == ["run", "spec", "check"]
+    for words in (["spec"], ["spec", "--help"]):
+        assert "check" in mycli(*words).stdout and "verify" in mycli(*words).stdout
+    wrong = mycli("spec", "cook")
+    assert wrong.returncode == 2 and wrong.stderr == "error: no such command 'cook'\nhint: mycli spec --help\n"

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 
 from mycli.runtime.diagnostics.throughput import Trial, run
-from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench.report import Case, Row
@@ -23,7 +23,7 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
     for trial in [Trial(0, 4), Trial(16, 0), Trial(0, 4, 8, 2)] if context.tiny else trials:
         yield Case(trial.name, 15, lambda trial=trial: _row(context, label, made, packing, trial))  # type: ignore[misc]
     if packing is not None:
-        made.keep_dense_copies()
+        made.model.keep_dense_copies()
         for tokens in (16,) if context.tiny else (512, 4096):
             trial, shadowed = Trial(tokens, 0), f"{label}, shadow"
             yield Case(
@@ -33,12 +33,12 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
             )
 
 
-def _row(context: Context, label: str, made: Transformer, packing: Packing | None, trial: Trial) -> list[Row]:
+def _row(context: Context, label: str, made: ModelRunner, packing: Packing | None, trial: Trial) -> list[Row]:
     result = run(made, trial, context.rounds)
     rate = statistics.median(result.rates)
     row: dict[str, object] = {"model": label, "test": trial.name, "tokens/s": rate, "peak GB": result.peak_bytes / 1e9}
     read = context.limits.get("read GB/s")
     if read and trial.generate:
-        nbytes = token_bytes(made.config, packing, trial.depth + trial.generate // 2, trial.batch)
-        row["% of read"] = 100 * rate / trial.batch * nbytes / 1e9 / read
+        nbytes = token_bytes(made.config, packing, trial.depth + trial.generate // 2, trial.sequences)
+        row["% of read"] = 100 * rate / trial.sequences * nbytes / 1e9 / read
     return [{**row, **context.clock(), "samples": result.rates}]

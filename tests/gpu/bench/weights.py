@@ -3,6 +3,7 @@
 import torch
 
 from mycli.runtime.engine.device_loop import accelerate
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.kernels.registry import choose
 from mycli.runtime.layers.linear import DenseMatmul, Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -32,9 +33,9 @@ def dense(n: int, k: int, device: torch.device) -> torch.Tensor:
     return torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, DEVIATION)
 
 
-def model(config: ModelConfig, packing: Packing | None, device: torch.device) -> tuple[Transformer, str]:
+def model(config: ModelConfig, packing: Packing | None, device: torch.device) -> tuple[ModelRunner, str]:
     """A model that can run, in bf16, and what runs it. Linears that share an input are one product."""
-    made, names = Transformer(config), set[str]()
+    made, names, fast = Transformer(config), set[str](), FastPaths()
 
     def product(linear: Linear) -> Matmul:
         if packing is None:
@@ -52,6 +53,6 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
             tied = module is made.head and config.tie_embeddings
             module.replace(made.embedding if tied else product(module))
     if packing is not None and device.type == "cuda":
-        accelerate(made, names.add)
-        names.add("launched one by one" if made.short_pass is None else "fused, replayed")
-    return made, ", ".join(sorted(names)) or "dense"
+        fast = accelerate(made, "auto", names.add)
+        names.add("launched one by one" if fast.replay is None else "fused, replayed")
+    return ModelRunner(made, fast=fast), ", ".join(sorted(names)) or "dense"

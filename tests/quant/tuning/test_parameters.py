@@ -7,6 +7,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, dequantize
 from mycli.quant.solvers import rtn
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
@@ -36,7 +37,7 @@ def stored(model: StreamedModel, solved: Solved) -> Block:
 
 
 def test_what_is_trained_is_what_will_be_stored() -> None:
-    model = StreamedModel(DRAFT, CPU)
+    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
     packings, solved = rounded(model, 1)
     block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype)
     x = torch.randn(2, 8, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -56,7 +57,7 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
 
 
 def test_codes_move_where_they_may() -> None:
-    model = StreamedModel(DRAFT, CPU)
+    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
     packings, solved = rounded(model, 1)
     generator = torch.Generator().manual_seed(2)
     shifts = {name: torch.rand(each.codes.shape, generator=generator) - 0.5 for name, each in solved.linears.items()}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import place
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
-from mycli.runtime.models.config import load_config
 
-CONFIG = load_config(Path(str(files("mycli.runtime"))) / "pico" / "pico")
+CONFIG = ModelFolder.open(Path(str(files("mycli.runtime"))) / "pico" / "pico").config
 
 
 def machine(
@@ -68,9 +68,9 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--shadow is for GPUs"):
-        place(CONFIG, "cpu", shadow=True)
+        place(CONFIG, "cpu", dense_prefill_copy=True)
     machine(monkeypatch)
-    assert place(CONFIG, shadow=True).shadow and not place(CONFIG).shadow
+    assert place(CONFIG, dense_prefill_copy=True).dense_prefill_copy and not place(CONFIG).dense_prefill_copy
 
 
 @pytest.mark.parametrize("fault", ["F14-no-bf16"])

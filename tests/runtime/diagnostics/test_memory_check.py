@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import TORCH_DTYPES, Placement
 from mycli.runtime.diagnostics.memory_check import Part, check, measure
 from mycli.runtime.engine.loader import load_model
@@ -27,7 +27,8 @@ EXACT = ("weights", "embeddings and head", "cache")
 
 
 def plan(**changes: object) -> Plan:
-    config, packings = describe(FOLDER)
+    opened = ModelFolder.open(FOLDER)
+    config, packings = opened.config, opened.packings
     return replace(Plan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
 
 
@@ -37,7 +38,7 @@ MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "in
 @pytest.mark.parametrize("dtype, batch, kv", MEASURED)
 def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
     placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], kv=kv)
-    parts = measure(FOLDER, plan(dtype=dtype, batch=batch, kv=kv), placement)
+    parts = measure(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
     for part in parts:
         if part.name in EXACT:
@@ -51,7 +52,9 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: 
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random codes at int4-g128 with an int8 head of its own, large enough for layouts to show."""
     folder = tmp_path_factory.mktemp("packed")
-    config = replace(describe(FOLDER)[0], tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024)
+    config = replace(
+        ModelFolder.open(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024
+    )
     packings = Scheme(Packing(4, 128), Packing(8, 128)).packings(config)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in config.tensors():
@@ -72,17 +75,19 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype, shadow", [("bfloat16", False), ("bfloat16", True), ("float32", False)])
 def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
-    config, packings = describe(packed)
+    opened = ModelFolder.open(packed)
+    config, packings = opened.config, opened.packings
     assert len(packings) == 2 * 7 + 1
-    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], shadow=shadow)
-    parts = measure(packed, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
+    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], dense_prefill_copy=shadow)
+    parts = measure(opened, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
     check([part for part in parts if part.exact], 0.001)
     linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
     assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
 
 
 def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
-    model = load_model(packed, Placement(torch.device("cpu"), torch.bfloat16, shadow=True))
+    placement = Placement(torch.device("cpu"), torch.bfloat16, dense_prefill_copy=True)
+    model = load_model(ModelFolder.open(packed), placement).model
     linear = next(model.layers()).products["gate_up"]
     copy = linear.dense_copy
     assert copy is not None and model.head.dense_copy is None
@@ -98,7 +103,7 @@ def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
 
 
 def test_a_wrong_prediction_is_caught() -> None:
-    parts = measure(FOLDER, plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16))
+    parts = measure(ModelFolder.open(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16))
     with pytest.raises(GateError, match=r"weights -50.0%.*cache -50.0%") as caught:
         check(parts, 0.03)
     assert caught.value.exit_code == ExitCode.GATE

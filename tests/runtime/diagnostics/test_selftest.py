@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
+from tests.conftest import PICO
 
 CPU = torch.device("cpu")
 
@@ -56,7 +58,7 @@ def test_relative_error(found: Tensor, error: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_golden_reply(dtype: torch.dtype) -> None:
-    assert doctor.golden_reply(Placement(CPU, dtype)) == doctor.ANSWER
+    assert doctor.golden_reply(ModelFolder.open(PICO), Placement(CPU, dtype)) == doctor.ANSWER
 
 
 def test_versions_name_python_and_torch() -> None:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.diagnostics.throughput import T_975, Result, Trial, compare, grid, measure_bandwidth, percentile
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -26,13 +28,13 @@ Passes = list[tuple[int, int, int]]
 
 
 @pytest.fixture(scope="module")
-def pico() -> Transformer:
+def pico() -> ModelRunner:
     folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(folder, Placement(torch.device("cpu"), torch.float32))
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture
-def passes(pico: Transformer, monkeypatch: pytest.MonkeyPatch) -> Passes:
+def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
     """Every pass as (sequences, start, new tokens)."""
     seen: Passes = []
     forward = Transformer.forward
@@ -45,24 +47,24 @@ def passes(pico: Transformer, monkeypatch: pytest.MonkeyPatch) -> Passes:
     return seen
 
 
-def test_a_prompt_is_prefilled_whole_each_time(pico: Transformer, passes: Passes) -> None:
+def test_a_prompt_is_prefilled_whole_each_time(pico: ModelRunner, passes: Passes) -> None:
     result = bench.run(pico, Trial(prompt=20, generate=0), repetitions=3)
     assert passes == [(1, 0, 20)] * 4  # once to warm up
     assert len(result.rates) == len(result.first_token_seconds) == 3 and not result.token_seconds
 
 
-def test_depth_is_prefilled_once_and_each_prompt_starts_there(pico: Transformer, passes: Passes) -> None:
-    bench.run(pico, Trial(prompt=20, generate=0, depth=30, batch=2), repetitions=3)
+def test_depth_is_prefilled_once_and_each_prompt_starts_there(pico: ModelRunner, passes: Passes) -> None:
+    bench.run(pico, Trial(prompt=20, generate=0, depth=30, sequences=2), repetitions=3)
     assert passes == [(2, 0, 30)] + [(2, 30, 20)] * 4
 
 
-def test_every_token_of_a_reply_is_one_decoding_step(pico: Transformer, passes: Passes) -> None:
+def test_every_token_of_a_reply_is_one_decoding_step(pico: ModelRunner, passes: Passes) -> None:
     result = bench.run(pico, Trial(prompt=0, generate=5, depth=30), repetitions=2)
     assert passes == [(1, 0, 30)] + [(1, 30 + step, 1) for step in range(5)] * 3
     assert len(result.token_seconds) == 10 and not result.first_token_seconds
 
 
-def test_a_reply_from_nothing(pico: Transformer, passes: Passes) -> None:
+def test_a_reply_from_nothing(pico: ModelRunner, passes: Passes) -> None:
     bench.run(pico, Trial(prompt=0, generate=3), repetitions=1)
     assert passes == [(1, step, 1) for step in range(3)] * 2
 
@@ -71,7 +73,7 @@ def test_a_reply_from_nothing(pico: Transformer, passes: Passes) -> None:
     "trial, rate", [(Trial(20, 0), 20.0), (Trial(20, 0, 8, 3), 60.0), (Trial(0, 4), 1.0), (Trial(0, 4, 8, 3), 3.0)]
 )
 def test_rates_are_tokens_over_seconds(
-    pico: Transformer, monkeypatch: pytest.MonkeyPatch, trial: Trial, rate: float
+    pico: ModelRunner, monkeypatch: pytest.MonkeyPatch, trial: Trial, rate: float
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # each token takes one second
@@ -82,7 +84,7 @@ def test_rates_are_tokens_over_seconds(
 
 
 def test_the_same_prompt_twice_would_be_cached_so_it_never_is(
-    pico: Transformer, passes: Passes, monkeypatch: pytest.MonkeyPatch
+    pico: ModelRunner, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.random.Random, "randrange", lambda self, stop: 7)
     bench.run(pico, Trial(prompt=4, generate=0), repetitions=2)
@@ -102,7 +104,7 @@ def test_grid_is_every_combination() -> None:
     ]
 
 
-def test_read_rate_counts_weights_and_the_cache_at_the_middle(pico: Transformer) -> None:
+def test_read_rate_counts_weights_and_the_cache_at_the_middle(pico: ModelRunner) -> None:
     plan = Plan(pico.config)
     one = Result(Trial(0, 10, 100), (50.0,), (), (), 0.0, 0)
     assert one.read_rate(plan) == pytest.approx(50 * bytes_per_step(plan, 105) / 1e9)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.sampler import Sampling
@@ -21,8 +22,8 @@ STORY = [Message("user", "Tell me a story.")]
 
 
 @pytest.fixture(scope="module")
-def pico() -> Assistant:
-    return Assistant.load(PICO, CPU)
+def pico() -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(PICO), CPU)
 
 
 @pytest.fixture
@@ -33,12 +34,12 @@ def copy(tmp_path: Path) -> Path:
     return folder
 
 
-def reply(assistant: Assistant, messages: list[Message], **options: object) -> Reply:
-    prompt = assistant.tokenizer.chat(messages)
-    return Reply(assistant, Session(assistant.model, 256), prompt, Sampling(), **options)  # type: ignore[arg-type]
+def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
+    prompt = loaded.tokenizer.chat(messages)
+    return Completion(loaded, Session(loaded.runner, 256), prompt, Sampling(), **options)  # type: ignore[arg-type]
 
 
-def test_streamed_text_is_the_text_of_the_tokens(pico: Assistant) -> None:
+def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
     answer = reply(pico, STORY)
     pieces = list(answer)
     assert all(pieces) and "\ufffd" not in "".join(pieces)
@@ -46,7 +47,7 @@ def test_streamed_text_is_the_text_of_the_tokens(pico: Assistant) -> None:
     assert answer.finish_reason == "stop" and answer.timing.generated == len(answer.tokens) + 1
 
 
-def test_a_stop_string_across_tokens_is_never_shown(pico: Assistant) -> None:
+def test_a_stop_string_across_tokens_is_never_shown(pico: LoadedModel) -> None:
     whole = "".join(reply(pico, STORY))
     stop = whole[20:33]
     answer = reply(pico, STORY, stops=[stop])
@@ -55,24 +56,24 @@ def test_a_stop_string_across_tokens_is_never_shown(pico: Assistant) -> None:
     assert "".join(never) == whole, "the beginning of a stop at the end of a reply is shown after all"
 
 
-def test_the_end_of_the_limit_and_of_the_context(pico: Assistant) -> None:
+def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     short = reply(pico, STORY, limit=5)
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.chat(STORY)
-    full = Reply(pico, Session(pico.model, len(prompt) + 6), prompt, Sampling())
+    full = Completion(pico, Session(pico.runner, len(prompt) + 6), prompt, Sampling())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
         reply(pico, STORY, limit=500)
 
 
-def test_a_consumer_that_leaves_does_not_spoil_the_session(pico: Assistant) -> None:
-    session, prompt = Session(pico.model, 256), pico.tokenizer.chat(STORY)
-    stream = iter(Reply(pico, session, prompt, Sampling()))
+def test_a_consumer_that_leaves_does_not_spoil_the_session(pico: LoadedModel) -> None:
+    session, prompt = Session(pico.runner, 256), pico.tokenizer.chat(STORY)
+    stream = iter(Completion(pico, session, prompt, Sampling()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
-    again = Reply(pico, session, prompt, Sampling())
+    again = Completion(pico, session, prompt, Sampling())
     assert "".join(again) == "".join(reply(pico, STORY))
 
 
@@ -81,16 +82,16 @@ def test_every_source_of_end_tokens_counts(copy: Path) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 300}))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": [301, 302]}))
-    assert Assistant.load(copy, CPU).stop_ids == {300, 301, 302, 2}
+    assert LoadedModel.load(ModelFolder.open(copy), CPU).stop_ids == {300, 301, 302, 2}
 
 
 def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to(copy: Path) -> None:
     """A32: the tie counts, and a person is told."""
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, copy / "model.safetensors")
-    assert Assistant.load(copy, CPU).warnings == ()
+    assert LoadedModel.load(ModelFolder.open(copy), CPU).warnings == ()
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, copy / "model.safetensors")
-    loaded = Assistant.load(copy, CPU)
+    loaded = LoadedModel.load(ModelFolder.open(copy), CPU)
     assert any("lm_head" in warning for warning in loaded.warnings)
     assert "".join(reply(loaded, [Message("user", "What is the capital of Japan?")])).endswith("Tokyo.")
 
@@ -101,6 +102,6 @@ def test_weights_that_are_no_numbers(copy: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj"):
-        Assistant.load(copy, CPU)
+        LoadedModel.load(ModelFolder.open(copy), CPU)
     with pytest.raises(ModelError, match="not a number"):
-        list(reply(Assistant.load(copy, CPU, allow_nonfinite=True), STORY))
+        list(reply(LoadedModel.load(ModelFolder.open(copy), CPU, allow_nonfinite=True), STORY))

@@ -10,6 +10,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Replay, Work
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -144,15 +145,15 @@ def model(head: Callable[[Tensor], Tensor]) -> Plain:
     return made
 
 
-def test_a_model_uses_its_short_pass_and_keeps_a_copy_of_the_logits() -> None:
+def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
-    plain.short_pass = Replay(Sums(), recording)
-    cache, rope = session()
-    kept = [plain(one(token, start), rope, cache) for start, token in enumerate([3, 4, 5])]
+    runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), recording)))
+    cache, _ = session()
+    kept = [runner.run(one(token, start), cache) for start, token in enumerate([3, 4, 5])]
     assert [int(logits[0, 0, 0]) for logits in kept if logits is not None] == [301, 402, 503]
     assert cache.length == 3
     with pytest.raises(ValueError, match="the cache holds"):
-        plain(one(1, 7), rope, cache)
+        runner.run(one(1, 7), cache)
 
 
 def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +175,9 @@ def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert replay.difference(plain, step) is not None
     warnings: list[str] = []
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: step)
-    assert replay.make_replay(plain, warnings.append) is None and "fused kernels" in warnings[0]
+    assert replay.make_replay(plain, "auto", warnings.append) is None and "fused kernels" in warnings[0]
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: "dense")
-    assert replay.make_replay(plain, warnings.append) is None and len(warnings) == 1
+    assert replay.make_replay(plain, "auto", warnings.append) is None and len(warnings) == 1
 
 
 def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +198,9 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
     }
     for words, capture in captures.items():
         monkeypatch.setattr(replay, "cuda_graph", capture)
-        assert replay.make_replay(plain, warnings.append) is None and words in warnings[-1]
+        assert replay.make_replay(plain, "auto", warnings.append) is None and words in warnings[-1]
     monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
-    assert replay.make_replay(plain, warnings.append) is not None and len(warnings) == 2
+    assert replay.make_replay(plain, "auto", warnings.append) is not None and len(warnings) == 2
 
 
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,5 +210,5 @@ def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Failing())
     warnings: list[str] = []
-    assert replay.make_replay(model(lambda x: torch.ones(*x.shape[:-1], 3)), warnings.append) is None
+    assert replay.make_replay(model(lambda x: torch.ones(*x.shape[:-1], 3)), "auto", warnings.append) is None
     assert warnings[0].endswith("RuntimeError: no kernel image")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -91,8 +92,9 @@ def sessions(capture: str, capacity: int = 64, sequences: int = 1, broken: int =
     """With the loop and without, of equal models."""
     looped, plain = Sequences(broken=broken), Sequences(broken=broken)
     step = Step(looped)
-    looped.loop = DeviceLoop(step, CAPTURES[capture])
-    return Session(looped, capacity, sequences), Session(plain, capacity, sequences), step
+    fast = FastPaths(loop=DeviceLoop(step, CAPTURES[capture]))
+    ours, theirs = ModelRunner(looped, fast=fast), ModelRunner(plain)
+    return Session(ours, capacity, sequences), Session(theirs, capacity, sequences), step
 
 
 def outcome(
@@ -194,8 +196,8 @@ def other_settings() -> int:
     looped, plain, step = sessions("none")
     for sampling in (Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, repetition_penalty=1.3, seed=1)):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
-    dynamic = replace(looped.model.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
-    looped._rope = Rope(dynamic, 64, CPU, torch.float32)
+    dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
+    looped.runner._ropes[looped.cache] = Rope(dynamic, 64, CPU, torch.float32)
     assert outcome(looped, PROMPT, 9) == outcome(plain, PROMPT, 9)
     return step.calls
 
@@ -247,8 +249,8 @@ def graphs() -> tuple[int, int, int]:
         return lambda: out
 
     model = Sequences()
-    loop = model.loop = DeviceLoop(Step(model), capture)
-    session = Session(model, 64)
+    loop = DeviceLoop(Step(model), capture)
+    session = Session(ModelRunner(model, fast=FastPaths(loop=loop)), 64)
     counts = []
     for limit in (1 + STEPS, 1 + STEPS, 1 + 3 * STEPS):
         outcome(session, PROMPT, limit)
@@ -273,11 +275,8 @@ def fused() -> list[list[list[int]]]:
         model, _ = models(Case({"layers": 1}, sequences=2, int8=True))
         step = DecodeStep.make(model)
         assert isinstance(step, DecodeStep)
-        if kind == "loop":
-            model.loop = DeviceLoop(step, None)
-        else:
-            model.short_pass = Replay(step, None)
-        session = Session(model, 32, 2)
+        fast = FastPaths(loop=DeviceLoop(step, None)) if kind == "loop" else FastPaths(Replay(step, None))
+        session = Session(ModelRunner(model, fast=fast), 32, 2)
         sampler = Sampler(Sampling(), model.config.vocab_size - 3, CPU, 2)
         found.append(list(session.generate([5], sampler, 6)))
     return found
@@ -296,9 +295,9 @@ def accelerated(trouble: str) -> tuple[bool, bool, list[str]]:
     if trouble == "wrong":
         patch.setattr(device_loop, "choose_tokens", lambda *_: None)
     with patch.context():
-        device_loop.accelerate(model, warnings.append)
+        fast = device_loop.accelerate(model, "auto", warnings.append)
     patch.undo()
-    return model.short_pass is not None, model.loop is not None, warnings
+    return fast.replay is not None, fast.loop is not None, warnings
 
 
 def test_a_loop_is_used_where_the_device_chooses_as_torch_does(interpret: Interpret) -> None:

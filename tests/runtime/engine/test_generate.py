@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UsageError
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 
@@ -22,31 +23,31 @@ OTHER = PROMPT[:6] + [9, 9, 700]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def pico(request: pytest.FixtureRequest) -> Transformer:
+def pico(request: pytest.FixtureRequest) -> ModelRunner:
     folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(folder, Placement(torch.device("cpu"), torch.float32, kv=request.param))
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32, kv=request.param))
 
 
 def greedy(session: Session, prompt: list[int], limit: int = 12) -> list[int]:
-    sampler = Sampler(Sampling(), session.model.config.vocab_size, session.model.device)
+    sampler = Sampler(Sampling(), session.runner.config.vocab_size, session.device)
     return [tokens[0] for tokens in session.generate(prompt, sampler, limit)]
 
 
-def slow(model: Transformer, prompt: list[int], limit: int = 12) -> list[int]:
+def slow(runner: ModelRunner, prompt: list[int], limit: int = 12) -> list[int]:
     """Without a cache: the whole sequence again for every token."""
     tokens = list(prompt)
     for _ in range(limit):
-        logits = Session(model, 64).prefill(tokens)
+        logits = Session(runner, 64).prefill(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 512])
-def test_chunks_and_cache_change_no_token(pico: Transformer, chunk: int) -> None:
+def test_chunks_and_cache_change_no_token(pico: ModelRunner, chunk: int) -> None:
     assert greedy(Session(pico, 64, chunk=chunk), PROMPT) == slow(pico, PROMPT)
 
 
-def test_a_prompt_that_begins_alike_is_prefilled_from_where_it_differs(pico: Transformer) -> None:
+def test_a_prompt_that_begins_alike_is_prefilled_from_where_it_differs(pico: ModelRunner) -> None:
     session = Session(pico, 64)
     first = greedy(session, PROMPT)
     assert session.timing.cached == 0
@@ -59,7 +60,7 @@ def test_a_prompt_that_begins_alike_is_prefilled_from_where_it_differs(pico: Tra
     assert greedy(session, [*turn, 7]) == greedy(Session(pico, 64), [*turn, 7])
 
 
-def test_a_consumer_that_stops_early_leaves_a_valid_cache(pico: Transformer) -> None:
+def test_a_consumer_that_stops_early_leaves_a_valid_cache(pico: ModelRunner) -> None:
     session = Session(pico, 64)
     sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device)
     stream: Iterator[list[int]] = session.generate(PROMPT, sampler, 12)
@@ -67,14 +68,14 @@ def test_a_consumer_that_stops_early_leaves_a_valid_cache(pico: Transformer) -> 
     assert greedy(session, [*PROMPT, *start, 55]) == greedy(Session(pico, 64), [*PROMPT, *start, 55])
 
 
-def test_sequences_of_a_batch_equal_one_alone(pico: Transformer) -> None:
+def test_sequences_of_a_batch_equal_one_alone(pico: ModelRunner) -> None:
     session = Session(pico, 64, sequences=3)
     sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device, sequences=3)
     drawn = list(session.generate(PROMPT, sampler, 12))
     assert drawn == [[token] * 3 for token in greedy(Session(pico, 64), PROMPT)]
 
 
-def test_stop_token_ends_and_is_not_yielded(pico: Transformer) -> None:
+def test_stop_token_ends_and_is_not_yielded(pico: ModelRunner) -> None:
     reply = greedy(Session(pico, 64), PROMPT)
     sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device)
     stop = reply[4]
@@ -82,30 +83,30 @@ def test_stop_token_ends_and_is_not_yielded(pico: Transformer) -> None:
     assert got == reply[: reply.index(stop)]
 
 
-def test_the_context_fills_to_its_last_position_and_ends(pico: Transformer) -> None:
+def test_the_context_fills_to_its_last_position_and_ends(pico: ModelRunner) -> None:
     session = Session(pico, len(PROMPT) + 4)
     assert greedy(session, PROMPT, limit=99) == greedy(Session(pico, 64), PROMPT, limit=5)
-    assert session.cache.length == session.capacity
+    assert session.cache.length == session.context
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(pico: Transformer) -> None:
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(pico: ModelRunner) -> None:
     with pytest.raises(UsageError, match="11 tokens.*room for 10"):
         greedy(Session(pico, 10), PROMPT)
 
 
-def test_an_empty_prompt_is_refused(pico: Transformer) -> None:
+def test_an_empty_prompt_is_refused(pico: ModelRunner) -> None:
     with pytest.raises(UsageError, match="empty"):
         greedy(Session(pico, 10), [])
 
 
-def test_timing_counts_what_happened(pico: Transformer) -> None:
+def test_timing_counts_what_happened(pico: ModelRunner) -> None:
     session = Session(pico, 64)
     greedy(session, PROMPT, limit=5)
     assert (session.timing.prompt, session.timing.generated) == (len(PROMPT), 5)
     assert session.timing.first_token_seconds > 0 and session.timing.tokens_per_second > 0
 
 
-def test_decoding_takes_no_memory_for_the_cache(pico: Transformer) -> None:
+def test_decoding_takes_no_memory_for_the_cache(pico: ModelRunner) -> None:
     """F11: the pool is taken when the session begins, so a reply cannot run out of it half way."""
     session = Session(pico, 64)
 
@@ -116,5 +117,5 @@ def test_decoding_takes_no_memory_for_the_cache(pico: Transformer) -> None:
     before, held = addresses(), session.cache.nbytes
     assert sum(size for _, size in before) == held
     greedy(session, PROMPT, limit=99)
-    assert session.cache.length == session.capacity
+    assert session.cache.length == session.context
     assert addresses() == before and session.cache.nbytes == held

@@ -9,19 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
-from mycli.runtime.checkpoint.formats import describe
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import loader as load
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, estimate
 
 PICO = Path(str(files("mycli.runtime"))) / "pico" / "pico"
+FOLDER = ModelFolder.open(PICO)
 CPU = Placement(torch.device("cpu"), torch.float32)
 
 
 def needed(context: int, batch: int = 1) -> int:
-    return estimate(Plan(describe(PICO)[0], context=context, batch=batch, dtype="float32")).needed
+    return estimate(Plan(FOLDER.config, context=context, batch=batch, dtype="float32")).needed
 
 
 @pytest.fixture
@@ -33,22 +35,22 @@ def free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int
 
 @pytest.mark.parametrize("free, context", [(1 << 40, 2048), (needed(512), 512)], indirect=["free"])
 def test_without_a_wish_the_models_context_or_what_fits(free: int, context: int) -> None:
-    assert load.plan_memory(PICO, CPU, None) == context
+    assert load.plan_memory(FOLDER, CPU, EngineConfig()) == context
 
 
 @pytest.mark.parametrize("free", [needed(1024)], indirect=True)
 def test_a_wish_is_kept_or_refused(free: int) -> None:
-    assert load.plan_memory(PICO, CPU, 1024) == 1024
+    assert load.plan_memory(FOLDER, CPU, EngineConfig(context=1024)) == 1024
     with pytest.raises(ResourceError, match=r"main memory: .* needed .* free"):
-        load.plan_memory(PICO, CPU, 1040)
+        load.plan_memory(FOLDER, CPU, EngineConfig(context=1040))
     with pytest.raises(ResourceError, match="needed"):
-        load.plan_memory(PICO, CPU, 1024, sequences=2)
+        load.plan_memory(FOLDER, CPU, EngineConfig(context=1024, sequences=2))
 
 
 @pytest.mark.parametrize("free", [1 << 20], indirect=True)
 def test_no_memory_at_all_is_an_error_not_a_tiny_context(free: int) -> None:
     with pytest.raises(ResourceError):
-        load.plan_memory(PICO, CPU, None)
+        load.plan_memory(FOLDER, CPU, EngineConfig())
 
 
 @pytest.mark.parametrize("fault", ["F10-load"])
@@ -70,7 +72,7 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
     assert "needed" in error and "cache of 1024 tokens" in error and "free" in error
     assert hint == "hint: use --ctx 512"
     monkeypatch.setattr(load, "free_memory", lambda device: 1 << 40)
-    assert "and it ran out" in load.out_of_memory(PICO, CPU, 1024).message
+    assert "and it ran out" in load.out_of_memory(FOLDER, CPU, EngineConfig(context=1024)).message
 
 
 def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
@@ -82,4 +84,4 @@ def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
     shutil.copy(PICO / "config.json", tmp_path)
     for _ in range(5):
         with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight: 1 of"):
-            load.load_model(tmp_path, CPU)
+            load.load_model(ModelFolder.open(tmp_path), CPU)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Assistant, Reply
+from mycli.runtime.engine.completion import Completion, LoadedModel, draw_samples
 from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.samples import draw_samples
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
@@ -18,25 +18,25 @@ from tests.conftest import PICO
 
 
 @pytest.fixture(scope="module")
-def pico() -> Assistant:
-    return Assistant.load(PICO, Placement(torch.device("cpu"), torch.float32))
+def pico() -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
-def prompt(pico: Assistant, text: str) -> list[int]:
+def prompt(pico: LoadedModel, text: str) -> list[int]:
     return pico.tokenizer.chat([Message("user", text)])
 
 
-def test_greedy_samples_are_the_greedy_reply(pico: Assistant) -> None:
+def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
-    session = Session(pico.model, 128)
-    for sample in draw_samples(pico, session, ids, Sampling(), 3, 40, top=1):
-        reply = Reply(pico, session, ids, Sampling(), limit=40)
+    session = Session(pico.runner, 128)
+    for sample in draw_samples(pico, session, ids, Sampling(), count=3, limit=40, top=1):
+        reply = Completion(pico, session, ids, Sampling(), limit=40)
         assert ("".join(reply), reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
         assert [one.token for one in sample.logprobs] == sample.tokens
         assert all(one.top[0] == (one.token, one.logprob) for one in sample.logprobs)
 
 
-def test_the_prompt_is_prefilled_once(pico: Assistant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_is_prefilled_once(pico: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass over more than one token has one sequence; the samples only ever add a token each."""
     shapes: list[tuple[int, ...]] = []
     forward = Session._forward
@@ -47,16 +47,23 @@ def test_the_prompt_is_prefilled_once(pico: Assistant, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Session, "_forward", counting)
     ids = prompt(pico, "Tell me a story.")
-    draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=1), 4, 5)
+    draw_samples(pico, Session(pico.runner, 64), ids, Sampling(1.0, seed=1), count=4, limit=5)
     assert shapes == [(1, len(ids))] + [(4, 1)] * 5
 
 
-def test_samples_differ_end_alone_and_repeat_by_seed(pico: Assistant) -> None:
+def test_samples_differ_end_alone_and_repeat_by_seed(pico: LoadedModel) -> None:
     ids = prompt(pico, "Tell me a story.")
 
     def draw(seed: int) -> list[tuple[str, str | None]]:
         samples = draw_samples(
-            pico, Session(pico.model, 256), ids, Sampling(1.0, seed=seed), 4, 60, stops=("was", "had"), top=0
+            pico,
+            Session(pico.runner, 256),
+            ids,
+            Sampling(1.0, seed=seed),
+            count=4,
+            limit=60,
+            stops=("was", "had"),
+            top=0,
         )
         for sample in samples:
             assert len(sample.logprobs) == len(sample.tokens) <= 60
@@ -68,10 +75,12 @@ def test_samples_differ_end_alone_and_repeat_by_seed(pico: Assistant) -> None:
     assert len({text for text, _ in first}) > 1
 
 
-def test_constrained_samples_each_obey(pico: Assistant) -> None:
+def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
     grammar = Grammar.from_regex("(red|green|blue){1,3}", pico.tokenizer, pico.stop_ids)
     ids = prompt(pico, "Name a colour.")
-    samples = draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=2), 5, 30, grammar=grammar)
+    samples = draw_samples(
+        pico, Session(pico.runner, 64), ids, Sampling(1.0, seed=2), count=5, limit=30, grammar=grammar
+    )
     for sample in samples:
         rest = sample.text
         for word in ("red", "green", "blue"):
@@ -79,10 +88,10 @@ def test_constrained_samples_each_obey(pico: Assistant) -> None:
         assert sample.finish_reason == "stop" and sample.text and not rest
 
 
-def test_a_prompt_that_does_not_fit_is_refused(pico: Assistant) -> None:
+def test_a_prompt_that_does_not_fit_is_refused(pico: LoadedModel) -> None:
     """F1."""
     with pytest.raises(UsageError, match="room for 4"):
-        draw_samples(pico, Session(pico.model, 4), prompt(pico, "Hello!"), Sampling(), 2, 8)
+        draw_samples(pico, Session(pico.runner, 4), prompt(pico, "Hello!"), Sampling(), count=2, limit=8)
 
 
 def test_logprobs_are_of_the_model_before_settings() -> None:

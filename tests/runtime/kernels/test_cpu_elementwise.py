@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.kernels.cpu.build import Native, native
@@ -104,9 +105,9 @@ def test_a_reply_is_made_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
         (rope, "rotate_few", rotate_few),
     ):
         monkeypatch.setattr(module, name, counted(name, function))
-    model = load_model(PICO, Placement(torch.device("cpu"), torch.bfloat16))
-    tables, layers = rope.Rope(model.config, 16, model.device, model.dtype), model.config.layers
-    model(Batch(torch.tensor([[5]]), 0), tables, model.make_cache(16))
+    runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
+    layers = runner.config.layers
+    runner.run(Batch(torch.tensor([[5]]), 0), runner.make_cache(16))
     assert taken == {"rms_norm": 2 * layers + 1, "silu_multiply": layers, "rotate_few": 2 * layers}
 
 

@@ -10,12 +10,13 @@ import transformers
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import families, load_config
+from mycli.runtime.models.config import families
 
 TOKENS = 40
 SMALL = {
@@ -131,7 +132,7 @@ WAYS: dict[str, Callable[[Transformer, Tensor], Tensor]] = {
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     model_type, changes = CASES[case]
     reference = make(tmp_path, model_type, changes)
-    model = load_model(tmp_path, Placement(torch.device("cpu"), torch.float32))
+    model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
@@ -146,7 +147,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
     """Keys keep the rotation they were stored with, in transformers' cache and in ours."""
     reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])
-    model = load_model(tmp_path, Placement(torch.device("cpu"), torch.float32))
+    model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     past, parts = None, []
     with torch.no_grad():
@@ -161,7 +162,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 def test_tensors_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
     reference = make(tmp_path, *CASES[case])
-    config = load_config(tmp_path)
+    config = ModelFolder.open(tmp_path).config
     tied = "lm_head.weight" if config.tie_embeddings else None
     expected = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items() if name != tied}
     assert dict(config.tensors()) == expected

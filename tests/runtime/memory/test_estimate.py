@@ -15,13 +15,11 @@ from mycli.runtime.memory.estimate import (
     CACHE_BLOCK,
     CPU_KEPT,
     CPU_PART,
-    GIB,
     Plan,
     bytes_per_step,
     cache_bytes,
     embedding_bytes,
     estimate,
-    gib,
     longest_context,
     mask_bytes,
     tokens_per_second,
@@ -31,6 +29,7 @@ from mycli.runtime.memory.fit import Scheme
 from mycli.runtime.models.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.units import GIB, gib
 from tests.conftest import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
-from mycli.runtime.memory.estimate import GIB, Plan, estimate, gib
+from mycli.runtime.memory.estimate import Plan, estimate
 from mycli.runtime.memory.fit import Scheme, fit, preflight, quantize_command, remedy, schemes
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.units import GIB, gib
 from tests.conftest import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())

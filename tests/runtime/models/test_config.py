@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, RopeScaling, families, load_config, parse_config
+from mycli.runtime.models.config import ModelConfig, RopeScaling, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 
 LLAMA: dict[str, Any] = {
@@ -147,4 +148,4 @@ def test_windows_by_family() -> None:
 
 def test_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert load_config(tmp_path) == parse()
+    assert ModelFolder.open(tmp_path).config == parse()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
@@ -228,14 +229,14 @@ def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
 def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> None:
     """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
-    model = load_model(PICO, placement)
+    runner = load_model(ModelFolder.open(PICO), placement)
     drafter: Drafter = Lookup()
     if name == "draft":
-        drafter = load_draft(PICO.parent / "pico-draft", pico, model, 128)
+        drafter = load_draft(ModelFolder.open(PICO.parent / "pico-draft"), pico, runner, 128)
     prompt = pico.encode("abbb abbb abbb a", add_special=True)
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
         replies = []
-        for session in (Session(model, 128), SpeculativeSession(model, 128, drafter, Fixed(4))):
+        for session in (Session(runner, 128), SpeculativeSession(runner, 128, drafter, Fixed(4))):
             grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
             sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
             replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])

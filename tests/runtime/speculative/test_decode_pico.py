@@ -12,9 +12,11 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Assistant
+from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.speculative.decode import SpeculativeSession
@@ -30,13 +32,13 @@ NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba",
 
 
 @cache
-def assistant(name: str, kv: Kv = "auto") -> Assistant:
-    return Assistant.load(PICO.parent / name, Placement(CPU, torch.float32, kv=kv))
+def loaded(name: str, kv: Kv = "auto") -> LoadedModel:
+    return LoadedModel.load(ModelFolder.open(PICO.parent / name), Placement(CPU, torch.float32, kv=kv))
 
 
 def prompts(count: int) -> list[list[int]]:
     """Questions, stories, book text and repetitions, a quarter each."""
-    tokenizer = assistant("pico").tokenizer
+    tokenizer = loaded("pico").tokenizer
     book = (PICO.parent / "held-out.txt").read_text(encoding="utf-8")
     made = []
     for index in range(count):
@@ -54,23 +56,23 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def drafter(kind: str, kv: Kv = "auto") -> Drafter:
-    target, draft = assistant("pico").model, assistant("pico-draft", kv).model
+    target, draft = loaded("pico").runner, loaded("pico-draft", kv).runner
     return Lookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
 
 
 def greedy(session: Session, prompt: list[int]) -> list[int]:
-    size = assistant("pico").vocabulary_size
+    size = loaded("pico").vocabulary_size
     return [tokens[0] for tokens in session.generate(prompt, Sampler(Sampling(), size, CPU), LIMIT)]
 
 
 def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
     """Prompt and length of every reply that is not the one without speculation."""
-    model = assistant("pico", kv).model
-    plain = Session(model, CAPACITY)
+    runner = loaded("pico", kv).runner
+    plain = Session(runner, CAPACITY)
     wanted = [greedy(plain, prompt) for prompt in prompts(count)]
     found = []
     for length in lengths:
-        session = SpeculativeSession(model, CAPACITY, drafter(kind, kv), Fixed(length))
+        session = SpeculativeSession(runner, CAPACITY, drafter(kind, kv), Fixed(length))
         replies = [greedy(session, prompt) for prompt in prompts(count)]
         found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
     return found
@@ -91,19 +93,19 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
 
 def remembered(name: str) -> PrefixModel:
     """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
-    model = assistant(name).model
-    session = Session(model, CAPACITY)
+    runner = loaded(name).runner
+    session = Session(runner, CAPACITY)
 
     def function(text: tuple[int, ...]) -> Tensor:
         return session.prefill(list(text))[0].clone()
 
-    return PrefixModel(function, model.config.vocab_size, CAPACITY)
+    return PrefixModel(function, runner.config.vocab_size, CAPACITY)
 
 
 def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float:
     """Chi squared of `draws` replies of `length` tokens against the product of the target's own distributions."""
-    target, size = remembered("pico"), assistant("pico").vocabulary_size
-    prompt = assistant("pico").tokenizer.encode(BEGINNINGS[kind], add_special=True)
+    target, size = remembered("pico"), loaded("pico").vocabulary_size
+    prompt = loaded("pico").tokenizer.encode(BEGINNINGS[kind], add_special=True)
 
     def following(text: tuple[int, ...]) -> dict[int, float]:
         seen = torch.zeros(1, size, dtype=torch.bool)
@@ -118,8 +120,8 @@ def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float
             for text, before in expected.items()
             for token, chance in following((*prompt, *text)).items()
         }
-    guess: Drafter = Lookup() if kind == "ngram" else DraftModel(remembered("pico-draft"), CAPACITY, 1)
-    session = SpeculativeSession(target, CAPACITY, guess, Fixed(length))
+    guess: Drafter = Lookup() if kind == "ngram" else DraftModel(ModelRunner(remembered("pico-draft")), CAPACITY, 1)
+    session = SpeculativeSession(ModelRunner(target), CAPACITY, guess, Fixed(length))
     counts: Counter[tuple[int, ...]] = Counter()
     judged = 0
     for seed in range(draws):

@@ -1,9 +1,25 @@
-"""How measured quality is written, the same wherever it is shown. Does not measure."""
+"""How numbers are written, the same wherever they are shown: counts, speculation, quality. Does not measure."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mycli.quant.evaluate import Estimate, Evaluation
+    from mycli.runtime.engine.stats import Timing
+
+
+def compact(count: int) -> str:
+    """212 as 212, 1234 as 1.2k."""
+    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
+
+
+def speculation(timing: "Timing") -> list[str]:
+    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
+    if timing.record is None:
+        return []
+    if not timing.record.passes:
+        return ["draft off"]
+    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
+    return [f"draft {timing.record.acceptance:.0%}{gain}"]
 
 
 def _plus_minus(estimate: "Estimate", digits: str) -> str:
@@ -11,7 +27,7 @@ def _plus_minus(estimate: "Estimate", digits: str) -> str:
     return f"{estimate.value:{digits}}{error}"
 
 
-def rows(result: "Evaluation") -> list[tuple[str, str]]:
+def quality(result: "Evaluation") -> list[tuple[str, str]]:
     """Names and values for a card."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
     protocol = f"{result.windows} windows of {result.context} tokens, {bos}, {result.dtype}"

@@ -1,0 +1,57 @@
+"""A model's folder, opened once: what its small files say, each of them read at most once.
+
+Whoever needs the shape, the number formats, the tensors or the sampling defaults of a model is handed this and reads no
+file of its own. Knows config.json, generation_config.json and the headers of the weights; does not import torch, reads
+no tensor, and does not know where models come from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mycli.runtime.checkpoint.formats import read_quantization
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields, read_object
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """`raw` is config.json as it stands."""
+
+    path: Path
+    raw: Fields
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, path: Path) -> "ModelFolder":
+        """Read config.json of `path`. Raises ModelError naming the field at fault."""
+        return cls.of(read_object(path / "config.json"), path)
+
+    @classmethod
+    def of(cls, raw: Fields, path: Path = Path()) -> "ModelFolder":
+        """Of a config.json that is read already; without a folder, no more than that can be asked for."""
+        return cls(path, raw, parse_config(raw))
+
+    @cached_property
+    def packings(self) -> Mapping[str, Packing]:
+        """Which linears are quantized, and how, by their names. Raises ModelError for a format that is not read."""
+        return read_quantization(self.raw, [linear.name for linear in self.config.linears()])
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The tensors of its files, not yet compared with the config. Raises what `Manifest.open` raises."""
+        return Manifest.open(self.path)
+
+    def checked_manifest(self) -> Manifest:
+        """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""
+        self.manifest.check(self.config, self.packings)
+        return self.manifest
+
+    @cached_property
+    def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
+        """What generation_config.json recommends, and a warning for every field dropped as unusable."""
+        return read_generation_config(self.path, self.config.vocab_size)

@@ -1,0 +1,41 @@
+"""What was asked of an engine: one frozen record, made once from flags or settings, read by field name everywhere.
+
+Holds wishes, not decisions: what a device makes of them is a `Placement`. Does not import torch, and does not know
+where the wishes were written.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from mycli.runtime.device.placement import Placement
+
+NGRAM = "ngram"  # as `draft`: a lookup in the text instead of a model
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is to be run.
+
+    device: auto, cpu, cuda or cuda:N; dtype: of activations, None for the model's own; kv: how the cache holds keys and
+    values; context: tokens of a sequence, None for as many as usual and fitting; sequences: at once; draft: the name of
+    a model that drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts;
+    allow_nonfinite: load weights that are NaN or infinite as they are.
+    """
+
+    device: str = "auto"
+    dtype: Dtype | None = None
+    kv: Kv = "auto"
+    context: int | None = None
+    sequences: int = 1
+    draft: str | None = None
+    dense_prefill_copy: bool = False
+    allow_nonfinite: bool = False
+
+    def place(self, model: ModelConfig) -> "Placement":
+        """Where and how `model` runs. Raises what `runtime.device.placement.place` raises."""
+        from mycli.runtime.device.placement import place
+
+        return place(model, self.device, self.dtype, self.kv, dense_prefill_copy=self.dense_prefill_copy)
