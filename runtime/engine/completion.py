@@ -78,7 +78,8 @@ class Reply:
         if limit is not None and limit > room:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {limit} more do not fit the context of {session.capacity}",
-                f"ask for at most {max(room, 0)}, or for more context with --ctx",
+                code="fewer-tokens-or-more-context",
+                data={"tokens": max(room, 0)},
             )
         self.finish_reason: FinishReason | None = None
         self.tokens: list[int] = []

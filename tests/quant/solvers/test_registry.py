@@ -21,7 +21,7 @@ def test_file_names_are_the_registry() -> None:
 
 
 def test_unknown_scheme_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="--method best") as caught:
+    with pytest.raises(UsageError, match="method best") as caught:
         solvers.load("best")
     assert "rtn" in caught.value.hint
 
