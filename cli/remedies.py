@@ -12,7 +12,7 @@ from mycli.runtime.errors import UserError
 REMEDIES: Mapping[str, str] = {
     # a model and its files
     "pull-again": "the file is damaged or incomplete; download the model again: mycli pull MODEL",
-    "pull-missing": "mycli pull MODEL fetches what is missing",
+    "pull-whole": "mycli pull MODEL fetches a whole model",
     "name-or-pull": "name a model folder, or mycli pull MODEL",
     "wait-or-pull-again": "another program writes to the folder: wait for it, or pull it again: mycli pull MODEL",
     "verify-files": "compare the files with their source: mycli verify MODEL",

@@ -72,7 +72,7 @@ class Manifest:
         names = [SINGLE] if index is None else sorted(set(index.values()))
         missing = [name for name in names if name not in present]
         if missing:
-            raise ModelError(f"{INDEX}: {_listed(missing)} missing in {folder}", code="pull-missing")
+            raise ModelError(f"{INDEX}: {_listed(missing)} missing in {folder}", code="pull-whole")
         files = {name: RegularFile.find(folder / name) for name in names}
         tensors: dict[str, TensorEntry] = {}
         for file in files.values():
@@ -196,7 +196,7 @@ def _no_weights(present: Collection[str], folder: Path) -> ModelError:
     shards = sorted(name for name in present if name.endswith(".safetensors"))
     pickles = sorted(name for name in present if name.endswith(_PICKLES))
     if shards:
-        return ModelError(f"{folder}: {_listed(shards)} without {INDEX}", code="pull-missing")
+        return ModelError(f"{folder}: {_listed(shards)} without {INDEX}", code="pull-whole")
     if pickles:
         return ModelError(f"{folder}: weights only as pickles ({_listed(pickles)})", _NO_PICKLES)
     if any(name.endswith(".gguf") for name in present):

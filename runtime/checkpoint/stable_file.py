@@ -37,7 +37,7 @@ class RegularFile:
             info = os.lstat(real)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ModelError(f"{path.name}: {reason} (in {path.parent})", code="pull-missing") from None
+            raise ModelError(f"{path.name}: {reason} (in {path.parent})", code="pull-whole") from None
         if not stat.S_ISREG(info.st_mode):
             raise ModelError(f"{path.name}: not a regular file (in {path.parent})", "only regular files are opened")
         return cls(path.name, real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)

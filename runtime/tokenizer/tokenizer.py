@@ -273,7 +273,7 @@ def _check_texts(texts: Sequence[str]) -> None:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-missing")
+        raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1)

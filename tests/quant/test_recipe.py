@@ -67,7 +67,9 @@ def test_a_head_of_its_own_may_get_other_bits() -> None:
     [(352, 128, 32), (320, 128, 64), (350, 32, "channel")],
     ids=["E5-352-g128", "E5-320-g128", "E5-350-g32"],
 )
-def test_a_group_that_divides_not_everything_is_refused_with_one_that_does(inner: int, group: int, suggested: int | str) -> None:
+def test_a_group_that_divides_not_everything_is_refused_with_one_that_does(
+    inner: int, group: int, suggested: int | str
+) -> None:
     model = config(intermediate_size=inner)
     with pytest.raises(
         UsageError, match=f"a group of {group} does not divide the {inner} inputs of .*layers.0.mlp.down"
