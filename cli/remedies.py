@@ -25,6 +25,7 @@ REMEDIES: Mapping[str, str] = {
     "fewer-tokens-or-more-context": "ask for at most {tokens} tokens, or for more context with --ctx",
     "more-context": "shorten the prompt, or ask for more context with --ctx",
     "less-context": "choose a smaller context with --ctx",
+    "larger-windows": "take a larger --ctx",
     "longer-text-or-less-context": "take a longer text or a smaller --ctx",
     # what a machine has
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
@@ -37,6 +38,11 @@ REMEDIES: Mapping[str, str] = {
     "quantize": "quantize it: mycli quantize MODEL --bits {bits} --group {group}",
     "free-memory-or-less-context": "end what else uses {place}, or use a smaller --ctx",
     # quantization
+    "choose-bits": "--bits takes: {choices}",
+    "choose-group": "--group takes: {choices}, channel",
+    "choose-method": "--method takes: {choices}, awq, awq+gptq",
+    "choose-seq": "choose another length with --seq",
+    "longer-or-more-samples": "take more of them: --samples, or longer ones: --seq",
     "keep-head": "leave out --head, or --head keep",
     "other-group": "use --group {group}",
     "larger-target-or-group": "a larger --target-bpw, or a larger --group",

@@ -42,10 +42,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise UsageError(f"{self.bits} bits: not a width", f"there are: {', '.join(map(str, BITS))}")
+            choices = ", ".join(map(str, BITS))
+            raise UsageError(f"{self.bits} bits: not a width", code="choose-bits", data={"choices": choices})
         if self.group is not None and self.group not in GROUP_SIZES:
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise UsageError(f"group {self.group}: not a group size", f"there are: {sizes}, channel")
+            choices = ", ".join(map(str, GROUP_SIZES))
+            raise UsageError(f"group {self.group}: not a group size", code="choose-group", data={"choices": choices})
 
     @property
     def name(self) -> str:

@@ -50,5 +50,5 @@ def names() -> list[str]:
 def load(name: str) -> Scheme:
     """The scheme of that name. Raises UsageError listing the names otherwise."""
     if name not in names():
-        raise UsageError(f"method {name}: no such scheme", f"there are: {', '.join(names())}, awq, awq+gptq")
+        raise UsageError(f"method {name}: no such scheme", code="choose-method", data={"choices": ", ".join(names())})
     return cast(Scheme, importlib.import_module(f"{__name__}.{name}"))
