@@ -46,9 +46,10 @@ def parse_item(data: bytes, number: int) -> Item:
             raise line.fail("id", "must be a text of at most 1000 characters or an integer", "give each line its own")
         identity = found
         return Item(identity, _prompt(line.values, number))
-    except UserError as error:
-        hint = 'a line is {"id": 1, "prompt": "..."}' if isinstance(error, ModelError) else error.hint
-        return Item(identity, error=UsageError(error.message, hint))
+    except ModelError as error:
+        return Item(identity, error=UsageError(error.message, 'a line is {"id": 1, "prompt": "..."}'))
+    except UsageError as error:
+        return Item(identity, error=error)
 
 
 def _prompt(values: Mapping[str, Any], number: int) -> Prompt:

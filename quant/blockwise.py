@@ -67,7 +67,7 @@ class Solver:
         try:
             solution = self._scheme.solve(target, grid, hessian)
         except ModelError as error:
-            raise ModelError(f"{', '.join(weights)}: {error.message}", error.hint) from error
+            raise error.reworded(f"{', '.join(weights)}: {error.message}") from error
         solved: dict[str, Quantized] = {}
         layers: list[Layer] = []
         calls: dict[str, Tensor] = {}

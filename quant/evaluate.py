@@ -90,7 +90,7 @@ def read_text(path: Path) -> str:
 def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> Text:
     """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError where there is not one window."""
     if context < 2:
-        raise UsageError(f"--ctx {context}: a window needs two tokens", "")
+        raise UsageError(f"windows of {context} tokens: a window needs two", code="larger-windows")
     ids: list[int] = []
     for start in range(0, len(text), MAX_TEXT):
         if limit is not None and len(ids) >= limit:
@@ -100,7 +100,7 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
     if count == 0:
         raise UsageError(
             f"the text has {len(ids)} tokens, fewer than one window of {context}",
-            "take a longer text or a smaller --ctx",
+            code="longer-text-or-less-context",
         )
     windows = torch.tensor(ids[: count * context], dtype=torch.int64).view(count, context)
     begins = tokenizer.bos is not None and ids[0] == tokenizer.bos
@@ -120,7 +120,7 @@ def evaluate(
     for each in models:
         if context > each.config.max_context:
             raise UsageError(
-                f"windows of {context} tokens; the model takes {each.config.max_context}", "a smaller --ctx"
+                f"windows of {context} tokens; the model takes {each.config.max_context}", code="less-context"
             )
         if each.config.vocab_size != model.config.vocab_size:
             raise UsageError(
@@ -178,7 +178,7 @@ def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ModelError(
             f"{model.folder.path}: logits are not finite in {model.placement.dtype}",
-            "--dtype float32 tells whether the precision or the model is at fault",
+            code="verify-files-or-fp32",
         )
     return logits.log_softmax(1)
 

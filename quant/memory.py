@@ -80,13 +80,17 @@ def choose(work: Work, gpu: bool, at_once: int, max_ram: int | None, max_vram: i
         if found.at_once <= max(work.seq, work.context if work.measured else 1):
             break
         found = need(work, gpu, found.at_once // 2)
-    for flag, bytes_, bound in (("--max-ram", found.host, max_ram), ("--max-vram", found.device, max_vram)):
-        if bound is not None and bytes_ > bound:
-            raise ResourceError(
-                f"{flag} {bound / 2**20:.0f}MiB is too little for this model and calibration",
-                f"the least that would do is {flag} {math.ceil(bytes_ / 2**20)}MiB; fewer --samples need less",
-            )
+    if max_ram is not None and found.host > max_ram:
+        least = math.ceil(found.host / 2**20)
+        raise ResourceError(_too_little("main memory", max_ram), code="raise-max-ram", data={"mib": least})
+    if max_vram is not None and found.device > max_vram:
+        least = math.ceil(found.device / 2**20)
+        raise ResourceError(_too_little("GPU memory", max_vram), code="raise-max-vram", data={"mib": least})
     return found
+
+
+def _too_little(kind: str, bound: int) -> str:
+    return f"{bound / 2**20:.0f} MiB of {kind} are too little for this model and calibration"
 
 
 def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:

@@ -57,8 +57,8 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
     if spent > budget:
         least = 8 * spent / sum(each.weights for each in shares)
         raise UsageError(
-            f"--target-bpw {bits_per_weight:g}: {low} bits with their scales take {least:.3f}",
-            "a larger target, or a larger --group",
+            f"a target of {bits_per_weight:g} bits per weight: {low} bits with their scales take {least:.3f}",
+            code="larger-target-or-group",
         )
     while True:
         step, rate = None, 0.0

@@ -97,7 +97,7 @@ def identify(
         "source": source_files,
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
-        "tokens at once": at_once,  # --max-ram chooses it, and sums round differently
+        "tokens at once": at_once,  # the bound of memory chooses it, and sums round differently
     }
 
 

@@ -120,7 +120,7 @@ def memory_errors(work: Plan) -> Iterator[None]:
             raise
         raise ResourceError(
             f"memory ran out, though {max(work.need.host, work.need.device) / 2**30:.2f} GiB were to be enough",
-            "close other programs and run it again, which goes on where it was; or take fewer --samples",
+            code="run-again-or-fewer-samples",
         ) from error
 
 
@@ -129,9 +129,7 @@ def _quantize(
 ) -> Outcome:
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
-        raise UsageError(
-            f"--tune needs {HELD} windows, one of them to judge by", "take more --samples or a longer text"
-        )
+        raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
     origin = record.digests(_source_files(work.folder))
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
@@ -257,7 +255,7 @@ def _quantize_linear(
     try:
         solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
-        raise ModelError(f"{linear}.weight: {error.message}", error.hint) from error
+        raise error.reworded(f"{linear}.weight: {error.message}") from error
     _write_packed(writer, linear, solved, packing)
     return Layer(linear, packing.name, relative_error(weight, solved, grid))
 

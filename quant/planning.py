@@ -150,7 +150,7 @@ def plan(
         text=text,
     )
     if recipe.tune and not work.calibrates:
-        raise UsageError(f"--tune needs calibration, which --method {recipe.method} has not", "--method gptq --tune")
+        raise UsageError(f"tuning needs calibration, which method {recipe.method} has not", code="tune-gptq")
     if work.calibrates:
         calibration.check(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
@@ -176,17 +176,17 @@ def preflight(work: Plan, target: Path) -> None:
     """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
     resolved, folder = target.resolve(), work.source.folder.resolve()
     if resolved == folder or folder in resolved.parents:
-        raise UsageError(f"{target} lies within the model to be quantized", "choose another -o")
+        raise UsageError(f"{target} lies within the model to be quantized", code="other-output")
     parent = next(path for path in resolved.parents if path.exists())
     beside = sum(path.stat().st_size for path in companions(work.source.folder))
     needed, free = work.size.bytes + beside + (16 << 20), shutil.disk_usage(parent).free
     if needed > free:
-        raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", "free some space, or choose another -o")
+        raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", code="free-disk-or-other-output")
     available = memory().available
     if work.need.host > available:
         raise ResourceError(
             f"{work.need.host / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
-            "close other programs, or take fewer --samples",
+            code="fewer-samples",
         )
 
 

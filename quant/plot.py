@@ -40,13 +40,13 @@ def point(layer: "Layer") -> Point:
 def require_svg(path: Path) -> None:
     """Raises UsageError for any other kind of picture."""
     if path.suffix.lower() != ".svg":
-        raise UsageError(f"--plot {path}: only .svg is drawn", f"--plot {path.with_suffix('.svg')}")
+        raise UsageError(f"{path}: only .svg is drawn", f"name it {path.with_suffix('.svg')}")
 
 
 def write(path: Path, title: str, points: Sequence[Point]) -> None:
     """Draw into a file. Raises UsageError where nothing can be drawn, and what `disk_errors` raises."""
     if not points:
-        raise UsageError(f"--plot {path}: no layer has an error that is known", "quantize the model with this program")
+        raise UsageError(f"{path}: no layer has an error that is known", "quantize the model with this program")
     with disk_errors(path):
         path.write_text(draw(title, points), encoding="utf-8")
 

@@ -43,10 +43,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise UsageError(f"--bits {self.bits}: not a width", f"there are: {', '.join(map(str, BITS))}")
+            choices = ", ".join(map(str, BITS))
+            raise UsageError(f"{self.bits} bits: not a width", code="choose-bits", data={"choices": choices})
         if self.group is not None and self.group not in GROUP_SIZES:
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise UsageError(f"--group {self.group}: not a group size", f"there are: {sizes}, channel")
+            choices = ", ".join(map(str, GROUP_SIZES))
+            raise UsageError(f"group {self.group}: not a group size", code="choose-group", data={"choices": choices})
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class Recipe:
         if self.head != "keep":
             if config.tie_embeddings:
                 raise UsageError(
-                    f"--head {self.head}: the head is the embedding of this model, which is kept", "--head keep"
+                    f"head {self.head}: the head is the embedding of this model, which is kept", code="keep-head"
                 )
             linears.append(config.head())
             packings["lm_head"] = Packing(int(self.head.removeprefix("int")), self.group)
@@ -98,6 +99,7 @@ class Recipe:
             if self.group is not None and linear.in_features % self.group:
                 fitting = [size for size in GROUP_SIZES if all(each.in_features % size == 0 for each in linears)]
                 raise UsageError(
-                    f"--group {self.group} does not divide the {linear.in_features} inputs of {linear.name}",
-                    f"--group {max(fitting)}" if fitting else "--group channel",
+                    f"a group of {self.group} does not divide the {linear.in_features} inputs of {linear.name}",
+                    code="other-group",
+                    data={"group": max(fitting, default="channel")},
                 )

@@ -57,7 +57,7 @@ class WorkFolder:
             self._check_run()
         except BlockingIOError:
             os.close(lock)
-            raise UsageError(f"{self.folder}: another process works in it", "wait for it, or --work-dir") from None
+            raise UsageError(f"{self.folder}: another process works in it", code="wait-or-other-work-folder") from None
         except BaseException:
             os.close(lock)
             raise
@@ -75,7 +75,7 @@ class WorkFolder:
         path = self.folder / _RUN
         if not path.exists():
             if any(self.folder.glob("block-*.safetensors")):
-                raise UsageError(f"{self.folder}: blocks of an unknown run", "remove the folder, or --work-dir")
+                raise UsageError(f"{self.folder}: blocks of an unknown run", code="remove-work-folder")
             self._write(path, self._run.encode())
             return
         old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)
@@ -83,7 +83,7 @@ class WorkFolder:
         if changed:
             raise UsageError(
                 f"{self.folder} holds unfinished work that differs in: {', '.join(changed)}",
-                "run it again as it was begun, or remove the folder, or --work-dir another",
+                code="finish-or-remove-work",
             )
 
     def load(self, block: int) -> Solved | None:

@@ -7,6 +7,7 @@ through `runtime.utils.sanitize`.
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Self
 
 
 class ExitCode(IntEnum):
@@ -41,6 +42,10 @@ class UserError(Exception):
         self.hint = hint
         self.code = code
         self.data = dict(data or {})
+
+    def reworded(self, message: str) -> Self:
+        """The same failure with its remedy, told by `message`: by whoever knows more of where it happened."""
+        return type(self)(message, self.hint, code=self.code, data=self.data)
 
 
 class UsageError(UserError):

@@ -10,12 +10,13 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
+from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
-from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
+from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.resolve import resolve, split_name, state
 from mycli.runtime.memory.estimate import (
     DEFAULT_CONTEXT,
@@ -26,7 +27,7 @@ from mycli.runtime.memory.estimate import (
     tokens_per_second,
 )
 from mycli.runtime.memory.estimate import estimate as predict
-from mycli.runtime.memory.fit import Scheme, fit, quantize_command, remedy, schemes
+from mycli.runtime.memory.fit import Scheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.utils.units import gib
@@ -130,7 +131,8 @@ def _verdict(subject: _Subject, result: Estimate) -> str:
     spare = subject.target.free - result.total
     if spare >= 0:
         return f"fits, {gib(spare)} to spare"
-    return f"does not fit: {gib(-spare)} too much; {remedy(subject.plan, subject.target.free)}"
+    problem = shortage(subject.plan, subject.target.free, subject.target.place)
+    return f"does not fit: {gib(-spare)} too much; {remedy(problem)}"
 
 
 def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
@@ -200,17 +202,24 @@ def _table(call: Call, subject: _Subject) -> None:
     call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
 
 
+def _quantize_command(scheme: Scheme, model: str) -> str:
+    assert scheme.packing is not None
+    group = scheme.packing.group_size or "channel"
+    command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
+    return command + (f" --head int{scheme.head.bits}" if scheme.head else "")
+
+
 def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     plan, free = subject.plan, subject.target.free
     fixed = subject.packed or subject.wish != Scheme()
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
-        raise ResourceError(f"{subject.model}: no choice fits into {gib(free)}", remedy(plan, free))
+        raise shortage(plan, free, subject.target.place).reworded(f"{subject.model}: no choice fits into {gib(free)}")
     plan, scheme = found
     name, commands = subject.model, []
     if scheme.packing is not None:
         name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
-        commands.append(f"{quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
+        commands.append(f"{_quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
     if call.out.json_mode:

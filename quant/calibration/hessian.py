@@ -58,7 +58,7 @@ def require_finite(activations: Tensor) -> None:
     """Raises ModelError for NaN or infinity."""
     low, high = torch.aminmax(activations)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise ModelError("activations are NaN or infinite", "the model does not hold on this text; try other --calib")
+        raise ModelError("activations are NaN or infinite", code="other-calibration-text")
 
 
 @torch.inference_mode()
@@ -111,7 +111,7 @@ def observe(
             require_finite(y)
         except ModelError as error:
             windows = f"calibration windows {rows.start} to {rows.stop - 1}"
-            raise ModelError(f"{linear.specs[0].name}: {error.message} in {windows}", error.hint) from None
+            raise error.reworded(f"{linear.specs[0].name}: {error.message} in {windows}") from None
         apart = torch.arange(rows.start, rows.stop) % HELD == HELD - 1
         with rough_products(device):
             for moments, chosen in ((fitted, ~apart), (held, apart)):

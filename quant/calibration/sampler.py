@@ -83,7 +83,7 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
     if len(ids) < max(seq, MIN_TOKENS):
         raise UsageError(
             f"{path}: {len(ids)} tokens, fewer than the {max(seq, MIN_TOKENS)} that calibration needs",
-            "take a longer text, a smaller --seq, or the text that comes with the program",
+            code="longer-text-or-shorter-windows",
         )
     generator = torch.Generator().manual_seed(seed)
     count = min(samples, len(ids) // seq)
@@ -94,9 +94,11 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
 def check(samples: int, seq: int, max_context: int) -> None:
     """Raises UsageError for numbers that give no calibration."""
     if seq < 2 or seq > max_context:
-        raise UsageError(f"--seq {seq}: the model takes 2 to {max_context} tokens", "choose another length")
+        raise UsageError(f"windows of {seq} tokens: the model takes 2 to {max_context} tokens", code="choose-seq")
     if samples * seq < MIN_TOKENS:
-        raise UsageError(f"--samples {samples} of {seq} tokens: fewer than {MIN_TOKENS} in all", "take more of them")
+        raise UsageError(
+            f"{samples} samples of {seq} tokens: fewer than {MIN_TOKENS} in all", code="longer-or-more-samples"
+        )
 
 
 def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:

@@ -43,12 +43,12 @@ class Scheme(Protocol):
 
 
 def names() -> list[str]:
-    """The schemes there are, as `--method` takes them."""
+    """The schemes there are, as recipes name them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def load(name: str) -> Scheme:
     """The scheme of that name. Raises UsageError listing the names otherwise."""
     if name not in names():
-        raise UsageError(f"--method {name}: no such scheme", f"there are: {', '.join(names())}, awq, awq+gptq")
+        raise UsageError(f"method {name}: no such scheme", code="choose-method", data={"choices": ", ".join(names())})
     return cast(Scheme, importlib.import_module(f"{__name__}.{name}"))

@@ -102,7 +102,7 @@ class StaticCache:
         """Store keys and values [sequences, kv_heads, new, head_dim] at `start`; all of both up to there, as views."""
         end = start + keys.shape[2]
         if end > self.capacity:
-            raise UsageError(f"the context is full: {end} tokens, room for {self.capacity}", "ask for more with --ctx")
+            raise UsageError(f"the context is full: {end} tokens, room for {self.capacity}", code="more-context")
         return self._write(layer, 0, start, end, keys), self._write(layer, 1, start, end, values)
 
     def _write(self, layer: int, kind: int, start: int, end: int, new: Tensor) -> Stored:

@@ -12,7 +12,6 @@ from pathlib import Path, PureWindowsPath
 from mycli.runtime.checkpoint.formats import stored_tensors
 from mycli.runtime.checkpoint.formats.compressed_tensors import READABLE
 from mycli.runtime.checkpoint.safetensors_header import (
-    DAMAGED,
     MAX_HEADER,
     MAX_TENSORS,
     TensorEntry,
@@ -66,22 +65,20 @@ class Manifest:
             present = {path.name for path in folder.iterdir()}
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise NotFoundError(f"{folder}: {reason}", "name a model folder, or mycli pull MODEL") from None
+            raise NotFoundError(f"{folder}: {reason}", code="name-or-pull") from None
         index = _read_index(folder) if INDEX in present else None
         if index is None and SINGLE not in present:
             raise _no_weights(present, folder)
         names = [SINGLE] if index is None else sorted(set(index.values()))
         missing = [name for name in names if name not in present]
         if missing:
-            raise ModelError(
-                f"{INDEX}: {_listed(missing)} missing in {folder}", "mycli pull MODEL fetches what is missing"
-            )
+            raise ModelError(f"{INDEX}: {_listed(missing)} missing in {folder}", code="pull-whole")
         files = {name: RegularFile.find(folder / name) for name in names}
         tensors: dict[str, TensorEntry] = {}
         for file in files.values():
             for name, entry in _read_header(file).items():
                 if name in tensors:
-                    raise ModelError(f"{name:.80}: both in {tensors[name].file} and in {file.name}", DAMAGED)
+                    raise ModelError(f"{name:.80}: both in {tensors[name].file} and in {file.name}", code="pull-again")
                 tensors[name] = entry
         if index is not None:
             _check_index(index, tensors)
@@ -120,7 +117,9 @@ class Manifest:
             if entry.shape != shape:
                 raise _misshapen(entry, shape, dense)
             if entry.dtype not in dtypes:
-                raise ModelError(f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}", DAMAGED)
+                raise ModelError(
+                    f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}", code="pull-again"
+                )
         self._check_fused(config, packings)
         for name in packings:
             self._check_stored_shape(self.tensors[f"{name}.weight_shape"], dense[f"{name}.weight"])
@@ -143,7 +142,9 @@ class Manifest:
         data = self.files[entry.file].read(entry.nbytes, entry.offset)
         stored = struct.unpack("<2q" if entry.dtype == "I64" else "<2i", data)
         if stored != shape:
-            raise ModelError(f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}", DAMAGED)
+            raise ModelError(
+                f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}", code="pull-again"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -167,10 +168,12 @@ def _read_index(folder: Path) -> dict[str, str]:
     file = RegularFile.find(folder / INDEX)
     data = file.read(MAX_HEADER + 1)
     if data.count(b",") > 2 * MAX_TENSORS:
-        raise ModelError(f"{INDEX}: too many values for {MAX_TENSORS} tensors", DAMAGED)
+        raise ModelError(f"{INDEX}: too many values for {MAX_TENSORS} tensors", code="pull-again")
     shards = parse_object(data, INDEX, MAX_HEADER).object("weight_map").values
     if not 0 < len(shards) <= MAX_TENSORS:
-        raise ModelError(f"{INDEX}: weight_map lists {len(shards)} tensors, 1 to {MAX_TENSORS} are allowed", DAMAGED)
+        raise ModelError(
+            f"{INDEX}: weight_map lists {len(shards)} tensors, 1 to {MAX_TENSORS} are allowed", code="pull-again"
+        )
     for tensor, name in shards.items():
         if not isinstance(name, str) or not _is_shard(name):
             pickle = isinstance(name, str) and name.endswith(_PICKLES)
@@ -182,16 +185,18 @@ def _read_index(folder: Path) -> dict[str, str]:
 def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
     for name, shard in index.items():
         if name not in tensors:
-            raise ModelError(f"{INDEX}: {name!r:.80} should be in {shard}, but is in no shard", DAMAGED)
+            raise ModelError(f"{INDEX}: {name!r:.80} should be in {shard}, but is in no shard", code="pull-again")
         if tensors[name].file != shard:
-            raise ModelError(f"{INDEX}: {name:.80} should be in {shard}, but is in {tensors[name].file}", DAMAGED)
+            raise ModelError(
+                f"{INDEX}: {name:.80} should be in {shard}, but is in {tensors[name].file}", code="pull-again"
+            )
 
 
 def _no_weights(present: Collection[str], folder: Path) -> ModelError:
     shards = sorted(name for name in present if name.endswith(".safetensors"))
     pickles = sorted(name for name in present if name.endswith(_PICKLES))
     if shards:
-        return ModelError(f"{folder}: {_listed(shards)} without {INDEX}", "mycli pull MODEL fetches what is missing")
+        return ModelError(f"{folder}: {_listed(shards)} without {INDEX}", code="pull-whole")
     if pickles:
         return ModelError(f"{folder}: weights only as pickles ({_listed(pickles)})", _NO_PICKLES)
     if any(name.endswith(".gguf") for name in present):
@@ -217,14 +222,14 @@ def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelE
         telling = [name for name in names if name.endswith(suffix)]
         if telling:
             return ModelError(f"{_listed(telling)}: {problem}", hint)
-    return ModelError(f"{_listed(names)}: not part of the model that config.json describes", DAMAGED)
+    return ModelError(f"{_listed(names)}: not part of the model that config.json describes", code="pull-again")
 
 
 def _missing(names: Sequence[str]) -> ModelError:
-    hint = DAMAGED
+    problem = f"{_listed(names)}: missing, though config.json describes a model that has it"
     if names == ["lm_head.weight"]:
-        hint = "if the model ties its embeddings, config.json must say so: tie_word_embeddings"
-    return ModelError(f"{_listed(names)}: missing, though config.json describes a model that has it", hint)
+        return ModelError(problem, "if the model ties its embeddings, config.json must say so: tie_word_embeddings")
+    return ModelError(problem, code="pull-again")
 
 
 def _misshapen(entry: TensorEntry, shape: Shape, dense: Mapping[str, Shape]) -> ModelError:

@@ -39,15 +39,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def check_finite(tensor: Tensor, name: str, hint: str) -> None:
-    """Raises ModelError with the count if a floating-point tensor holds NaN or infinity."""
+def check_finite(tensor: Tensor, name: str, code: str) -> None:
+    """Raises ModelError with the count, and `code`, if a floating-point tensor holds NaN or infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     # One pass without a copy: the extremes are NaN or infinite if any value is. Counting takes ten times as long.
     low, high = torch.aminmax(tensor)
     if not (math.isfinite(low.item()) and math.isfinite(high.item())):
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-        raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", hint)
+        raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", code=code)
 
 
 class Checkpoint:
@@ -92,8 +92,7 @@ class Checkpoint:
         if entry.nbytes:
             self.manifest.files[entry.file].read_into(_bytes(out), entry.offset)
         if not self._allow_nonfinite:
-            hint = "compare the file with its source: mycli verify MODEL; or load it as it is: --allow-nonfinite"
-            check_finite(out, f"{entry.file}: {name}", hint)
+            check_finite(out, f"{entry.file}: {name}", code="allow-nonfinite")
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor in pieces, uninterpreted; each is valid until the next."""
@@ -218,7 +217,7 @@ class CheckpointWriter:
             raise ValueError(
                 f"{name} is planned as {entry.dtype} {entry.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
             )
-        check_finite(tensor, name, "nothing was written; check the input model: mycli verify MODEL")
+        check_finite(tensor, name, code="verify-files")
         with disk_errors(self.target):
             _write_all(self._files[entry.file], _bytes(tensor.cpu().contiguous()), entry.offset)
         self._pending.discard(name)

@@ -21,7 +21,6 @@ MAX_NAME = 1024
 MAX_METADATA = 1 << 20
 MAX_DIMENSIONS = 8
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
-DAMAGED = "the file is damaged or incomplete; download it again: mycli pull MODEL"
 _LIMIT = 1 << 63
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -36,8 +35,8 @@ _MAGIC = (
     ),
     (b"\x1f\x8b", "a gzip archive", "unpack it first"),
     (b"version https://git-lfs", "a git-lfs pointer, not the file it stands for", "run: git lfs pull"),
-    (b"<", "an HTML or XML page, perhaps an error message", "download it again: mycli pull MODEL"),
-    (b"{", "a JSON text, perhaps an error message", "download it again: mycli pull MODEL"),
+    (b"<", "an HTML or XML page, perhaps an error message", ""),
+    (b"{", "a JSON text, perhaps an error message", ""),
     (b"\x80\x02", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
     (b"\x80\x04", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
 )
@@ -59,8 +58,10 @@ def _not_safetensors(prefix: bytes, problem: str, source: str) -> ModelError:
     plausible = int.from_bytes(prefix[:8], "little") <= MAX_HEADER and prefix[8:9] == b"{"
     for magic, meaning, hint in _MAGIC:
         if not plausible and prefix.lstrip().startswith(magic):
-            return ModelError(f"{source}: not a safetensors file but {meaning}", hint)
-    return ModelError(f"{source}: {problem}", DAMAGED)
+            return ModelError(
+                f"{source}: not a safetensors file but {meaning}", hint, code="" if hint else "pull-again"
+            )
+    return ModelError(f"{source}: {problem}", code="pull-again")
 
 
 def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
@@ -87,34 +88,37 @@ def _naturals(values: Any) -> bool:
 
 def _check_metadata(metadata: Any, source: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ModelError(f"{source}: {_METADATA} must map strings to strings", DAMAGED)
+        raise ModelError(f"{source}: {_METADATA} must map strings to strings", code="pull-again")
     size = sum(len(key) + len(value) for key, value in metadata.items())
     if size > MAX_METADATA:
-        raise ModelError(f"{source}: {_METADATA} of {size} characters, more than the {MAX_METADATA} allowed", DAMAGED)
+        raise ModelError(
+            f"{source}: {_METADATA} of {size} characters, more than the {MAX_METADATA} allowed", code="pull-again"
+        )
 
 
 def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
     if not name or one_line(name, MAX_NAME) != name or "../" in name or "..\\" in name:
         raise ModelError(
-            f"{source}: tensor name {name!r:.80} is empty, too long or holds forbidden characters", DAMAGED
+            f"{source}: tensor name {name!r:.80} is empty, too long or holds forbidden characters", code="pull-again"
         )
     if not isinstance(info, dict) or info.keys() != _FIELDS:
-        raise ModelError(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}", DAMAGED)
+        raise ModelError(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}", code="pull-again")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         hint = f"readable: {', '.join(ITEM_BYTES)}"
         raise ModelError(f"{source}: {name:.80} has dtype {dtype!r:.40}, which is not supported", hint)
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise ModelError(f"{source}: {name:.80} has no valid shape: {shape!r:.80}", DAMAGED)
+        raise ModelError(f"{source}: {name:.80} has no valid shape: {shape!r:.80}", code="pull-again")
     if not _naturals(offsets) or len(offsets) != 2:
-        raise ModelError(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}", DAMAGED)
+        raise ModelError(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}", code="pull-again")
     begin, end = offsets
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if nbytes >= _LIMIT:
-        raise ModelError(f"{source}: {name:.80} of shape {shape} overflows 64 bits", DAMAGED)
+        raise ModelError(f"{source}: {name:.80} of shape {shape} overflows 64 bits", code="pull-again")
     if end - begin != nbytes:
         raise ModelError(
-            f"{source}: {name:.80} {dtype} {shape} takes {nbytes} bytes, but its offsets hold {end - begin}", DAMAGED
+            f"{source}: {name:.80} {dtype} {shape} takes {nbytes} bytes, but its offsets hold {end - begin}",
+            code="pull-again",
         )
     return TensorEntry(name, dtype, tuple(shape), source, start + begin, nbytes)
 
@@ -124,14 +128,18 @@ def _check_coverage(entries: Iterable[TensorEntry], start: int, file_bytes: int,
     position = start
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset < position:
-            raise ModelError(f"{source}: {entry.name:.80} overlaps the tensor before it", DAMAGED)
+            raise ModelError(f"{source}: {entry.name:.80} overlaps the tensor before it", code="pull-again")
         if entry.offset > position:
-            raise ModelError(f"{source}: {entry.offset - position} unused bytes before {entry.name:.80}", DAMAGED)
+            raise ModelError(
+                f"{source}: {entry.offset - position} unused bytes before {entry.name:.80}", code="pull-again"
+            )
         position += entry.nbytes
     if position > file_bytes:
-        raise ModelError(f"{source}: truncated: {position} bytes expected, the file has {file_bytes}", DAMAGED)
+        raise ModelError(
+            f"{source}: truncated: {position} bytes expected, the file has {file_bytes}", code="pull-again"
+        )
     if position < file_bytes:
-        raise ModelError(f"{source}: {file_bytes - position} unused bytes after the last tensor", DAMAGED)
+        raise ModelError(f"{source}: {file_bytes - position} unused bytes after the last tensor", code="pull-again")
 
 
 def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, TensorEntry]:
@@ -146,11 +154,11 @@ def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, Tenso
     header = prefix[8:start]
     # A tensor takes about five commas. Counting them first bounds the memory that parsing can take.
     if header.count(b",") > 10 * MAX_TENSORS:
-        raise ModelError(f"{source}: the header has too many values for {MAX_TENSORS} tensors", DAMAGED)
+        raise ModelError(f"{source}: the header has too many values for {MAX_TENSORS} tensors", code="pull-again")
     values = dict(parse_object(header, source, MAX_HEADER).values)
     _check_metadata(values.pop(_METADATA, {}), source)
     if len(values) > MAX_TENSORS:
-        raise ModelError(f"{source}: {len(values)} tensors, more than the {MAX_TENSORS} allowed", DAMAGED)
+        raise ModelError(f"{source}: {len(values)} tensors, more than the {MAX_TENSORS} allowed", code="pull-again")
     entries = {name: _entry(name, info, start, source) for name, info in values.items()}
     _check_coverage(entries.values(), start, file_bytes, source)
     return entries

@@ -14,7 +14,6 @@ from pathlib import Path
 from mycli.runtime.errors import ModelError
 
 CHUNK = 8 << 20  # bytes
-_CHANGED = "another program is writing to the folder: wait for it, or download the model again: mycli pull MODEL"
 # O_NONBLOCK: a pipe that took the place of the file must not hang us. O_NOFOLLOW: nor may a link that did.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -38,9 +37,7 @@ class RegularFile:
             info = os.lstat(real)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ModelError(
-                f"{path.name}: {reason} (in {path.parent})", "mycli pull MODEL fetches a whole model"
-            ) from None
+            raise ModelError(f"{path.name}: {reason} (in {path.parent})", code="pull-whole") from None
         if not stat.S_ISREG(info.st_mode):
             raise ModelError(f"{path.name}: not a regular file (in {path.parent})", "only regular files are opened")
         return cls(path.name, real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
@@ -49,7 +46,7 @@ class RegularFile:
         info = os.fstat(descriptor)
         now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
         if now != (self.device, self.inode, self.size, self.mtime_ns) or not stat.S_ISREG(info.st_mode):
-            raise ModelError(f"{self.name}: the file was changed while it was being read", _CHANGED)
+            raise ModelError(f"{self.name}: the file was changed while it was being read", code="wait-or-pull-again")
 
     @contextmanager
     def _open(self) -> Iterator[int]:
@@ -68,7 +65,9 @@ class RegularFile:
         while view:
             count = os.preadv(descriptor, [view], offset)
             if not count:
-                raise ModelError(f"{self.name}: the file was truncated while it was being read", _CHANGED)
+                raise ModelError(
+                    f"{self.name}: the file was truncated while it was being read", code="wait-or-pull-again"
+                )
             view, offset = view[count:], offset + count
 
     def read_into(self, view: memoryview, offset: int) -> None:

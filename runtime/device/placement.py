@@ -61,11 +61,11 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
         return torch.device("cpu"), (f"running on the CPU: {problem}",)
     name, _, index = request.partition(":")
     if name != "cuda" or (index and not index.isdecimal()):
-        raise UsageError(f"--device {request}: not a device", "use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device {request}: not a device", "use auto, cpu, cuda or cuda:N")
     if problem:
-        raise ResourceError(f"--device {request}: {problem}", "use --device cpu, or install a CUDA build of torch")
+        raise ResourceError(f"device {request}: {problem}", code="use-cpu-or-install-cuda")
     if int(index or 0) >= torch.cuda.device_count():
-        raise ResourceError(f"--device {request}: there are {torch.cuda.device_count()} devices", "count from 0")
+        raise ResourceError(f"device {request}: there are {torch.cuda.device_count()} devices", "count from 0")
     return torch.device("cuda", int(index or torch.cuda.current_device())), ()
 
 
@@ -84,7 +84,9 @@ def place(
     """
     chosen, notes = _choose_device(device)
     if dense_prefill_copy and chosen.type == "cpu":
-        raise UsageError("--shadow is for GPUs: a CPU multiplies prompts packed no slower", "leave it out")
+        raise UsageError(
+            "a 16-bit copy is for GPUs: a CPU multiplies prompts packed no slower", code="leave-out-shadow"
+        )
     wanted = TORCH_DTYPES[dtype or config.dtype]
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
         wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")

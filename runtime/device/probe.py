@@ -1,6 +1,6 @@
 """Where a model would run and how much memory and bandwidth there is, without importing torch.
 
-Knows the words of `--device`, this machine and its notes. What really runs is decided by `runtime.device.placement`,
+Knows the names of devices, this machine and its notes. What really runs is decided by `runtime.device.placement`,
 which asks torch; the two differ only where torch cannot use a GPU that the driver shows.
 """
 
@@ -49,7 +49,7 @@ def find_target(device: str, notes: Path, find_gpus: Callable[[], list[Gpu]] = g
     """
     name, _, index = device.partition(":")
     if device not in ("auto", "cpu", "cuda") and (name != "cuda" or not index.isdecimal()):
-        raise UsageError(f"--device {device}: not a device", "use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device {device}: not a device", "use auto, cpu, cuda or cuda:N")
     reasons: tuple[str, ...] = ()
     if device != "cpu":
         try:
@@ -62,7 +62,5 @@ def find_target(device: str, notes: Path, find_gpus: Callable[[], list[Gpu]] = g
             gpu = found[int(index or 0)]
             return _with_bandwidth(Target(f"cuda:{gpu.index}", gpu.name, True, gpu.free), notes)
         if device != "auto":
-            raise ResourceError(
-                f"--device {device}: {len(found)} NVIDIA GPUs are visible", "use --device cpu, or --gpu SIZE"
-            )
+            raise ResourceError(f"device {device}: {len(found)} NVIDIA GPUs are visible", code="use-cpu-or-pretend-gpu")
     return _with_bandwidth(Target("cpu", cpu_name(), False, memory().available, notes=reasons), notes)

@@ -112,7 +112,8 @@ class Completion:
         if limit is not None and limit > room:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {limit} more do not fit the context of {session.context}",
-                f"ask for at most {max(room, 0)}, or for more context with --ctx",
+                code="fewer-tokens-or-more-context",
+                data={"tokens": max(room, 0)},
             )
         self.timing = Timing()
         self._sample = Sample(loaded.tokenizer, stops)

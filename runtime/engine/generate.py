@@ -73,7 +73,7 @@ class Session:
         if len(prompt) > self.context:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, the context room for {self.context}",
-                "shorten it, or ask for more context with --ctx",
+                code="more-context",
             )
         shared = 0
         for ours, theirs in zip(self._tokens, prompt[:-1], strict=False):  # the last token is always run: its logits

@@ -1,11 +1,10 @@
-"""What to change so that a model fits: the preflight of every load, its hint, and the choices of `estimate --fit`.
+"""What to change so that a model fits: the preflight of every load with its remedy, and the choice of a scheme.
 
 Knows plans and their estimates. Does not import torch and does not know how much memory is free: the caller says.
 """
 
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context
@@ -37,7 +36,7 @@ class Scheme:
             for spec in (spec for group in config.block_linears(layer).values() for spec in group):
                 result[spec.name] = _checked(self.packing, spec.name, spec.in_features)
         if self.head and config.tie_embeddings:
-            raise UsageError("the head of this model is its embedding, which is kept", "leave out --head")
+            raise UsageError("the head of this model is its embedding, which is kept", code="keep-head")
         if self.head:
             result[config.head().name] = _checked(self.head, config.head().name, config.hidden_size)
         return result
@@ -81,37 +80,30 @@ def fit(plan: Plan, free: int, context: int | None, choices: Sequence[Scheme]) -
     return under(choices[-1], longest), choices[-1]
 
 
-def _changes(plan: Plan, free: int) -> Iterator[tuple[str, Plan]]:
-    """Changes in the order of what they cost a person: (what to do, the plan it leads to)."""
+@dataclass(frozen=True)
+class _Change:
+    """One thing to ask for otherwise, as the code and data of an error, and the plan that it leads to."""
+
+    plan: Plan
+    code: str
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+def _changes(plan: Plan, free: int) -> Iterator[_Change]:
+    """Changes in the order of what they cost a person."""
     longest = longest_context(plan, free)
+    shorter = _Change(replace(plan, context=longest), code="set-context", data={"context": longest})
     if longest >= max(SHORTEST_CONTEXT, plan.context // 4):
-        yield f"use --ctx {longest}", replace(plan, context=longest)
+        yield shorter
     if plan.draft is not None:
-        yield "leave out --draft", replace(plan, draft=None)
+        yield _Change(replace(plan, draft=None), code="leave-out-draft")
     if plan.batch > 1:
-        yield "use --batch 1", replace(plan, batch=1)
-    if not plan.packings:
-        for scheme in schemes(plan.config)[1:]:
-            packings = scheme.packings(plan.config)
-            yield f"quantize it: {quantize_command(scheme)}", replace(plan, packings=packings)
+        yield _Change(replace(plan, batch=1), code="one-sequence")
+    for packing in [scheme.packing for scheme in schemes(plan.config) if scheme.packing and not plan.packings]:
+        packed = replace(plan, packings=Scheme(packing).packings(plan.config))
+        yield _Change(packed, code="quantize", data={"bits": packing.bits, "group": packing.group_size or "channel"})
     if longest >= SHORTEST_CONTEXT:
-        yield f"use --ctx {longest}", replace(plan, context=longest)
-
-
-def quantize_command(scheme: Scheme, model: str = "MODEL") -> str:
-    """How `scheme` is made."""
-    assert scheme.packing is not None
-    group = scheme.packing.group_size or "channel"
-    command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
-    return command + (f" --head int{scheme.head.bits}" if scheme.head else "")
-
-
-def remedy(plan: Plan, free: int) -> str:
-    """The smallest change with which `plan` fits into `free` bytes; what is missing where no single one does."""
-    for change, candidate in _changes(plan, free):
-        if estimate(candidate).total <= free:
-            return change
-    return f"no single change is enough: free {gib(estimate(plan).total - free)} more, or choose a smaller model"
+        yield shorter
 
 
 def preflight(plan: Plan, free: int, place: str, started: bool = True) -> Estimate:
@@ -134,9 +126,14 @@ def shortage(plan: Plan, free: int, place: str) -> ResourceError:
     Where it should fit by these numbers, memory has run out all the same: something else takes it.
     """
     result = estimate(plan)
-    fits = result.total <= free
-    return ResourceError(
+    problem = (
         f"{place}: {gib(result.total)} needed ({gib(result.weights + result.embeddings)} weights, "
-        f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free" + (", and it ran out" if fits else ""),
-        f"end what else uses {place}, or use a smaller --ctx" if fits else remedy(plan, free),
+        f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free"
     )
+    if result.total <= free:
+        return ResourceError(f"{problem}, and it ran out", code="free-memory-or-less-context", data={"place": place})
+    for change in _changes(plan, free):
+        if estimate(change.plan).total <= free:
+            return ResourceError(problem, code=change.code, data=change.data)
+    missing = gib(result.total - free)
+    return ResourceError(problem, f"no single change is enough: free {missing} more, or choose a smaller model")

@@ -101,8 +101,8 @@ class Grammar:
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
         """Of a regular expression that the whole reply must match; no look-around and no back-references."""
-        _check_size(pattern, "--regex")
-        return cls(_library().LLMatcher.grammar_from_regex(pattern), "--regex", tokenizer, stop_ids)
+        _check_size(pattern, "regular expression")
+        return cls(_library().LLMatcher.grammar_from_regex(pattern), "regular expression", tokenizer, stop_ids)
 
     def start(self, sequences: int = 1) -> "Constraint":
         """A constraint for replies from their beginning."""

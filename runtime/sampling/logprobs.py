@@ -26,7 +26,7 @@ class LogprobRecorder:
 
     def __init__(self, top: int, sequences: int = 1) -> None:
         if not 0 <= top <= MAX_TOP:
-            raise UsageError(f"--logprobs {top} is out of range", f"choose between 0 and {MAX_TOP}")
+            raise UsageError(f"{top} likeliest tokens at each place: out of range", f"choose between 0 and {MAX_TOP}")
         self._top = top
         self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
 

@@ -162,7 +162,7 @@ def not_numbers() -> ModelError:
     """What is raised where logits cannot be drawn from."""
     return ModelError(
         "the model's output is not a number (NaN or infinite logits)",
-        "the weights may be damaged: mycli verify MODEL; or try --dtype fp32",
+        code="verify-files-or-fp32",
     )
 
 

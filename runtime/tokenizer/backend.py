@@ -80,7 +80,7 @@ class Encoder(Protocol):
 
 
 def _problem(error: BaseException) -> ModelError:
-    return ModelError(f"tokenizer.json: the tokenizer fails: {str(error):.300}", "mycli verify MODEL checks its files")
+    return ModelError(f"tokenizer.json: the tokenizer fails: {str(error):.300}", code="verify-files")
 
 
 class Pipeline:

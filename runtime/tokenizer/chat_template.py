@@ -56,11 +56,11 @@ def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.exists():
         if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelError(f"{path.name}: not a file of at most {MAX_TEMPLATE_BYTES} bytes", "mycli verify MODEL")
+            raise ModelError(f"{path.name}: not a file of at most {MAX_TEMPLATE_BYTES} bytes", code="verify-files")
         try:
             return {"default": path.read_text("utf-8")}
         except ValueError:
-            raise ModelError(f"{path.name}: not UTF-8 text", "mycli verify MODEL") from None
+            raise ModelError(f"{path.name}: not UTF-8 text", code="verify-files") from None
     value = settings.values.get("chat_template")
     if value is None:
         return {}
@@ -130,9 +130,7 @@ class ChatTemplate:
                 raise UsageError(
                     f"the model's chat template refuses: {error.message:.300}", "change the messages"
                 ) from None
-            raise ModelError(
-                f"chat template: {error.kind}: {error.message:.300}", "mycli show MODEL --template prints it"
-            ) from None
+            raise ModelError(f"chat template: {error.kind}: {error.message:.300}", code="show-template") from None
         return texts
 
 

@@ -75,6 +75,6 @@ def check(target: Tokenizer, draft: Tokenizer) -> Comparison:
         listed = "; ".join(f"{one.id} is {one.target} and {one.draft}" for one in found.differences)
         raise ModelError(
             f"the draft has another vocabulary: {found.different} of {found.tokens} ids differ ({listed})",
-            "choose a draft of the same family, or --draft ngram, which needs none",
+            code="other-draft",
         )
     return found

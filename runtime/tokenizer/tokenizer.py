@@ -149,7 +149,7 @@ class Tokenizer:
         if not self._control.ids.isdisjoint(ids):
             raise ModelError(
                 "tokenizer.json: the tokenizer makes control tokens of plain characters",
-                "take the control token out of the text, or pass --allow-special",
+                code="allow-special",
             )
         return ids
 
@@ -217,7 +217,7 @@ class Tokenizer:
         if self._control.written(rendered, marks) != self._control.written(bare, marks):
             raise UsageError(
                 "the chat template reacts to a control token spelled in a message",
-                "take the control token out of the text, or pass --allow-special",
+                code="allow-special",
             )
         ids: list[int] = []
         for stretch in self._control.stretches(rendered, marks):
@@ -248,7 +248,7 @@ class Tokenizer:
         if self.template is None:
             raise ModelError(
                 "tokenizer_config.json: the model has no chat_template",
-                "mycli run MODEL PROMPT continues a text instead",
+                code="continue-text",
             )
         if not messages:
             raise UsageError("a conversation needs at least one message", "write something first")
@@ -273,7 +273,7 @@ def _check_texts(texts: Sequence[str]) -> None:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise ModelError(f"{path.name}: no such file in {path.parent}", "mycli pull MODEL fetches a whole model")
+        raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1)

@@ -59,9 +59,10 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
     assert free == need(work(), False, 4096)
     bounded = choose(work(), False, 4096, free.host - 1, None)
     assert bounded.at_once < 4096 and bounded.host < free.host
-    with pytest.raises(ResourceError, match="--max-ram 1MiB is too little") as refused:
+    with pytest.raises(ResourceError, match="1 MiB of main memory are too little") as refused:
         choose(work(), False, 4096, 1 << 20, None)
-    least = int(refused.value.hint.split("--max-ram ")[1].split("MiB")[0])
+    least = refused.value.data["mib"]
+    assert isinstance(least, int)
     assert choose(work(), False, 4096, least << 20, None).host <= least << 20
     with pytest.raises(ResourceError):
         choose(work(), False, 4096, (least - 1) << 20, None)
@@ -72,7 +73,7 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     more = need(work(tokens=256 * 256), True, 4096)
     assert more.device == on_gpu.device and more.host - on_gpu.host == 3 * 4 * 128 * 256 * 512
     assert choose(work(), True, 4096, None, on_gpu.device - 1).at_once < 4096
-    with pytest.raises(ResourceError, match="--max-vram"):
+    with pytest.raises(ResourceError, match="GPU memory"):
         choose(work(), True, 4096, None, 1 << 20)
 
 

@@ -282,7 +282,7 @@ def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, r
 
 @pytest.mark.parametrize("fault", ["E5-indivisible"])
 def test_a_group_that_does_not_fit_is_refused_before_any_work(source: Source, fault: str) -> None:
-    with pytest.raises(UsageError, match="--group 128 does not divide the 192 inputs of model.layers.0.mlp.down_proj"):
+    with pytest.raises(UsageError, match="128 does not divide the 192 inputs of model.layers.0.mlp.down_proj"):
         plan(source, Recipe())
 
 

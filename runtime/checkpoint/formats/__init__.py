@@ -86,5 +86,5 @@ def stored_tensors(
         try:
             packing.groups(linear.in_features)
         except ModelError as error:
-            raise ModelError(f"config.json: {linear.name}: {error.message}", error.hint) from None
+            raise error.reworded(f"config.json: {linear.name}: {error.message}") from None
         yield from load(packing.layout).tensors(linear, packing)

@@ -62,5 +62,5 @@ def attend_few(
         _CACHE[data.dtype],
     )
     if found.attend(ctypes.byref(task), torch.get_num_threads()):
-        raise ResourceError(f"no memory for attention over {length} tokens", "choose a smaller context with --ctx")
+        raise ResourceError(f"no memory for attention over {length} tokens", code="less-context")
     return out

@@ -75,7 +75,7 @@ def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
     home: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
-    assert code == 5 and out == "" and "--max-ram 20MiB is too little" in err and not home.exists()
+    assert code == 5 and out == "" and "20 MiB of main memory are too little" in err and not home.exists()
     least = err.split("the least that would do is --max-ram ")[1].split(";")[0]
     code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
     told = parsed(out)
@@ -132,17 +132,17 @@ def test_too_many_layers_merely_rounded_end_with_6(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bits", "5"], "--bits 5"),
-        (["--group", "100"], "--group 100"),
+        (["--bits", "5"], "5 bits: not a width\nhint: --bits takes: 8, 4, 3, 2"),
+        (["--group", "100"], "group 100: not a group size\nhint: --group takes"),
         (["--group", "x"], "--group x"),
-        (["--method", "magic"], "--method magic"),
+        (["--method", "magic"], "method magic: no such scheme\nhint: --method takes"),
         (["--scales", "x"], "--scales x"),
         (["--head", "int2"], "--head int2"),
         (["--head", "int8"], "the head is the embedding"),
         (["--report", "x"], "--report x"),
-        (["--samples", "1", "--seq", "128"], "--samples 1 of 128 tokens"),
+        (["--samples", "1", "--seq", "128"], "1 samples of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
-        (["--calib", "none.txt", "--seq", "1"], "--seq 1"),
+        (["--calib", "none.txt", "--seq", "1"], "windows of 1 tokens"),
         (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

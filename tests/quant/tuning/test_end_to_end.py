@@ -92,7 +92,7 @@ def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
 
 
 def test_too_little_to_judge_by_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--tune needs calibration"):
+    with pytest.raises(UsageError, match="tuning needs calibration"):
         plan(SOURCE, Recipe("rtn", tune=True))
     few = plan(SOURCE, Recipe(group=64, samples=HELD - 1, seq=64, tune=True), report="none")
     with pytest.raises(UsageError, match="windows"):

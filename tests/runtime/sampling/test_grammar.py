@@ -195,7 +195,7 @@ def test_what_is_no_schema_is_refused(pico: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["", "[", "(?=a)b", r"(a)\1", "x" * (MAX_SOURCE + 1)])
 def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
-    with pytest.raises(UsageError, match="--regex"):
+    with pytest.raises(UsageError, match="regular expression"):
         Grammar.from_regex(pattern, pico, frozenset(pico.eos))
 
 

@@ -284,7 +284,7 @@ def test_no_template(tmp_path: Path) -> None:  # C6
     assert tokenizer.encode("hi", add_special=True)
     with pytest.raises(ModelError, match="no chat_template") as caught:
         tokenizer.chat([Message("user", "hi")])
-    assert "mycli run" in caught.value.hint
+    assert caught.value.code == "continue-text"
 
 
 def test_chat_refusals(tmp_path: Path) -> None:

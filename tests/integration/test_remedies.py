@@ -1,0 +1,85 @@
+"""Below `cli/` nothing names a flag or a command; every remedy that an error names by a code is worded, and used."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from mycli.cli.main import COMMANDS
+from mycli.cli.remedies import REMEDIES
+from tests.integration.test_layout import name, sources, tree
+
+COMPILER = {"runtime/kernels/cpu/build.py": {"-o", "--version"}}  # options of the compiler, not ours
+UNDONE = ("runtime/hub/", "runtime/utils/")  # whose messages still name some
+WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
+SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"
+# A long option, a short one of ours, a command line, a command of the chat.
+TYPED = re.compile(
+    rf"(?<![\w-])--[a-z][a-z-]*|(?<![\w-])-[fhoqv](?!\w)|\bmycli (?:{WORDS})\b|(?<![\w.<}}/])/(?:{SLASHES})\b"
+)
+
+
+def below_cli() -> list[Path]:
+    return [path for path in sources() if not name(path).startswith(("cli/", *UNDONE))]
+
+
+def typed(text: str) -> list[str]:
+    """What a person would type, as a string spells it."""
+    return TYPED.findall(text)
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The string literals of a module, docstrings included, and the fixed parts of its f-strings."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
+    """Every code that a call is given literally, the names of the data beside it, and the line."""
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        data = given.get("data")
+        names = (
+            {key.value for key in data.keys if isinstance(key, ast.Constant)} if isinstance(data, ast.Dict) else set()
+        )
+        for part in ast.walk(given["code"]) if "code" in given else ():
+            if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value:
+                yield part.value, {str(one) for one in names}, node.lineno
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ask for more with --ctx", ["--ctx"]),
+        ("choose another -o", ["-o"]),
+        ("mycli pull MODEL", ["mycli pull"]),
+        ("start anew with /clear", ["/clear"]),
+        ("the logits are -inf, exp(-x), mycli.json, int4-o, </think>, a/clear, rank-one", []),
+    ],
+)
+def test_what_is_typed_is_recognised(text: str, found: list[str]) -> None:
+    assert typed(text) == found
+
+
+@pytest.mark.parametrize("path", below_cli(), ids=name)
+def test_below_the_command_line_nothing_names_a_flag_or_a_command(path: Path) -> None:
+    found = {word for text in texts(path) for word in typed(text)} - COMPILER.get(name(path), set())
+    assert not found, "say what happened, and give the error a code that cli/remedies.py words"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_every_code_is_worded_and_its_fields_are_given(path: Path) -> None:
+    for code, names, line in coded(path):
+        assert code in REMEDIES, f"{name(path)}:{line}"
+        fields = {field for _, field, _, _ in Formatter().parse(REMEDIES[code]) if field}
+        assert fields <= names, f"{name(path)}:{line}: {code} needs {sorted(fields)}"
+
+
+def test_every_remedy_is_used() -> None:
+    assert set(REMEDIES) == {code for path in sources() for code, _, _ in coded(path)}
