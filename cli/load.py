@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mycli.cli.command import Call
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import Dtype, Kv, load_config
+from mycli.runtime.utils.dtypes import FLOATS
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
@@ -15,8 +16,6 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.hub.resolve import Source
     from mycli.runtime.models.generation_config import GenerationDefaults
     from mycli.runtime.sampling.sampler import Sampling
-
-DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 KINDS: tuple[Kv, ...] = ("auto", "bf16", "int8")
 
@@ -33,9 +32,9 @@ class Loaded:
 
 def parse_dtype(name: str) -> Dtype | None:
     """The dtype that `--dtype` asks for, None for the model's own. Raises UsageError."""
-    if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: not a precision", f"choose from {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name != "auto" and name not in FLOATS:
+        raise UsageError(f"--dtype {name}: not a precision", f"choose from {', '.join(['auto', *FLOATS])}")
+    return FLOATS.get(name)
 
 
 def parse_kv(name: str) -> Kv:

@@ -11,6 +11,18 @@ from mycli.runtime.errors import UserError
 # code -> what to do; the fields in braces are the error's data
 REMEDIES: Mapping[str, str] = {
     "pull-again": "download the model again: mycli pull MODEL",
+    # of the hub, and of files
+    "pull": "mycli pull {model}",
+    "pull-online": "without --offline: mycli pull {model}",
+    "pull-whole": "mycli pull MODEL fetches a whole model",
+    "list-models": "mycli list shows the models on this machine",
+    "remove-by-hand": "rm -r {model}",
+    "dataset-online": "without --offline it is fetched",
+    "log-in": "hf auth login",
+    "accept-terms": "accept its terms at {page}, then set HF_TOKEN or run: hf auth login",
+    "private-model": "check the spelling; or it is private: set HF_TOKEN or run hf auth login",
+    "cache-full": "mycli rm MODEL frees space, HF_HUB_CACHE names another disk, --force tries nevertheless",
+    "target-exists": "choose another name, or replace it with --overwrite",
 }
 
 
