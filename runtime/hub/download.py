@@ -8,7 +8,7 @@ to the new commit only when all of its files are there. Never opens anything but
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -150,9 +150,11 @@ def _bytes_left(repo: str, file: HubFile) -> int:
     return file.size
 
 
-def lock_path(folder: Path) -> Path:
-    """The file to lock for changing `folder`, of a repository in the cache."""
-    return folder.parent / ".locks" / folder.name / "mycli.lock"
+def repo_lock(folder: Path, what: str, note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Alone among the processes of this machine with a repository of the cache; whoever waits says for whom."""
+    path = folder.parent / ".locks" / folder.name / "mycli.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return locked(path, lambda holder: note(f"{what} is being fetched by process {holder}: waiting for it"))
 
 
 def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[float], None]) -> Source:
@@ -170,10 +172,9 @@ def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[floa
         return Source(job.model, snapshot, job.repo, job.commit)
     if not force:
         require_space(folder, job.new_bytes, code="cache-full")
-    lock = lock_path(folder)
-    for part in (folder / "blobs", folder / "trees", snapshot, lock.parent):
+    for part in (folder / "blobs", folder / "trees", snapshot):
         part.mkdir(parents=True, exist_ok=True)
-    with locked(lock, lambda holder: hub.note(f"{job.model} is being fetched by process {holder}: waiting for it")):
+    with repo_lock(folder, job.model, hub.note):
         record = {"format_version": 1, "files": dict(sorted(job.tree.values.items()))}
         write_atomic(folder / "trees" / f"{job.commit}.json", json.dumps(record, indent=1).encode())
         for file in job.files:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.download import lock_path
+from mycli.runtime.hub.download import repo_lock
 from mycli.runtime.hub.partial_file import hasher
 from mycli.runtime.hub.resolve import (
     BUILT_IN,
@@ -22,6 +22,7 @@ from mycli.runtime.hub.resolve import (
     DIGEST,
     HubFile,
     Source,
+    built_in_folder,
     cached_repos,
     commits,
     home,
@@ -36,7 +37,6 @@ from mycli.runtime.hub.resolve import (
     resolve,
     split_name,
 )
-from mycli.runtime.utils.files import locked
 from mycli.runtime.utils.json_fields import read_object
 
 RECORD = "mycli.json"
@@ -80,8 +80,7 @@ class CheckedFile:
 
 def local_models() -> list[LocalModel]:
     """All models on this machine, usable or not, by kind and name."""
-    package = Path(__file__).parents[1] / "pico"
-    built_in = [LocalModel(name, "built-in", package / name, None, _size([package / name]), "") for name in BUILT_IN]
+    built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(built_in_folder, BUILT_IN)]
     folders = [home() / "models" / name for name in quantized()]
     here = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
     return [*built_in, *here, *(model for repo in cached_repos() for model in _cached_models(repo))]
@@ -164,9 +163,7 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
     if folder.parent == home() / "models":
         _delete_folder(folder)
         return
-    lock = lock_path(folder)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock, lambda holder: note(f"{removal.name} is being fetched by process {holder}: waiting for it")):
+    with repo_lock(folder, removal.name, note):
         import huggingface_hub
 
         scanned = huggingface_hub.scan_cache_dir(hub_cache())
@@ -180,7 +177,7 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
         if not removal.commits:
             _delete_folder(folder)
     if not removal.commits:
-        shutil.rmtree(lock.parent, ignore_errors=True)
+        shutil.rmtree(hub_cache() / ".locks" / folder.name, ignore_errors=True)
 
 
 def _delete_folder(folder: Path) -> None:

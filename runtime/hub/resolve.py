@@ -173,6 +173,11 @@ def read_ref(folder: Path, revision: str) -> str | None:
     return commit if COMMIT.fullmatch(commit) else None
 
 
+def built_in_folder(name: str) -> Path:
+    """The folder of a model that is a part of this program."""
+    return Path(__file__).parents[1] / "pico" / name
+
+
 def local_names() -> list[str]:
     """Names of all models on this machine: built in, quantized here, and in the cache; for completion and hints."""
     return [*BUILT_IN, *quantized(), *cached_repos()]
@@ -224,8 +229,7 @@ def _meanings(model: str) -> dict[str, Source | None]:
     if (Path(model) / "config.json").is_file():
         found[f"./{model}"] = Source(model, Path(model))
     if model in BUILT_IN:
-        folder = Path(__file__).parents[1] / "pico" / model
-        found[str(folder)] = Source(model, folder)
+        found[str(built_in_folder(model))] = Source(model, built_in_folder(model))
     if "/" not in model and model in quantized():
         found[str(home() / "models" / model)] = Source(model, home() / "models" / model)
     if is_hub_name(model) and "@" not in model and repo_folder(model).exists():

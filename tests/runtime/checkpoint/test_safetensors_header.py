@@ -7,6 +7,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.safetensors_header import MAX_TENSORS, header_bytes, make_header, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.dtypes import STORED
@@ -24,7 +25,7 @@ def test_header_rejected(case: str) -> None:
     assert message.startswith("model.safetensors:")
     assert one_line(message, 1000) == message, "a hostile name reached the message unescaped"
     assert len(message) < 400
-    assert caught.value.hint
+    assert remedy(caught.value)
 
 
 def test_valid_file_is_read() -> None:
