@@ -573,7 +573,7 @@ def test_kill_9_and_resume(server: HubServer, folders: Path) -> None:
 
 def test_d6_a_second_process_waits_and_uses_what_the_first_brought(server: HubServer, folders: Path) -> None:
     server.add(REPO, FILES)
-    server.fail("storage:", Fault(seconds_per_block=0.3))
+    server.fail("storage:", Fault(seconds_per_block=0.8))
     first = child(server, folders)
     await_partial(folders, 4096)
     second = child(server, folders)
