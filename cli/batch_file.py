@@ -4,7 +4,6 @@ A line in: {"id": ..., "prompt": "..."} or {"id": ..., "messages": [{"role": ...
 line number is one. A bad line becomes an object with `error`. Knows lines and files; does not know models.
 """
 
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from mycli.cli.command import Call
 from mycli.cli.output import error_fields, json_line
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.json_fields import parse_object
 
 MAX_LINE = 1 << 24  # bytes
@@ -125,13 +125,12 @@ def _output(path: Path) -> Iterator[tuple[set[Id], BinaryIO]]:
     """The output file, locked for this process, and the ids it answers already."""
     try:
         file = path.open("r+b" if path.exists() else "x+b")
+        free = try_lock(file.fileno())
     except OSError as error:
         raise UsageError(f"--out {path}: {error.strerror}", "name a file that can be written") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"--out {path}: another process is writing it", "wait for it") from None
+        if not free:
+            raise UsageError(f"--out {path}: another process is writing it", "wait for it")
         yield answered(file, path.name), file
 
 

@@ -60,6 +60,17 @@ REMEDIES: Mapping[str, str] = {
     "wait-or-other-work-folder": "wait for it, or choose another folder with --work-dir",
     "remove-work-folder": "remove the folder, or choose another with --work-dir",
     "finish-or-remove-work": "run it again as it was begun, or remove the folder, or choose another with --work-dir",
+    # of the hub, and of files
+    "pull": "mycli pull {model}",
+    "pull-online": "without --offline: mycli pull {model}",
+    "list-models": "mycli list shows the models on this machine",
+    "remove-by-hand": "rm -r {model}",
+    "dataset-online": "without --offline it is fetched",
+    "log-in": "hf auth login",
+    "accept-terms": "accept its terms at {page}, then set HF_TOKEN or run: hf auth login",
+    "private-model": "check the spelling; or it is private: set HF_TOKEN or run hf auth login",
+    "cache-full": "mycli rm MODEL frees space, HF_HUB_CACHE names another disk, --force tries nevertheless",
+    "target-exists": "choose another name, or replace it with --overwrite",
 }
 
 

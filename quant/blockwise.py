@@ -22,7 +22,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, relat
 from mycli.quant.transforms import Transform
 from mycli.quant.tuning.block import close_calls, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.block import Block, PassContext
@@ -186,7 +186,7 @@ def _pass_block(
         del quantized, original
         solved = tune_block(model, index, solved, calls, packings, solver.scale_dtype, stream, full)
     block = model.block(index)
-    _install_all(block, solved, packings, TORCH_DTYPES[model.config.dtype])
+    _install_all(block, solved, packings, torch_dtype(model.config.dtype))
     with rough_products(model.placement.device):
         model.advance(block, stream, context)
     return solved
@@ -215,7 +215,7 @@ def _solve_block(
         solved, described, close = solver.solve(weights, packing, *moments)
         del moments, parts, weights
         trim()
-        _install(linear, solved, packing, TORCH_DTYPES[model.config.dtype])
+        _install(linear, solved, packing, torch_dtype(model.config.dtype))
         linears |= solved
         layers += described
         calls |= close

@@ -18,7 +18,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import Progress, silent
 from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.solvers import rtn
-from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import ModelConfig
@@ -115,7 +115,7 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
     errors, sizes = {}, {}
     for bits in BITS:
         packing = Packing(bits, low.group_size)
-        grid = Grid(packing, TORCH_DTYPES[config.dtype])
+        grid = Grid(packing, torch_dtype(config.dtype))
         errors[bits] = relative_error(weight, rtn.solve(weight, grid).quantized, grid)
         sizes[bits] = sum(packing.bytes(spec.out_features, spec.in_features) + _SHAPE_BYTES for spec in specs)
     least = errors[low.bits] or 1.0

@@ -34,7 +34,7 @@ from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
-from mycli.runtime.device.placement import TORCH_DTYPES, Placement
+from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.quantization.packed_weight import pack
@@ -233,7 +233,7 @@ def _write_blocks(
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
-    recipe, dtype = work.recipe, TORCH_DTYPES[work.config.dtype]
+    recipe, dtype = work.recipe, torch_dtype(work.config.dtype)
     solver = Solver(recipe.solver, dtype, recipe.scales, recipe.transform, recipe.tune)
     model = StreamedModel(work.folder, placement, work.need.at_once)
     if not recipe.tune:
@@ -250,7 +250,7 @@ def _quantize_linear(
     work: Plan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
 ) -> Layer:
     packing = work.packings[linear]
-    grid = Grid(packing, TORCH_DTYPES[work.config.dtype], work.recipe.scales)
+    grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
     weight = checkpoint.read(f"{linear}.weight").to(device)
     try:
         solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized

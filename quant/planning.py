@@ -4,7 +4,6 @@ Reads config.json and the headers of the weights, no tensor. Knows no scheme by 
 """
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +21,14 @@ from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.files import require_space
 
 Report = Literal["none", "quick", "full"]
 
@@ -125,7 +125,7 @@ def plan(
     config = folder.config
     packings = recipe.packings(config)
     checkpoint = Checkpoint(folder.checked_manifest())
-    scale_dtype = TORCH_DTYPES[config.dtype]
+    scale_dtype = torch_dtype(config.dtype)
     tensors: list[tuple[str, torch.dtype, Shape]] = []
     for name, shape in config.tensors():
         linear = name.removesuffix(".weight")
@@ -177,11 +177,8 @@ def preflight(work: Plan, target: Path) -> None:
     resolved, folder = target.resolve(), work.source.folder.resolve()
     if resolved == folder or folder in resolved.parents:
         raise UsageError(f"{target} lies within the model to be quantized", code="other-output")
-    parent = next(path for path in resolved.parents if path.exists())
     beside = sum(path.stat().st_size for path in companions(work.source.folder))
-    needed, free = work.size.bytes + beside + (16 << 20), shutil.disk_usage(parent).free
-    if needed > free:
-        raise ResourceError(f"{parent}: {needed} bytes needed, {free} free", code="free-disk-or-other-output")
+    require_space(resolved.parent, work.size.bytes + beside + (16 << 20))
     available = memory().available
     if work.need.host > available:
         raise ResourceError(

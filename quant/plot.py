@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.utils.atomic_folder import disk_errors
+from mycli.runtime.utils.files import disk_errors
 
 if TYPE_CHECKING:
     from mycli.quant.model_card import Layer

@@ -5,11 +5,10 @@ recipe, source or version is refused, never mixed. A file appears whole, by rena
 at any moment loses the block it was at. Knows nothing of how blocks are solved.
 """
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from torch import Tensor
 from mycli.quant.model_card import Layer
 from mycli.quant.rounding.grid import Quantized
 from mycli.runtime.errors import UsageError
-from mycli.runtime.utils.atomic_folder import disk_errors
+from mycli.runtime.utils.files import LockedError, disk_errors, locked, write_atomic
 
 _RUN = "run.json"
 _LOCK = "lock"
@@ -46,30 +45,27 @@ class WorkFolder:
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
         self.folder = folder
         self._run = json.dumps(run, indent=1, sort_keys=True)
-        self._lock: int | None = None
+        self._lock = ExitStack()
 
     def __enter__(self) -> Self:
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as entered:
+            with disk_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    entered.enter_context(locked(self.folder / _LOCK))
+                except LockedError:
+                    message = f"{self.folder}: another process works in it"
+                    raise UsageError(message, code="wait-or-other-work-folder") from None
+                for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
+                    left.unlink()
             self._check_run()
-        except BlockingIOError:
-            os.close(lock)
-            raise UsageError(f"{self.folder}: another process works in it", code="wait-or-other-work-folder") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock = lock
+            self._lock = entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
     def _check_run(self) -> None:
         path = self.folder / _RUN
@@ -121,15 +117,5 @@ class WorkFolder:
         return self.folder / f"block-{block:05}.safetensors"
 
     def _write(self, path: Path, data: bytes) -> None:
-        part = path.with_name(f".{path.name}.part")
         with disk_errors(self.folder):
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(path)
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            write_atomic(path, data, durable=True)

@@ -5,7 +5,6 @@ Knows messages and files. Does not know models, tokens or terminals.
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.utils.files import write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 SCHEMA_VERSION = 1
@@ -135,19 +135,9 @@ def _check_text(values: Fields, place: str, text: object) -> None:
 def write_private(path: Path, text: str) -> None:
     """Replace `path`, or what it links to, by a file with `text` and mode 0600, whole or not at all."""
     target = Path(os.path.realpath(path.expanduser()))
-    temporary: str | None = None
     try:
         if target.exists() and not target.is_file():
             raise UsageError(f"{path}: not a regular file", "name another")
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}-", dir=target.parent)  # mode 0600
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        temporary = None
+        write_atomic(target, text.encode(), private=True)
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}", "name a file that can be written") from None
-    finally:
-        if temporary is not None:
-            os.unlink(temporary)

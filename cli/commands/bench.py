@@ -22,8 +22,6 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
-    import torch
-
     from mycli.runtime.diagnostics.throughput import Change, Result, Trial
     from mycli.runtime.engine.config import EngineConfig
     from mycli.runtime.memory.estimate import Plan
@@ -88,6 +86,7 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
 
     from mycli.runtime.cache.kv_cache import cache_dtype
     from mycli.runtime.checkpoint.model_folder import ModelFolder
+    from mycli.runtime.device.placement import dtype_info
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model, plan_memory
     from mycli.runtime.hub.resolve import resolve, state
@@ -114,8 +113,8 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
         "size_bytes": runner.nbytes,
         "bits_per_weight": 8 * runner.nbytes / config.parameters(),
         "device": str(placement.device),
-        "dtype": _name(placement.dtype),
-        "kv": _name(cache_dtype(placement.kv, placement.dtype)),
+        "dtype": dtype_info(placement.dtype).short,
+        "kv": dtype_info(cache_dtype(placement.kv, placement.dtype)).short,
         "load_seconds": loaded,
     }
     rows = []
@@ -128,11 +127,6 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
     return rows
-
-
-def _name(dtype: "torch.dtype") -> str:
-    name = str(dtype).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
 
 
 def _print(call: Call, rows: Sequence[Row], style: str) -> None:

@@ -17,7 +17,7 @@ from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub.resolve import resolve, split_name, state
+from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
 from mycli.runtime.memory.estimate import (
     DEFAULT_CONTEXT,
     Estimate,
@@ -261,13 +261,13 @@ def _open(call: Call, model: str) -> ModelFolder:
     try:
         return ModelFolder.open(resolve(model, offline=call.offline).folder)
     except NotFoundError:
-        if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+        if call.offline or not is_hub_name(model):
             raise
     from mycli.runtime.hub.client import Hub
 
     repo, revision = split_name(model)
     with Hub.connect(call.out.note) as hub:
-        commit = hub.commit(repo, revision or "main")
+        commit = hub.commit(repo, revision)
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 

@@ -16,9 +16,9 @@ def list_models(call: Call) -> None:
     Built in, quantized here, and in the Hugging Face cache. What other tools left in that cache is shown too; the last
     column says what cannot be used and why.
     """
-    from mycli.runtime.hub.local import stored
+    from mycli.runtime.hub.local import local_models
 
-    models = stored()
+    models = local_models()
     if call.out.json_mode:
         call.out.json(
             {

@@ -10,7 +10,7 @@ from mycli.runtime.hub.resolve import Source, custom_code, resolve
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
-    from mycli.runtime.hub.download import Pull
+    from mycli.runtime.hub.download import Download
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -19,7 +19,7 @@ EXAMPLES = (
 )
 
 
-def _answer(job: "Pull", source: Source | None) -> dict[str, Any]:
+def _answer(job: "Download", source: Source | None) -> dict[str, Any]:
     missing = {file.name for file in job.missing}
     return {
         "model": job.model,
@@ -32,7 +32,7 @@ def _answer(job: "Pull", source: Source | None) -> dict[str, Any]:
     }
 
 
-def _show(call: Call, job: "Pull", source: Source | None) -> None:
+def _show(call: Call, job: "Download", source: Source | None) -> None:
     if call.out.json_mode:
         call.out.json(_answer(job, source))
         return
@@ -67,14 +67,14 @@ def pull(
     Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
     What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
     """
-    from mycli.runtime.hub import download
     from mycli.runtime.hub.client import Hub
+    from mycli.runtime.hub.download import fetch_files, plan_download
 
     if call.offline or "/" not in model:  # names without an organization are of this machine only
         _show_present(call, model)
         return
     with Hub.connect(call.out.note) as hub:
-        job = download.plan(hub, model)
+        job = plan_download(hub, model)
         for warning in job.warnings:
             call.out.warn(warning)
         if dry_run:
@@ -82,7 +82,7 @@ def pull(
             return
         try:
             with call.out.progress(f"{job.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
-                source = download.pull(hub, job, force=force, advance=bar.advance)
+                source = fetch_files(hub, job, force=force, advance=bar.advance)
         except KeyboardInterrupt:
             call.out.note("stopped; the same command goes on from here")
             raise

@@ -106,18 +106,18 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     """Of `--calib`; None for what is not fetched: to a dry run all texts are alike."""
     if not calib.startswith("hf:"):
         return Path(calib)
-    from mycli.runtime.hub import dataset
     from mycli.runtime.hub.client import Hub
+    from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 
-    name = dataset.DatasetName.parse(calib.removeprefix("hf:"))
+    name = DatasetName.parse(calib.removeprefix("hf:"))
     if call.offline:
-        return dataset.cached(name)
+        return cached_dataset(name)
     if not fetch:
         return None
     with Hub.connect(call.out.note) as hub:
-        job = dataset.plan(hub, name)
+        job = plan_dataset(hub, name)
         with call.out.progress(f"{name.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
-            path = dataset.fetch(hub, job, bar.advance)
+            path = fetch_dataset(hub, job, bar.advance)
     call.out.note(f"calibrating on {name.repo} @ {job.commit[:12]}: {job.files[0].name}")
     return path
 

@@ -8,11 +8,11 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.resolve import is_hub_name, resolve
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
-    from mycli.runtime.hub.model_info import Facts
+    from mycli.runtime.hub.model_info import ModelInfo
     from mycli.runtime.utils.json_fields import Fields
 
 EXAMPLES = (
@@ -24,36 +24,36 @@ EXAMPLES = (
 )
 
 
-def _find(call: Call, model: str) -> "Facts":
-    from mycli.runtime.hub.model_info import fetch_facts, read_facts
+def _find(call: Call, model: str) -> "ModelInfo":
+    from mycli.runtime.hub.model_info import fetch_model_info, read_model_info
 
     try:
-        return read_facts(resolve(model, offline=call.offline))
+        return read_model_info(resolve(model, offline=call.offline))
     except NotFoundError:
-        if call.offline or model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+        if call.offline or not is_hub_name(model):
             raise
     from mycli.runtime.hub.client import Hub
 
     with Hub.connect(call.out.note) as hub:
-        return fetch_facts(hub, model)
+        return fetch_model_info(hub, model)
 
 
-def _defaults(facts: "Facts") -> dict[str, Any]:
+def _defaults(info: "ModelInfo") -> dict[str, Any]:
     named = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: value for name in named if (value := getattr(facts.defaults, name)) is not None}
+    return {name: value for name in named if (value := getattr(info.defaults, name)) is not None}
 
 
 def _section(record: "Fields | None", key: str) -> Any:
     return None if record is None else record.values.get(key)
 
 
-def _answer(facts: "Facts") -> dict[str, Any]:
-    config = facts.config
+def _answer(info: "ModelInfo") -> dict[str, Any]:
+    config = info.config
     return {
-        "model": facts.source.name,
-        "repo": facts.source.repo,
-        "commit": facts.source.revision,
-        "folder": None if facts.remote else str(facts.source.folder),
+        "model": info.source.name,
+        "repo": info.source.repo,
+        "commit": info.source.revision,
+        "folder": None if info.remote else str(info.source.folder),
         "architecture": config.model_type,
         "layers": config.layers,
         "hidden_size": config.hidden_size,
@@ -67,17 +67,17 @@ def _answer(facts: "Facts") -> dict[str, Any]:
         "rope": {"kind": config.rope.kind, "factor": config.rope.factor, "theta": config.rope_theta},
         "tied_head": config.tie_embeddings,
         "parameters": config.parameters(),
-        "bytes": facts.nbytes,
-        "bits_per_weight": round(facts.bits_per_weight, 4),
+        "bytes": info.nbytes,
+        "bits_per_weight": round(info.bits_per_weight, 4),
         "dtype": config.dtype,
-        "scheme": facts.scheme,
-        "quantized_linears": len(facts.packings),
-        "eos": list(facts.eos),
-        "sampling": _defaults(facts),
-        "chat_template": facts.template is not None,
-        "recipe": _section(facts.record, "recipe"),
-        "source": _section(facts.record, "source"),
-        "card": _section(facts.record, "card"),
+        "scheme": info.scheme,
+        "quantized_linears": len(info.packings),
+        "eos": list(info.eos),
+        "sampling": _defaults(info),
+        "chat_template": info.template is not None,
+        "recipe": _section(info.record, "recipe"),
+        "source": _section(info.record, "source"),
+        "card": _section(info.record, "card"),
     }
 
 
@@ -85,18 +85,18 @@ def _spelled(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
 
 
-def _origin(facts: "Facts") -> str:
-    if facts.record is None:
-        return f"{facts.source.repo} @ {facts.source.revision}" if facts.source.repo else "unknown"
-    source = facts.record.object("source")
+def _origin(info: "ModelInfo") -> str:
+    if info.record is None:
+        return f"{info.source.repo} @ {info.source.revision}" if info.source.repo else "unknown"
+    source = info.record.object("source")
     revision = f" @ {source.text('revision')}" if source.has("revision") else ""
     return f"quantized from {source.text('name', 'an unknown model')}{revision}"
 
 
-def _card(facts: "Facts") -> list[tuple[str, str]]:
-    if facts.record is None or not facts.record.has("card"):
+def _card(info: "ModelInfo") -> list[tuple[str, str]]:
+    if info.record is None or not info.record.has("card"):
         return []
-    card = facts.record.object("card")
+    card = info.record.object("card")
     rows = [("perplexity", f"{card.object('perplexity').number('value'):.4f}")]
     if card.has("divergence"):
         found = card.object("divergence")
@@ -110,12 +110,12 @@ def _card(facts: "Facts") -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(facts: "Facts") -> list[tuple[str, str]]:
-    config = facts.config
+def _rows(info: "ModelInfo") -> list[tuple[str, str]]:
+    config = info.config
     windows = sorted({window for window in config.windows if window is not None})
     rope = "" if config.rope.kind == "default" else f", {config.rope.kind} rope x {config.rope.factor:g}"
     sliding = f", sliding window {windows[0]}" if windows else ""
-    quantized = f", {len(facts.packings)} linears" if facts.packings else ""
+    quantized = f", {len(info.packings)} linears" if info.packings else ""
     return [
         ("architecture", config.model_type),
         ("layers", f"{config.layers} of width {config.hidden_size}, MLP {config.intermediate_size}"),
@@ -123,60 +123,60 @@ def _rows(facts: "Facts") -> list[tuple[str, str]]:
         ("context", f"{config.max_context} tokens{rope}{sliding}"),
         ("vocabulary", f"{config.vocab_size}, head {'tied' if config.tie_embeddings else 'of its own'}"),
         ("parameters", f"{config.parameters():,}"),
-        ("weights", f"{gib(facts.nbytes)}, {facts.bits_per_weight:.2f} bits per weight ({facts.scheme}{quantized})"),
-        ("end tokens", ", ".join(map(str, facts.eos)) or "none"),
-        ("sampling", _spelled(_defaults(facts))),
-        ("chat template", "yes (--template shows it)" if facts.template else "no"),
-        ("origin", _origin(facts)),
-        *_card(facts),
-        *([] if facts.remote else [("folder", str(facts.source.folder))]),
+        ("weights", f"{gib(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})"),
+        ("end tokens", ", ".join(map(str, info.eos)) or "none"),
+        ("sampling", _spelled(_defaults(info))),
+        ("chat template", "yes (--template shows it)" if info.template else "no"),
+        ("origin", _origin(info)),
+        *_card(info),
+        *([] if info.remote else [("folder", str(info.source.folder))]),
     ]
 
 
-def _show_tensors(call: Call, facts: "Facts") -> None:
-    entries = facts.tensors.values()
+def _show_tensors(call: Call, info: "ModelInfo") -> None:
+    entries = info.tensors.values()
     if call.out.json_mode:
         listed = [
             {"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries
         ]
-        call.out.json({"model": facts.source.name, "tensors": listed})
+        call.out.json({"model": info.source.name, "tensors": listed})
         return
     rows = [(e.name, e.dtype, " x ".join(map(str, e.shape)), str(e.nbytes), e.file) for e in entries]
     call.out.table(("tensor", "dtype", "shape", "bytes", "file"), rows, right=(3,))
 
 
-def _show_template(call: Call, facts: "Facts") -> None:
-    if facts.template is None:
-        raise UsageError(f"{facts.source.name} has no chat template", "mycli run MODEL --raw continues a text")
+def _show_template(call: Call, info: "ModelInfo") -> None:
+    if info.template is None:
+        raise UsageError(f"{info.source.name} has no chat template", "mycli run MODEL --raw continues a text")
     if call.out.json_mode:
-        call.out.json({"model": facts.source.name, "template": facts.template})
+        call.out.json({"model": info.source.name, "template": info.template})
         return
-    call.out.result(facts.template)
+    call.out.result(info.template)
 
 
-def _show_recipe(call: Call, facts: "Facts") -> None:
-    if facts.record is None:
-        raise UsageError(f"{facts.source.name} was not quantized by mycli", "mycli quantize MODEL")
-    record = {key: _section(facts.record, key) for key in ("recipe", "source", "versions")}
+def _show_recipe(call: Call, info: "ModelInfo") -> None:
+    if info.record is None:
+        raise UsageError(f"{info.source.name} was not quantized by mycli", "mycli quantize MODEL")
+    record = {key: _section(info.record, key) for key in ("recipe", "source", "versions")}
     if call.out.json_mode:
-        call.out.json({"model": facts.source.name, **record})
+        call.out.json({"model": info.source.name, **record})
         return
     rows = [(f"{key} {name}", str(value)) for key, part in record.items() for name, value in (part or {}).items()]
-    call.out.card(facts.source.name, [(name, value) for name, value in rows if name != "source files"])
+    call.out.card(info.source.name, [(name, value) for name, value in rows if name != "source files"])
 
 
-def _plot(facts: "Facts", path: Path) -> None:
+def _plot(info: "ModelInfo", path: Path) -> None:
     from mycli.quant.plot import Point, require_svg, write
     from mycli.runtime.utils.json_fields import Fields
 
     require_svg(path)
     points = []
-    for index, values in enumerate(facts.record.array("layers", dict) if facts.record is not None else ()):
+    for index, values in enumerate(info.record.array("layers", dict) if info.record is not None else ()):
         layer = Fields(values, f"mycli.json: layers {index}")
         rounding = layer.number("rounding_output_error") if layer.has("rounding_output_error") else None
         error = layer.number("output_error" if layer.has("output_error") else "error")
         points.append(Point(layer.text("name"), error, rounding))
-    write(path, facts.source.name, points)
+    write(path, info.source.name, points)
 
 
 @command
@@ -197,18 +197,18 @@ def show(
     """
     if template + tensors + recipe > 1:
         raise UsageError("--template, --tensors and --recipe each print something of their own", "give one of them")
-    facts = _find(call, model)
-    for warning in facts.warnings:
+    info = _find(call, model)
+    for warning in info.warnings:
         call.out.warn(warning)
     if plot is not None:
-        _plot(facts, plot)
+        _plot(info, plot)
     if template:
-        _show_template(call, facts)
+        _show_template(call, info)
     elif tensors:
-        _show_tensors(call, facts)
+        _show_tensors(call, info)
     elif recipe:
-        _show_recipe(call, facts)
+        _show_recipe(call, info)
     elif call.out.json_mode:
-        call.out.json(_answer(facts))
+        call.out.json(_answer(info))
     else:
-        call.out.card(facts.source.name, _rows(facts))
+        call.out.card(info.source.name, _rows(info))

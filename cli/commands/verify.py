@@ -27,14 +27,14 @@ def verify(
 
     Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or lacks.
     """
-    from mycli.runtime.hub import local as store
+    from mycli.runtime.hub.local import drop_damaged, files_to_verify, find_local, verify_files
 
-    source = store.find_stored(model)
-    files = store.files_to_verify(source)
+    source = find_local(model)
+    files = files_to_verify(source)
     with call.out.progress(f"Reading {model}", sum(file.size for file in files.values()), "B") as bar:
-        checked = store.verify(source, files, bar.advance)
+        checked = verify_files(source, files, bar.advance)
     bad = [file.name for file in checked if file.state in ("damaged", "missing")]
-    dropped = store.drop(source, checked) if drop else []
+    dropped = drop_damaged(source, checked) if drop else []
     if call.out.json_mode:
         listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
         call.out.json(

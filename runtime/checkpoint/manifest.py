@@ -12,8 +12,10 @@ from pathlib import Path, PureWindowsPath
 from mycli.runtime.checkpoint.formats import stored_tensors
 from mycli.runtime.checkpoint.formats.compressed_tensors import READABLE
 from mycli.runtime.checkpoint.safetensors_header import (
+    INDEX,
     MAX_HEADER,
     MAX_TENSORS,
+    SINGLE,
     TensorEntry,
     header_bytes,
     parse_header,
@@ -28,8 +30,6 @@ from mycli.runtime.utils.sanitize import one_line
 
 __all__ = ["Manifest", "TensorEntry", "header_bytes", "parse_header"]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NO_PICKLES = "pickles can run code and are never opened; convert it: https://huggingface.co/spaces/safetensors/convert"
 _FLOATS = ("BF16", "F16", "F32")

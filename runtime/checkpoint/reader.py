@@ -16,22 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
-from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES, TensorEntry, make_header
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, make_header
+from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.layer_spec import Shape
-from mycli.runtime.utils.atomic_folder import Staging, disk_errors
-
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from mycli.runtime.utils.atomic_folder import Staging
+from mycli.runtime.utils.files import disk_errors
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -70,7 +61,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor as stored."""
-        return DTYPES[self.entry(name).dtype]
+        return torch_dtype(self.entry(name).dtype)
 
     def expect(self, name: str) -> None:
         """Ask the system to read a tensor ahead. Does nothing for one that is not there."""
@@ -87,7 +78,7 @@ class Checkpoint:
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`: on the CPU, contiguous (rows of a larger tensor are), of equal dtype and shape."""
         entry = self.entry(name)
-        if out.dtype != DTYPES[entry.dtype] or out.shape != entry.shape or not out.is_contiguous():
+        if out.dtype != torch_dtype(entry.dtype) or out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
         if entry.nbytes:
             self.manifest.files[entry.file].read_into(_bytes(out), entry.offset)
@@ -114,11 +105,11 @@ def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[
     shards: list[list[tuple[str, str, Shape]]] = [[]]
     size = 0
     for name, dtype, shape in plan:
-        nbytes = math.prod(shape) * ITEM_BYTES[_NAMES[dtype]]
+        nbytes = math.prod(shape) * dtype.itemsize
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append((name, _NAMES[dtype], shape))
+        shards[-1].append((name, dtype_info(dtype).stored, shape))
         size += nbytes
     return shards
 
@@ -213,7 +204,7 @@ class CheckpointWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, of any device, with the dtype and shape of the plan. NaN and infinity are a ModelError."""
         entry = self._entries[name]
-        if tensor.dtype != DTYPES[entry.dtype] or tensor.shape != entry.shape:
+        if tensor.dtype != torch_dtype(entry.dtype) or tensor.shape != entry.shape:
             raise ValueError(
                 f"{name} is planned as {entry.dtype} {entry.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
             )

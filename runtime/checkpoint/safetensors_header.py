@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.dtypes import STORED
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
@@ -20,7 +21,8 @@ MAX_TENSORS = 100_000
 MAX_NAME = 1024
 MAX_METADATA = 1 << 20
 MAX_DIMENSIONS = 8
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _LIMIT = 1 << 63
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -44,7 +46,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `offset` counts bytes from the start of `file`, `dtype` is one of `ITEM_BYTES`."""
+    """One tensor: `offset` counts bytes from the start of `file`, `dtype` is one of `utils.dtypes.STORED`."""
 
     name: str
     dtype: str
@@ -104,15 +106,15 @@ def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
     if not isinstance(info, dict) or info.keys() != _FIELDS:
         raise ModelError(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}", code="pull-again")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        hint = f"readable: {', '.join(ITEM_BYTES)}"
+    if not isinstance(dtype, str) or dtype not in STORED:
+        hint = f"readable: {', '.join(STORED)}"
         raise ModelError(f"{source}: {name:.80} has dtype {dtype!r:.40}, which is not supported", hint)
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
         raise ModelError(f"{source}: {name:.80} has no valid shape: {shape!r:.80}", code="pull-again")
     if not _naturals(offsets) or len(offsets) != 2:
         raise ModelError(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}", code="pull-again")
     begin, end = offsets
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    nbytes = math.prod(shape) * STORED[dtype].nbytes
     if nbytes >= _LIMIT:
         raise ModelError(f"{source}: {name:.80} of shape {shape} overflows 64 bits", code="pull-again")
     if end - begin != nbytes:
@@ -172,8 +174,8 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file: str) 
     info: dict[str, Any] = {_METADATA: {"format": "pt"}}
     relative: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     position = 0
-    for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]]):
-        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -STORED[tensor[1]].nbytes):
+        nbytes = math.prod(shape) * STORED[dtype].nbytes
         info[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         relative[name] = (dtype, shape, position, nbytes)
         position += nbytes

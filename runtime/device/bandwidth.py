@@ -4,11 +4,11 @@ Knows names of devices and GB/s (10^9 bytes per second). Does not measure, and d
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.files import write_atomic
 from mycli.runtime.utils.json_fields import read_object
 
 FILE = "bandwidth.json"
@@ -87,7 +87,4 @@ def remember(folder: Path, device: str, gigabytes_per_second: float) -> None:
         notes = {}
     notes[device] = max(round(gigabytes_per_second, 2), remembered(folder, device) or 0.0)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = folder / f".{FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(notes, indent=2) + "\n")
-    temporary.chmod(0o600)
-    temporary.replace(folder / FILE)
+    write_atomic(folder / FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)

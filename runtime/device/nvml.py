@@ -5,7 +5,6 @@ Follows https://docs.nvidia.com/deploy/nvml-api. Starts no process and makes no 
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +118,14 @@ def _load_nvml() -> Any:
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
-def gpus(environment: Mapping[str, str] | None = None, load: Callable[[], Any] = _load_nvml) -> list[Gpu]:
-    """The NVIDIA GPUs visible to this process; empty without a driver. `environment` is os.environ unless given.
+def gpus() -> list[Gpu]:
+    """The NVIDIA GPUs visible to this process; empty without a driver.
 
     NVML counts by PCI bus. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID; on a machine with different GPUs the
     numbers may differ. Raises ResourceError where a driver is installed but does not answer.
     """
-    setting = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     try:
-        library = load()
+        library = _load_nvml()
     except OSError:
         return []
     try:
@@ -138,7 +136,10 @@ def gpus(environment: Mapping[str, str] | None = None, load: Callable[[], Any] =
                 return []
             raise
         try:
-            return [nvml.describe(handle, index) for index, handle in enumerate(_visible(nvml, setting))]
+            return [
+                nvml.describe(handle, index)
+                for index, handle in enumerate(_visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
+            ]
         finally:
             nvml.close()
     except OSError as error:

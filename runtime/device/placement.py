@@ -8,12 +8,18 @@ import torch
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, DtypeInfo
 
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch for a name of `runtime.utils.dtypes`, as config.json or as a safetensors header spells it."""
+    dtype: torch.dtype = getattr(torch, (STORED.get(name) or BY_NAME[name]).name)
+    return dtype
+
+
+def dtype_info(dtype: torch.dtype) -> DtypeInfo:
+    """The names of a dtype of torch. Raises KeyError for one that no model file holds."""
+    return BY_NAME[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Placement:
     @property
     def dtype_name(self) -> Dtype:
         """`dtype` as config.json spells it."""
-        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+        return next(name for name in FLOATS.values() if torch_dtype(name) == self.dtype)
 
 
 def _cuda_problem() -> str | None:
@@ -87,7 +93,7 @@ def place(
         raise UsageError(
             "a 16-bit copy is for GPUs: a CPU multiplies prompts packed no slower", code="leave-out-shadow"
         )
-    wanted = TORCH_DTYPES[dtype or config.dtype]
+    wanted = torch_dtype(dtype or config.dtype)
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
         wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
     old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)

@@ -4,12 +4,11 @@ Knows the names of devices, this machine and its notes. What really runs is deci
 which asks torch; the two differ only where torch cannot use a GPU that the driver shows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.device.bandwidth import datasheet, remembered
-from mycli.runtime.device.nvml import Gpu, gpus
+from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.errors import ResourceError, UsageError
 
@@ -41,7 +40,7 @@ def cpu_name() -> str:
     return cpu().model or "CPU"
 
 
-def find_target(device: str, notes: Path, find_gpus: Callable[[], list[Gpu]] = gpus) -> Target:
+def find_target(device: str, notes: Path) -> Target:
     """The target that `device` (auto, cpu, cuda, cuda:N) means; `notes` is the folder of measurements.
 
     Raises UsageError for another word, ResourceError for a GPU that is not there: only auto falls back to the CPU, and
@@ -53,7 +52,7 @@ def find_target(device: str, notes: Path, find_gpus: Callable[[], list[Gpu]] = g
     reasons: tuple[str, ...] = ()
     if device != "cpu":
         try:
-            found = find_gpus()
+            found = gpus()
         except ResourceError as error:
             if device != "auto":
                 raise

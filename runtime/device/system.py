@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -34,40 +36,38 @@ class Cpu:
         return "amx_bf16" in self.flags
 
 
-def _number(path: Path) -> int | None:
-    """The integer in a file of /sys; None where the file is missing, unreadable, or says "max"."""
+def _read(path: Path) -> str:
+    """The text of a file of /proc or /sys; empty where it is missing or unreadable."""
     try:
-        return int(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The integer in a file of /sys; None where there is none, or it says "max"."""
+    word = _read(path).strip()
+    return int(word) if word.isdecimal() else None
 
 
 def _pairs(path: Path) -> dict[str, int]:
     """ "key value" or "key: value kB" lines of /proc and /sys, as they stand; empty where the file is missing."""
     pairs = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
+    for line in _read(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[1].isdigit():
             pairs[words[0].rstrip(":")] = int(words[1])
     return pairs
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
     """Every memory cgroup this process is in, innermost first, as (folder, limit file, usage file, cache key)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _read(_PROC / "self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            mount, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
+            mount = _CGROUP / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
@@ -79,17 +79,17 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
                 break
 
 
-def memory(root: Path = Path("/")) -> Memory:
-    """The memory of the machine, or of the tightest cgroup around this process; `root` is for tests.
+def memory() -> Memory:
+    """The memory of the machine, or of the tightest cgroup around this process.
 
     Within a cgroup: limit - (usage - inactive file pages), since those pages are given back when memory is asked for.
     """
-    info = _pairs(root / "proc/meminfo")
+    info = _pairs(_PROC / "meminfo")
     total, available = info.get("MemTotal", 0) * 1024, info.get("MemAvailable", 0) * 1024
     if not total:  # no /proc, as on macOS: nothing says what is in use
         total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     best = Memory(total, available, "machine")
-    for folder, limit_file, usage_file, cache_key in _cgroups(root):
+    for folder, limit_file, usage_file, cache_key in _cgroups():
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
         if limit is None or usage is None or limit >= total:
             continue
@@ -99,14 +99,10 @@ def memory(root: Path = Path("/")) -> Memory:
     return best
 
 
-def cpu(root: Path = Path("/")) -> Cpu:
+def cpu() -> Cpu:
     """The CPU as /proc/cpuinfo describes its first core; empty strings where it does not."""
     fields: dict[str, str] = {}
-    try:
-        text = (root / "proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    for line in text.splitlines():
+    for line in _read(_PROC / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     flags = fields.get("flags", fields.get("Features", ""))
@@ -114,20 +110,20 @@ def cpu(root: Path = Path("/")) -> Cpu:
     return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
 
 
-def resident(root: Path = Path("/")) -> int:
+def resident() -> int:
     """Bytes of main memory that this process holds now; 0 where /proc does not say."""
-    return _pairs(root / "proc/self/status").get("VmRSS", 0) * 1024
+    return _pairs(_PROC / "self/status").get("VmRSS", 0) * 1024
 
 
-def peak_resident(root: Path = Path("/")) -> int:
+def peak_resident() -> int:
     """The most it held since it began, or since `reset_peak`."""
-    return _pairs(root / "proc/self/status").get("VmHWM", 0) * 1024
+    return _pairs(_PROC / "self/status").get("VmHWM", 0) * 1024
 
 
-def reset_peak(root: Path = Path("/")) -> bool:
+def reset_peak() -> bool:
     """Let `peak_resident` begin anew; False where the kernel does not allow it (proc(5), clear_refs)."""
     try:
-        (root / "proc/self/clear_refs").write_text("5")
+        (_PROC / "self/clear_refs").write_text("5")
     except OSError:
         return False
     return True

@@ -1,7 +1,7 @@
 """What is asked of a hub over HTTP: the commit behind a revision, its files, and ranges of their bytes.
 
 Speaks the protocol of huggingface.co with the person's token, which goes to the hub's own address and nowhere else.
-Every failure becomes either `Transient`, worth another try, or a `UserError` that says which failure it is. Writes
+Every failure becomes either `TransientError`, worth another try, or a `UserError` that says which failure it is. Writes
 nothing; the cache is `runtime.hub.download`'s business. The HTTP library is imported on first use (60 ms).
 """
 
@@ -9,21 +9,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
-from mycli.runtime.hub.resolve import COMMIT, DATASETS, DIGEST, MAX_TREE_BYTES, HubFile
-from mycli.runtime.hub.retry import Patience, Transient, persist, retry_after, transport_problem
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.hub.resolve import COMMIT, DATASETS, MAX_TREE_BYTES
+from mycli.runtime.hub.retry import RetryPolicy, TransientError, retry_after, transport_problem
 from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:
     import httpx2
 
-T = TypeVar("T")
 MAX_INFO_BYTES = 16 << 20
 MAX_PAGES = 1000
 
@@ -37,17 +36,9 @@ class Wanted:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class TreeEntry:
-    """A file of a commit, as listed by the hub; `record` is what the cache's `trees/` keeps of it."""
-
-    file: HubFile
-    record: Mapping[str, Any]
-
-
-def endpoint(environment: Mapping[str, str] = os.environ) -> str:
+def endpoint() -> str:
     """The hub's address: $HF_ENDPOINT or https://huggingface.co. Raises UsageError for what is no address."""
-    address = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"HF_ENDPOINT={address}: not an address", "such as https://huggingface.co")
@@ -62,39 +53,32 @@ def token() -> str | None:
 
     found = huggingface_hub.get_token()
     if found is not None and not re.fullmatch(r"[\x21-\x7e]+", found):
-        raise UsageError("HF_TOKEN, or the token file, holds characters that no token has", "hf auth login")
+        raise UsageError("HF_TOKEN, or the token file, holds characters that no token has", code="log-in")
     return found
 
 
 class Hub:
-    """A connection to the hub, closed by `with`. `note` is told when something is tried again."""
+    """A connection to the hub, closed by `with`. `note` is told when something is tried again.
 
-    def __init__(
-        self,
-        address: str,
-        token: str | None,
-        note: Callable[[str], None],
-        patience: Patience | None = None,
-    ) -> None:
+    huggingface_hub's own requests are not used: they send the token on to wherever a listing continues, wait as long as
+    a server asks, and read answers of any size.
+    """
+
+    def __init__(self, address: str, token: str | None, note: Callable[[str], None], policy: RetryPolicy) -> None:
         import httpx2
 
         self.address = address
         self.note = note
-        self.patience = patience or Patience()
+        self.policy = policy
         self._host = urlsplit(address).hostname or ""
         self._origin = urlsplit(address)[:2]
         self._token = token
-        self._client = httpx2.Client(timeout=self.patience.timeout, follow_redirects=True)
-
-    @property
-    def logged_in(self) -> bool:
-        """Whether requests carry a token."""
-        return self._token is not None
+        self._client = httpx2.Client(timeout=policy.timeout, follow_redirects=True)
 
     @classmethod
-    def connect(cls, note: Callable[[str], None], patience: Patience | None = None) -> "Hub":
+    def connect(cls, note: Callable[[str], None]) -> "Hub":
         """With the address and token of the environment."""
-        return cls(endpoint(), token(), note, patience)
+        return cls(endpoint(), token(), note, RetryPolicy())
 
     def __enter__(self) -> "Hub":
         return self
@@ -102,29 +86,32 @@ class Hub:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._client.close()
 
-    def commit(self, repo: str, revision: str) -> str:
-        """The commit that `revision` points to now."""
-        path = f"/api/{_kind(repo)}/revision/{quote(revision, safe='')}"
-        wanted = Wanted(repo, revision)
-        data, _ = self._retried(lambda: self._document(self.address + path, wanted, MAX_INFO_BYTES))
+    def commit(self, repo: str, revision: str | None) -> str:
+        """The commit that `revision`, or the branch "main", points to now; a commit is itself, which asks nothing."""
+        revision = revision or "main"
+        if COMMIT.fullmatch(revision):
+            return revision
+        url = f"{self.address}/api/{_kind(repo)}/revision/{quote(revision, safe='')}"
+        data, _ = self.policy.run(lambda: self._document(url, Wanted(repo, revision), MAX_INFO_BYTES), self.note)
         commit = parse_object(data, self._host, MAX_INFO_BYTES).text("sha")
         if not COMMIT.fullmatch(commit):
             raise ModelError(f"{self._host}: {commit!r:.60} is not a commit", "check HF_ENDPOINT")
         return commit
 
-    def tree(self, repo: str, commit: str) -> list[TreeEntry]:
-        """All files of `commit`."""
+    def tree(self, repo: str, commit: str) -> Fields:
+        """The files of `commit`, as `trees/` of the cache keeps them; `resolve.parse_tree` reads it."""
         url = f"{self.address}/api/{_kind(repo)}/tree/{commit}?recursive=true"
-        entries: list[TreeEntry] = []
+        records: dict[str, Any] = {}
         for _ in range(MAX_PAGES):
-            data, following = self._retried(partial(self._document, url, Wanted(repo, commit), MAX_TREE_BYTES))
+            ask = partial(self._document, url, Wanted(repo, commit), MAX_TREE_BYTES)
+            data, following = self.policy.run(ask, self.note)
             # The listing is an array: give it a name, to read it like every other JSON of a stranger.
             listing = parse_object(b'{"files":' + data + b"}", self._host, MAX_TREE_BYTES + 10)
-            for index, item in enumerate(listing.array("files", dict)):
-                if item.get("type") == "file":
-                    entries.append(_entry(item, f"{self._host}: file {index} of the listing"))
+            for item in (Fields(values, f"{self._host}: the listing") for values in listing.array("files", dict)):
+                if item.text("type", "") == "file":
+                    records[item.text("path")] = _record(item)
             if following is None:
-                return entries
+                return Fields(records, f"{self._host}: the listing")
             url = following
         raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is no model")
 
@@ -143,7 +130,7 @@ class Hub:
                         break
                 return bytes(data[:length])
 
-        return self._retried(attempt)
+        return self.policy.run(attempt, self.note)
 
     @contextmanager
     def open(
@@ -151,16 +138,13 @@ class Hub:
     ) -> Iterator["httpx2.Response"]:
         """The response to a request for a file from byte `start` (to `last`): status 200, 206 or 416, body unread.
 
-        Raises Transient, also for what goes wrong while the body is read inside the `with`, or a UserError.
+        Raises TransientError, also for what goes wrong while the body is read inside the `with`, or a UserError.
         """
         url = f"{self.address}/{repo}/resolve/{commit}/{quote(name)}"
         bounded = start or last is not None
         headers = {"Range": f"bytes={start}-{'' if last is None else last}"} if bounded else {}
         with self._get(url, headers, Wanted(repo, commit, name)) as response:
             yield response
-
-    def _retried(self, action: Callable[[], T]) -> T:
-        return persist(action, replace(self.patience, attempts=self.patience.questions), self.note, lambda: 0)
 
     def _document(self, url: str, wanted: Wanted, limit: int) -> tuple[bytes, str | None]:
         """A whole JSON answer, and the address of the next page if there is one."""
@@ -171,9 +155,8 @@ class Hub:
                 if len(data) > limit:
                     raise ModelError(f"{self._host}: an answer of more than {limit} bytes", "check HF_ENDPOINT")
             if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):
-                raise NotFoundError(
-                    f"{self._host} does not answer as a hub does", "log in to this network, or check HF_ENDPOINT"
-                )
+                hint = "log in to this network, or check HF_ENDPOINT"
+                raise NotFoundError(f"{self._host} does not answer as a hub does", hint)
             following = response.links.get("next", {}).get("url")
             return bytes(data), urljoin(url, following) if following else None
 
@@ -200,8 +183,36 @@ class Hub:
         if not here or status in (408, 429) or status >= 500:
             # A storage host refuses a link that has expired: asking the hub again brings a fresh one.
             busy = ": too many requests" if status == 429 else ""
-            raise Transient(f"{response.url.host} answers {status}{busy}", retry_after(headers))
-        raise _refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), wanted, self)
+            raise TransientError(f"{response.url.host} answers {status}{busy}", retry_after(headers))
+        raise self._refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), wanted)
+
+    def _refusal(self, status: int, code: str, reason: str, wanted: Wanted) -> NotFoundError:
+        """What a 4xx of the hub means to a person."""
+        repo, page = wanted.repo, f"{self.address}/{wanted.repo}"
+        if code == "GatedRepo" and self._token:
+            message = f"{repo} is gated, and this account has no access to it (yet)"
+            return NotFoundError(message, f"ask for it at {page}")
+        if code == "GatedRepo":
+            message = f"{repo} is gated: its authors ask for a consent first"
+            return NotFoundError(message, code="accept-terms", data={"page": page})
+        if code == "RevisionNotFound":
+            message = f"{repo} has no revision {wanted.revision}"
+            return NotFoundError(message, f"its branches and tags: {page}/tree/main")
+        if code == "EntryNotFound":
+            return NotFoundError(f"{repo} has no file {wanted.name}", f"its files: {page}/tree/main")
+        if status == 401 and self._token and code != "RepoNotFound":
+            message = f"{self.address} does not accept the token of HF_TOKEN or the token file"
+            return NotFoundError(message, f"a new one: {self.address}/settings/tokens")
+        if code == "RepoNotFound" or status in (401, 404):
+            message = f"{repo}: no such {'dataset' if repo.startswith(DATASETS) else 'model'} on {self.address}"
+            if self._token:
+                return NotFoundError(message, "check the spelling; or this account may not see it")
+            return NotFoundError(message, code="private-model")
+        because = f": {reason}" if reason else ""
+        if status == 403:
+            message = f"{repo}: {self.address} forbids access{because}"
+            return NotFoundError(message, "check what the token is allowed to do")
+        return NotFoundError(f"{repo}: {self.address} answers {status}{because}", "check HF_ENDPOINT and the name")
 
 
 def _kind(repo: str) -> str:
@@ -209,46 +220,10 @@ def _kind(repo: str) -> str:
     return repo if repo.startswith(DATASETS) else f"models/{repo}"
 
 
-def _entry(item: Mapping[str, Any], source: str) -> TreeEntry:
-    raw = Fields(item, source)
-    size, blob = raw.integer("size", low=0, high=1 << 60), raw.text("oid")
-    record: dict[str, Any] = {"size": size, "blob_id": blob}
-    digest = blob
-    if raw.has("lfs"):
-        lfs = raw.object("lfs")
-        digest, size = lfs.text("oid"), lfs.integer("size", low=0, high=1 << 60)
-        record |= {"lfs_sha256": digest, "lfs_size": size}
-    if raw.has("xetHash") and re.fullmatch(r"[0-9a-f]{64}", raw.text("xetHash")):
-        record["xet_hash"] = raw.text("xetHash")
-    if not DIGEST.fullmatch(digest):
-        raise raw.fail("oid", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
-    return TreeEntry(HubFile(raw.text("path"), size, digest), record)
-
-
-def _refusal(status: int, code: str, reason: str, wanted: Wanted, hub: Hub) -> UserError:
-    """What a 4xx of the hub means to a person."""
-    repo, page = wanted.repo, f"{hub.address}/{wanted.repo}"
-    if code == "GatedRepo":
-        if hub.logged_in:
-            return NotFoundError(
-                f"{repo} is gated, and this account has no access to it (yet)", f"ask for it at {page}"
-            )
-        hint = f"accept its terms at {page}, then set HF_TOKEN or run: hf auth login"
-        return NotFoundError(f"{repo} is gated: its authors ask for a consent first", hint)
-    if code == "RevisionNotFound":
-        return NotFoundError(f"{repo} has no revision {wanted.revision}", f"its branches and tags: {page}/tree/main")
-    if code == "EntryNotFound":
-        return NotFoundError(f"{repo} has no file {wanted.name}", f"its files: {page}/tree/main")
-    if status == 401 and hub.logged_in and code != "RepoNotFound":
-        return NotFoundError(
-            f"{hub.address} does not accept the token of HF_TOKEN or the token file",
-            f"a new one: {hub.address}/settings/tokens",
-        )
-    if code == "RepoNotFound" or status in (401, 404):
-        visible = "this account may not see it" if hub.logged_in else "it is private: set HF_TOKEN or run hf auth login"
-        kind = "dataset" if repo.startswith(DATASETS) else "model"
-        return NotFoundError(f"{repo}: no such {kind} on {hub.address}", f"check the spelling; or {visible}")
-    because = f": {reason}" if reason else ""
-    if status == 403:
-        return NotFoundError(f"{repo}: {hub.address} forbids access{because}", "check what the token is allowed to do")
-    return NotFoundError(f"{repo}: {hub.address} answers {status}{because}", "check HF_ENDPOINT and the name")
+def _record(item: Fields) -> dict[str, Any]:
+    """An entry of the hub's listing under the names that huggingface_hub gives its fields in the cache."""
+    lfs, xet = item.object("lfs").values, item.values.get("xetHash")
+    record = {"size": item.values.get("size"), "blob_id": item.values.get("oid")}
+    record |= {"lfs_sha256": lfs.get("oid"), "lfs_size": lfs.get("size")}
+    record["xet_hash"] = xet if re.fullmatch(r"[0-9a-f]{64}", str(xet)) else None
+    return {key: value for key, value in record.items() if value is not None}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import Pull, missing_of, pull
-from mycli.runtime.hub.resolve import COMMIT, DATASETS, read_ref, repo_folder, safe_name, split_name
+from mycli.runtime.hub.download import Download, fetch_files, plan_files
+from mycli.runtime.hub.resolve import DATASETS, HubFile, read_ref, repo_folder, safe_name, split_name
 
 # What is chosen by itself, in this order; other names have to be given.
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")
@@ -64,30 +64,29 @@ def _safe_path(path: str) -> bool:
     return all(safe_name(part) for part in path.split("/")) and len(path) < 1024
 
 
-def plan(hub: Hub, name: DatasetName) -> Pull:
+def plan_dataset(hub: Hub, name: DatasetName) -> Download:
     """What to fetch: one file of the commit that the revision points to now.
 
     Raises NotFoundError, also for each failure of network and access in its own words.
     """
-    commit = name.revision if COMMIT.fullmatch(name.revision) else hub.commit(name.repo, name.revision)
-    records = {entry.file.name: entry for entry in hub.tree(name.repo, commit)}
-    files = (records[name.choose(records)].file,)
-    missing, new_bytes = missing_of(name.repo, files)
-    listing = tuple(records.values())
-    return Pull(f"hf:{name.text}", name.repo, name.revision, commit, files, missing, new_bytes, (), listing)
+
+    def choose(_: str, files: tuple[HubFile, ...]) -> list[HubFile]:
+        held = {file.name: file for file in files}
+        return [held[name.choose(held)]]
+
+    return plan_files(hub, f"hf:{name.text}", name.repo, name.revision, choose)
 
 
-def cached(name: DatasetName) -> Path:
+def cached_dataset(name: DatasetName) -> Path:
     """The file without asking the hub. Raises NotFoundError where it was not fetched before."""
     folder = repo_folder(name.repo)
-    commit = read_ref(folder, name.revision)
-    snapshot = folder / "snapshots" / (commit or "none")
+    snapshot = folder / "snapshots" / (read_ref(folder, name.revision) or "none")
     held = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
     if not held:
-        raise NotFoundError(f"hf:{name.text} is not on this machine", "without --offline it is fetched")
+        raise NotFoundError(f"hf:{name.text} is not on this machine", code="dataset-online")
     return snapshot / name.choose(held)
 
 
-def fetch(hub: Hub, job: Pull, advance: Callable[[float], None]) -> Path:
-    """Do what `plan` said: the file in the cache. Raises what `runtime.hub.download.pull` raises."""
-    return pull(hub, job, force=False, advance=advance).folder / job.files[0].name
+def fetch_dataset(hub: Hub, job: Download, advance: Callable[[float], None]) -> Path:
+    """Do what `plan_dataset` said: the file in the cache. Raises what `fetch_files` raises."""
+    return fetch_files(hub, job, force=False, advance=advance).folder / job.files[0].name

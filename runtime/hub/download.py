@@ -7,51 +7,49 @@ to the new commit only when all of its files are there. Never opens anything but
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mycli.runtime.errors import GateError, ModelError, ResourceError
-from mycli.runtime.hub.client import Hub, TreeEntry
-from mycli.runtime.hub.partial_file import Writer, exclusive, hasher
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.errors import GateError, ModelError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.partial_file import PartialFile, hasher
 from mycli.runtime.hub.resolve import (
-    COMMIT,
-    INDEX,
     MAX_INDEX_BYTES,
-    SINGLE,
     HubFile,
     Source,
-    cache,
+    parse_tree,
     read_shards,
     repo_folder,
     safe_name,
     split_name,
 )
-from mycli.runtime.hub.retry import persist
-from mycli.runtime.utils.json_fields import parse_object
+from mycli.runtime.utils.files import locked, require_space, write_atomic
+from mycli.runtime.utils.json_fields import Fields, parse_object
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
-class Pull:
+class Download:
     """What one download will do: `files` are the wanted ones of `commit`, `missing` those not in the cache yet.
 
-    `new_bytes` have to come over the network; what an earlier attempt left is not counted again.
+    `new_bytes` have to come over the network; what an earlier attempt left is not counted again. `tree` is the record
+    of all files of the commit.
     """
 
     model: str
     repo: str
     revision: str
     commit: str
+    tree: Fields
     files: tuple[HubFile, ...]
     missing: tuple[HubFile, ...]
     new_bytes: int
-    warnings: tuple[str, ...]
-    records: tuple[TreeEntry, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -59,11 +57,44 @@ class Pull:
         return sum(file.size for file in self.files)
 
 
-def _select(repo: str, files: Iterable[HubFile], read_index: Callable[[HubFile], bytes]) -> list[HubFile]:
+def plan_files(
+    hub: Hub, model: str, repo: str, revision: str | None, choose: Callable[[str, tuple[HubFile, ...]], list[HubFile]]
+) -> Download:
+    """What bringing the files that `choose` takes, of the commit and all that it holds, means for the cache.
+
+    The revision becomes one commit here; all files are of that commit, whatever happens to the branch meanwhile.
+    """
+    commit = hub.commit(repo, revision)
+    tree = hub.tree(repo, commit)
+    files = tuple(choose(commit, parse_tree(tree)))
+    missing = tuple(file for file in files if _find_blob(repo, file) is None)
+    # Files of the same contents share one blob.
+    new_bytes = sum(_bytes_left(repo, file) for file in {file.digest: file for file in missing}.values())
+    return Download(model, repo, revision or "main", commit, tree, files, missing, new_bytes)
+
+
+def plan_download(hub: Hub, model: str) -> Download:
+    """Ask the hub what a download of `org/repo[@revision]` means, and compare with the cache. Writes nothing.
+
+    Raises UsageError, NotFoundError (each failure of network and access in its own words), and ModelError where there
+    are no safetensors.
+    """
+    repo, revision = split_name(model)
+    job = plan_files(hub, model, repo, revision, partial(_select, hub, repo))
+    lacking = {
+        "config.json": "it cannot be used as a model",
+        "tokenizer.json": "it can be measured, but not given text",
+    }
+    for file in job.files:
+        lacking.pop(file.name, None)
+    return replace(job, warnings=tuple(f"{repo} has no {name}: {without}" for name, without in lacking.items()))
+
+
+def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[HubFile]:
     root = {file.name: file for file in files if safe_name(file.name)}
     small = [f for f in root.values() if f.name.endswith((".json", ".jinja")) and not f.name.endswith(".index.json")]
     if INDEX in root:
-        shards: Sequence[str] = read_shards(parse_object(read_index(root[INDEX]), INDEX, MAX_INDEX_BYTES))
+        shards = read_shards(parse_object(read_small(hub, repo, commit, root[INDEX]), INDEX, MAX_INDEX_BYTES))
         absent = [name for name in shards if name not in root]
         if absent:
             raise ModelError(f"{INDEX}: names {absent[0]}, which {repo} does not hold", "the repository is incomplete")
@@ -79,47 +110,14 @@ def _select(repo: str, files: Iterable[HubFile], read_index: Callable[[HubFile],
     raise ModelError(f"{repo}: no weights in {SINGLE} or {INDEX}, {held}", hint)
 
 
-def plan(hub: Hub, model: str) -> Pull:
-    """Ask the hub what a download of `org/repo[@revision]` means, and compare with the cache. Writes nothing.
-
-    The revision becomes one commit here; all files are of that commit, whatever happens to the branch meanwhile.
-    Raises UsageError, NotFoundError (each failure of network and access in its own words), and ModelError where there
-    are no safetensors.
-    """
-    repo, revision = split_name(model)
-    revision = revision or "main"
-    commit = revision if COMMIT.fullmatch(revision) else hub.commit(repo, revision)
-    records = hub.tree(repo, commit)
-
-    files = _select(repo, [entry.file for entry in records], partial(read_small, hub, repo, commit))
-    names = {file.name for file in files}
-    warnings = [
-        f"{repo} has no {name}: {without}"
-        for name, without in (
-            ("config.json", "it cannot be used as a model"),
-            ("tokenizer.json", "it can be measured, but not given text"),
-        )
-        if name not in names
-    ]
-    missing, new_bytes = missing_of(repo, files)
-    return Pull(model, repo, revision, commit, tuple(files), missing, new_bytes, tuple(warnings), tuple(records))
-
-
-def missing_of(repo: str, files: Iterable[HubFile]) -> tuple[tuple[HubFile, ...], int]:
-    """Those that the cache does not hold, and the bytes that have to come for them."""
-    missing = tuple(file for file in files if _stored(repo, file) is None)
-    # Files of the same contents share one blob.
-    return missing, sum(_left(repo, file) for file in {file.digest: file for file in missing}.values())
-
-
 def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
     """A small file as a whole, from the cache or over the network, its hash checked; nothing is written.
 
     Raises ModelError for one that is not small, GateError for one that does not match its hash.
     """
-    stored = _stored(repo, file)
-    if stored is not None:
-        return stored.read_bytes()
+    blob = _find_blob(repo, file)
+    if blob is not None:
+        return blob.read_bytes()
     if file.size > MAX_INDEX_BYTES:
         raise ModelError(f"{file.name}: {file.size} bytes, more than the {MAX_INDEX_BYTES} allowed", "")
     data = hub.read(repo, commit, file.name, 0, max(file.size, 1))
@@ -130,79 +128,73 @@ def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
     return data
 
 
-def _blobs(repo: str) -> Path:
-    return repo_folder(repo) / "blobs"
+def _blob(repo: str, file: HubFile) -> Path:
+    return repo_folder(repo) / "blobs" / file.digest
 
 
-def _stored(repo: str, file: HubFile) -> Path | None:
-    path = _blobs(repo) / file.digest
-    try:
+def _find_blob(repo: str, file: HubFile) -> Path | None:
+    path = _blob(repo, file)
+    with suppress(OSError):
         return path if path.stat().st_size == file.size else None
-    except OSError:
-        return None
+    return None
 
 
 def _partial(repo: str, file: HubFile) -> Path:
-    return _blobs(repo) / f"{file.digest}.mycli.incomplete"
+    return _blob(repo, file).with_name(f"{file.digest}.mycli.incomplete")
 
 
-def _left(repo: str, file: HubFile) -> int:
+def _bytes_left(repo: str, file: HubFile) -> int:
     with suppress(OSError):
         size = _partial(repo, file).stat().st_size
         return file.size - size if size <= file.size else file.size
     return file.size
 
 
-def require_space(needed: int, folder: Path) -> None:
-    """Raise ResourceError with both numbers unless `needed` bytes are free where `folder` is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ResourceError(
-            f"{folder}: {needed} bytes are needed and {free} are free ({needed - free} too few)",
-            "mycli rm MODEL frees space, HF_HUB_CACHE names another disk, --force tries nevertheless",
-        )
+def repo_lock(folder: Path, what: str, note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Alone among the processes of this machine with a repository of the cache; whoever waits says for whom."""
+    path = folder.parent / ".locks" / folder.name / "mycli.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return locked(path, lambda holder: note(f"{what} is being fetched by process {holder}: waiting for it"))
 
 
-def pull(hub: Hub, job: Pull, *, force: bool, advance: Callable[[float], None]) -> Source:
-    """Do what `plan` said; `advance` is told of bytes as they come (negative: some were thrown away).
+def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[float], None]) -> Source:
+    """Do what was planned; `advance` is told of bytes as they come (negative: some were thrown away).
 
     `force` skips the check of free space. Interrupted at any point, what has arrived is used by the next attempt.
-    Another process that fetches the same model is waited for, and what it brought is used. Raises what `plan` raises,
-    ResourceError for a full disk, and GateError for contents that stay different from their hash.
+    Another process that fetches the same model is waited for, and what it brought is used. Raises what `plan_download`
+    raises, ResourceError for a full disk, and GateError for contents that stay different from their hash.
     """
     folder = repo_folder(job.repo)
     snapshot = folder / "snapshots" / job.commit
-    complete = not job.missing and all((snapshot / file.name).exists() for file in job.files)
-    if not complete:
-        if not force:
-            require_space(job.new_bytes, folder)
-        for part in (folder / "blobs", folder / "trees", snapshot):
-            part.mkdir(parents=True, exist_ok=True)
-        with exclusive(cache() / ".locks" / folder.name / "mycli.lock", job.model, hub.note):
-            _write_record(folder / "trees" / f"{job.commit}.json", job.records)
-            for file in job.files:
-                if _stored(job.repo, file) is None:
-                    _fetch(hub, job, file, advance)
-                elif file in job.missing:
-                    advance(_left(job.repo, file))  # brought by another process meanwhile
-                _link(snapshot / file.name, folder / "blobs" / file.digest)
-            _write_ref(folder, job)
-    else:
+    if not job.missing and all((snapshot / file.name).exists() for file in job.files):
         with suppress(OSError):  # a read-only cache that holds everything is fine
             _write_ref(folder, job)
+        return Source(job.model, snapshot, job.repo, job.commit)
+    if not force:
+        require_space(folder, job.new_bytes, code="cache-full")
+    for part in (folder / "blobs", folder / "trees", snapshot):
+        part.mkdir(parents=True, exist_ok=True)
+    with repo_lock(folder, job.model, hub.note):
+        record = {"format_version": 1, "files": dict(sorted(job.tree.values.items()))}
+        write_atomic(folder / "trees" / f"{job.commit}.json", json.dumps(record, indent=1).encode())
+        for file in job.files:
+            if _find_blob(job.repo, file) is None:
+                _fetch(hub, job, file, advance)
+            elif file in job.missing:
+                advance(_bytes_left(job.repo, file))  # brought by another process meanwhile
+            _link(snapshot / file.name, _blob(job.repo, file))
+        _write_ref(folder, job)
     return Source(job.model, snapshot, job.repo, job.commit)
 
 
-def _fetch(hub: Hub, job: Pull, file: HubFile, advance: Callable[[float], None]) -> None:
+def _fetch(hub: Hub, job: Download, file: HubFile, advance: Callable[[float], None]) -> None:
     arriving = _partial(job.repo, file)
     for _ in range(2):
         if _receive(hub, job, file, advance):
             try:
-                os.replace(arriving, _blobs(job.repo) / file.digest)
+                os.replace(arriving, _blob(job.repo, file))
             except FileNotFoundError:  # locks do not work here, and another process has placed the same bytes
-                if _stored(job.repo, file) is None:
+                if _find_blob(job.repo, file) is None:
                     raise
             return
         arriving.unlink(missing_ok=True)
@@ -211,10 +203,10 @@ def _fetch(hub: Hub, job: Pull, file: HubFile, advance: Callable[[float], None])
     raise _altered(job.repo, file)
 
 
-def _receive(hub: Hub, job: Pull, file: HubFile, advance: Callable[[float], None]) -> bool:
-    with Writer(_partial(job.repo, file), file, advance) as writer:
-        persist(lambda: writer.receive(hub, job.repo, job.commit), hub.patience, hub.note, lambda: writer.done)
-        return writer.finish()
+def _receive(hub: Hub, job: Download, file: HubFile, advance: Callable[[float], None]) -> bool:
+    with PartialFile(_partial(job.repo, file), file, advance) as part:
+        hub.policy.run(lambda: part.receive(hub, job.repo, job.commit), hub.note, lambda: part.done)
+        return part.finish()
 
 
 def _altered(repo: str, file: HubFile) -> GateError:
@@ -235,21 +227,8 @@ def _link(pointer: Path, blob: Path) -> None:
     os.replace(fresh, pointer)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
-
-
-def _write_record(path: Path, records: Sequence[TreeEntry]) -> None:
-    files = {entry.file.name: entry.record for entry in sorted(records, key=lambda entry: entry.file.name)}
-    _write_whole(path, json.dumps({"format_version": 1, "files": files}, indent=1))
-
-
-def _write_ref(folder: Path, job: Pull) -> None:
-    if job.revision == job.commit:
-        return
+def _write_ref(folder: Path, job: Download) -> None:
     path = folder / "refs" / job.revision
-    if not path.exists() or path.read_text(encoding="utf-8") != job.commit:
-        _write_whole(path, job.commit)
+    if job.revision != job.commit and (not path.exists() or path.read_text(encoding="utf-8") != job.commit):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, job.commit.encode())

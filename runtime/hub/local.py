@@ -7,24 +7,28 @@ hash them.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.partial_file import exclusive, hasher
+from mycli.runtime.hub.download import repo_lock
+from mycli.runtime.hub.partial_file import hasher
 from mycli.runtime.hub.resolve import (
     BUILT_IN,
     COMMIT,
     DIGEST,
     HubFile,
     Source,
-    cache,
-    cached,
+    built_in_folder,
+    cached_repos,
     commits,
     home,
+    hub_cache,
+    is_hub_name,
+    is_path,
     missing_files,
     quantized,
     read_ref,
@@ -44,7 +48,7 @@ State = Literal["ok", "damaged", "missing", "unrecorded"]
 
 
 @dataclass(frozen=True)
-class Stored:
+class LocalModel:
     """A model on this machine. `problem` is empty when it can be used; `nbytes` counts what its files take on disk."""
 
     name: str
@@ -66,31 +70,30 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """One file after `verify`; `state` "unrecorded": nothing says what its contents should be."""
+class CheckedFile:
+    """One file after `verify_files`; `state` "unrecorded": nothing says what its contents should be."""
 
     name: str
     nbytes: int
     state: State
 
 
-def stored() -> list[Stored]:
+def local_models() -> list[LocalModel]:
     """All models on this machine, usable or not, by kind and name."""
-    package = Path(__file__).parents[1] / "pico"
-    built_in = [Stored(name, "built-in", package / name, None, _size(package / name), "") for name in BUILT_IN]
+    built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(built_in_folder, BUILT_IN)]
     folders = [home() / "models" / name for name in quantized()]
-    here = [Stored(p.name, "quantized", p, None, _size(p), _problem(p)) for p in folders]
-    return [*built_in, *here, *(entry for repo in cached() for entry in _stored_commits(repo))]
+    here = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
+    return [*built_in, *here, *(model for repo in cached_repos() for model in _cached_models(repo))]
 
 
-def _stored_commits(repo: str) -> Iterator[Stored]:
+def _cached_models(repo: str) -> Iterator[LocalModel]:
     folder = repo_folder(repo)
     for commit, names in commits(folder).items():
         name = repo if "main" in names else f"{repo}@{next(iter(names), commit)}"
         snapshot = folder / "snapshots" / commit
         problem = _problem(snapshot, read_tree(folder, commit))
         unfinished = sum(_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
-        yield Stored(name, "hub", snapshot, commit, _size(snapshot) + unfinished, problem)
+        yield LocalModel(name, "hub", snapshot, commit, _size([snapshot]) + unfinished, problem)
 
 
 def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
@@ -101,11 +104,8 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
         missing = missing_files(folder, tree)
     except ModelError as error:
         return error.message
-    return (
-        f"incomplete: {missing[0]} missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-        if missing
-        else ""
-    )
+    more = f" and {len(missing) - 1} more" if missing[1:] else ""
+    return f"incomplete: {missing[0]} missing{more}" if missing else ""
 
 
 def _bytes(path: Path) -> int:
@@ -115,41 +115,43 @@ def _bytes(path: Path) -> int:
         return 0
 
 
-def _size(folder: Path) -> int:
-    real = {os.path.realpath(path) for path in folder.rglob("*") if path.is_file()}
-    return sum(_bytes(Path(path)) for path in real)
+def _real_files(folders: Iterable[Path]) -> set[str]:
+    return {os.path.realpath(path) for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def _size(folders: Iterable[Path], without: Iterable[Path] = ()) -> int:
+    return sum(_bytes(Path(path)) for path in _real_files(folders) - _real_files(without))
 
 
 def plan_removal(model: str) -> Removal:
-    """What `mycli rm model` would delete: a model quantized here, a repository of the cache, or one revision of it.
+    """What removing `model` would delete: a model quantized here, a repository of the cache, or one revision of it.
 
     Raises UsageError for anything that mycli did not store, NotFoundError for what is not there.
     """
-    target = home() / "models" / model
     if model in BUILT_IN:
         raise UsageError(f"{model} is a part of mycli", "it goes when mycli is uninstalled")
     if model in quantized():
-        return Removal(model, target, (), _size(target))
-    if not model.startswith((".", "/", "~")) and "/" not in model and not Path(model).exists():
-        resolve(model)  # says which names are close
-    foreign = UsageError(f"{model}: only what mycli stored is removed by name", f"rm -r {model}")
-    if model.startswith((".", "/", "~")) or model.partition("@")[0].count("/") != 1:
+        target = home() / "models" / model
+        return Removal(model, target, (), _size([target]))
+    foreign = UsageError(
+        f"{model}: only what mycli stored is removed by name", code="remove-by-hand", data={"model": model}
+    )
+    if not is_hub_name(model):
+        if not is_path(model) and "/" not in model and not Path(model).exists():
+            resolve(model)  # says which names are close
         raise foreign
     repo, revision = split_name(model)
     folder = repo_folder(repo)
     if not folder.is_dir():
         resolve(model)
         raise foreign
-    held = commits(folder)
     if revision is None:
-        return Removal(repo, folder, (), _size(folder))
-    commit = read_ref(folder, revision)
-    if commit not in held or commit is None:
-        raise NotFoundError(f"{model} is not on this machine", "mycli list")
-    others = [path for c in held if c != commit for path in (folder / "snapshots" / c).rglob("*")]
-    kept = {os.path.realpath(path) for path in others}
-    own = {os.path.realpath(path) for path in (folder / "snapshots" / commit).rglob("*") if path.is_file()}
-    return Removal(model, folder, (commit,), sum(_bytes(Path(path)) for path in own - kept))
+        return Removal(repo, folder, (), _size([folder]))
+    held, commit = commits(folder), read_ref(folder, revision)
+    if commit is None or commit not in held:
+        raise NotFoundError(f"{model} is not on this machine", code="list-models")
+    others = [folder / "snapshots" / other for other in held if other != commit]
+    return Removal(model, folder, (commit,), _size([folder / "snapshots" / commit], without=others))
 
 
 def remove(removal: Removal, note: Callable[[str], None]) -> None:
@@ -157,25 +159,25 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
 
     Blobs that other revisions, or through the cache's shared store other repositories, use are kept.
     """
-    if removal.folder.parent == home() / "models":
-        _delete_folder(removal.folder)
+    folder = removal.folder
+    if folder.parent == home() / "models":
+        _delete_folder(folder)
         return
-    with exclusive(cache() / ".locks" / removal.folder.name / "mycli.lock", removal.name, note):
+    with repo_lock(folder, removal.name, note):
         import huggingface_hub
 
-        scanned = huggingface_hub.scan_cache_dir(cache())
-        known = {r.commit_hash for repo in scanned.repos if repo.repo_path == removal.folder for r in repo.revisions}
-        wanted = set(removal.commits) or set(commits(removal.folder))
-        if wanted & known:
-            scanned.delete_revisions(*(wanted & known)).execute()
+        scanned = huggingface_hub.scan_cache_dir(hub_cache())
+        known = {r.commit_hash for repo in scanned.repos if repo.repo_path == folder for r in repo.revisions}
+        wanted = set(removal.commits) or set(commits(folder))
+        scanned.delete_revisions(*(wanted & known)).execute()
         for commit in wanted:
-            if (snapshot := removal.folder / "snapshots" / commit).exists():
+            if (snapshot := folder / "snapshots" / commit).exists():
                 shutil.rmtree(snapshot)  # the library only logs what it could not delete; this says why
-            (removal.folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
+            (folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
         if not removal.commits:
-            _delete_folder(removal.folder)
+            _delete_folder(folder)
     if not removal.commits:
-        shutil.rmtree(cache() / ".locks" / removal.folder.name, ignore_errors=True)
+        shutil.rmtree(hub_cache() / ".locks" / folder.name, ignore_errors=True)
 
 
 def _delete_folder(folder: Path) -> None:
@@ -186,6 +188,27 @@ def _delete_folder(folder: Path) -> None:
         leaving = folder.with_name(f".removed-{os.getpid()}-{folder.name}")
         folder.rename(leaving)
         shutil.rmtree(leaving)
+
+
+def find_local(model: str) -> Source:
+    """Like `resolve`, but also a model of the cache that lacks files: `verify_files` is there to say which."""
+    try:
+        return resolve(model)
+    except (NotFoundError, ModelError):
+        if not is_hub_name(model):
+            raise
+        repo, revision = split_name(model)
+        commit = read_ref(repo_folder(repo), revision or "main")
+        snapshot = repo_folder(repo) / "snapshots" / (commit or "none")
+        if not snapshot.is_dir():
+            raise
+        return Source(model, snapshot, repo, commit)
+
+
+def files_to_verify(source: Source) -> dict[str, HubFile]:
+    """What is known of the files of a stored model, by name. Raises ModelError where nothing is known."""
+    in_cache = source.folder.parent.name == "snapshots" and COMMIT.fullmatch(source.folder.name)
+    return _linked(source) if in_cache else _recorded(source)
 
 
 def _recorded(source: Source) -> dict[str, HubFile]:
@@ -215,54 +238,33 @@ def _linked(source: Source) -> dict[str, HubFile]:
         elif path.is_symlink() and DIGEST.fullmatch(path.readlink().name):
             found[path.name] = HubFile(path.name, _bytes(path), path.readlink().name)
     with suppress(ModelError):  # an index that cannot be read: its own hash will say so
-        for name in missing_files(source.folder, tree.values() or None):
+        for name in missing_files(source.folder, tree.values()):
             found.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))
     return found
 
 
-def find_stored(model: str) -> Source:
-    """Like `resolve`, but also a model of the cache that lacks files: `verify` is there to say which."""
-    try:
-        return resolve(model)
-    except (NotFoundError, ModelError):
-        if model.partition("@")[0].count("/") != 1 or model.startswith((".", "/", "~")):
-            raise
-        repo, revision = split_name(model)
-        folder = repo_folder(repo)
-        commit = read_ref(folder, revision or "main")
-        if commit is None or not (folder / "snapshots" / commit).is_dir():
-            raise
-        return Source(model, folder / "snapshots" / commit, repo, commit)
-
-
-def files_to_verify(source: Source) -> dict[str, HubFile]:
-    """What is known of the files of a stored model, by name. Raises ModelError where nothing is known."""
-    in_cache = source.folder.parent.name == "snapshots" and COMMIT.fullmatch(source.folder.name)
-    return _linked(source) if in_cache else _recorded(source)
-
-
-def verify(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[Checked]:
+def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[CheckedFile]:
     """Compare size and hash of each file with what is known of it; `advance` is told the bytes read."""
     checked = [_check(source.folder / name, file, advance) for name, file in sorted(files.items())]
     others = sorted(p for p in source.folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
-    return [*checked, *(Checked(path.name, _bytes(path), "unrecorded") for path in others)]
+    return [*checked, *(CheckedFile(path.name, _bytes(path), "unrecorded") for path in others)]
 
 
-def _check(path: Path, file: HubFile, advance: Callable[[float], None]) -> Checked:
+def _check(path: Path, file: HubFile, advance: Callable[[float], None]) -> CheckedFile:
     if not path.is_file():
-        return Checked(file.name, 0, "missing")
+        return CheckedFile(file.name, 0, "missing")
     size = _bytes(path)
     if size != file.size:
-        return Checked(file.name, size, "damaged")
+        return CheckedFile(file.name, size, "damaged")
     digest = hasher(file)
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
             advance(len(block))
-    return Checked(file.name, size, "ok" if digest.hexdigest() == file.digest else "damaged")
+    return CheckedFile(file.name, size, "ok" if digest.hexdigest() == file.digest else "damaged")
 
 
-def drop(source: Source, checked: list[Checked]) -> list[str]:
+def drop_damaged(source: Source, checked: list[CheckedFile]) -> list[str]:
     """Delete the damaged files of a snapshot in the cache, so that the next pull fetches them; returns their names.
 
     Raises UsageError for a model that no pull can bring back.

@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import plan, read_small
+from mycli.runtime.hub.download import plan_download, read_small
 from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
 from mycli.runtime.hub.resolve import Source, custom_code
 from mycli.runtime.models.config import ModelConfig
@@ -34,8 +34,8 @@ _FIRST_READ = 1 << 16  # bytes of a shard: holds most headers whole
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything `mycli show` can say. `record` is the content of mycli.json, None where the model has none."""
+class ModelInfo:
+    """Everything that is said of a model. `record` is the content of mycli.json, None where the model has none."""
 
     source: Source
     config: ModelConfig
@@ -64,8 +64,8 @@ class Facts:
         return "+".join(sorted({packing.name for packing in self.packings.values()})) or self.config.dtype
 
 
-def read_facts(source: Source) -> Facts:
-    """The facts of a model on this machine. Raises ModelError for what is wrong with its files."""
+def read_model_info(source: Source) -> ModelInfo:
+    """What there is to say of a model on this machine. Raises ModelError for what is wrong with its files."""
     folder = ModelFolder.open(source.folder)
     warnings = list(folder.manifest.warnings)
     try:
@@ -75,12 +75,12 @@ def read_facts(source: Source) -> Facts:
     return _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
 
 
-def fetch_facts(hub: Hub, model: str) -> Facts:
-    """The facts of a model on the hub, from its small files and the headers of its weights; nothing is kept.
+def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
+    """What there is to say of a model on the hub, from its small files and the headers of its weights; nothing is kept.
 
-    Raises what `runtime.hub.download.plan` raises, and ModelError for what is wrong with the files.
+    Raises what `plan_download` raises, and ModelError for what is wrong with the files.
     """
-    job = plan(hub, model)
+    job = plan_download(hub, model)
     tensors: dict[str, TensorEntry] = {}
     with tempfile.TemporaryDirectory(prefix="mycli-") as name:
         folder = Path(name)
@@ -99,7 +99,7 @@ def fetch_facts(hub: Hub, model: str) -> Facts:
 
 def _gather(
     source: Source, opened: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
-) -> Facts:
+) -> ModelInfo:
     folder, config = opened.path, opened.config
     code = custom_code(folder)
     defaults, dropped = opened.generation
@@ -117,7 +117,7 @@ def _gather(
         warnings.append(error.message)
     eos, lacking = stop_ids(defaults.eos, config.eos, own, config.vocab_size)
     record = folder / RECORD
-    return Facts(
+    return ModelInfo(
         source=source,
         config=config,
         packings=opened.packings,

@@ -1,21 +1,20 @@
-"""One file on its way from the hub to the disk: resumed across processes, hashed as it comes, one writer at a time.
+"""One file on its way from the hub to the disk: resumed across processes, hashed as it comes.
 
+This is what huggingface_hub does not have: its unfinished files have names of chance, and another process starts anew.
 Knows a hash and a position in a file. Does not know the cache's layout.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import HubFile
-from mycli.runtime.hub.retry import RESUMABLE, Transient
+from mycli.runtime.hub.retry import RESUMABLE, TransientError
 
 _BLOCK = 1 << 20
 
@@ -27,7 +26,7 @@ def hasher(file: HubFile) -> "hashlib._Hash":
     return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
 
 
-class Writer:
+class PartialFile:
     """The file under a temporary name: goes on after what an earlier attempt left, hashing all of it on the way.
 
     Bytes are written at their own positions, so two processes that both believe to be alone write the same file.
@@ -39,7 +38,7 @@ class Writer:
         self._hash = hasher(file)
         self.done = 0
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "PartialFile":
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._stream = os.fdopen(descriptor, "r+b", buffering=0)
         if os.fstat(descriptor).st_size <= self._file.size:
@@ -56,26 +55,26 @@ class Writer:
         self.done, self._hash = 0, hasher(self._file)
 
     def receive(self, hub: Hub, repo: str, commit: str) -> None:
-        """Bring the rest. Raises Transient when the connection ends before it is all there."""
-        size = self._file.size
+        """Bring the rest. Raises TransientError when the connection ends before it is all there."""
+        name, size = self._file.name, self._file.size
         if self.done == size:
             return
-        with hub.open(repo, commit, self._file.name, self.done) as response:
+        with hub.open(repo, commit, name, self.done) as response:
+            host, continues = response.url.host, response.status_code == 206
             if response.status_code == 416:
                 self._restart()
-                raise Transient(f"{response.url.host} does not continue {self._file.name}")
+                raise TransientError(f"{host} does not continue {name}")
             begins = response.headers.get("Content-Range", "").startswith(f"bytes {self.done}-")
-            if self.done and not (response.status_code == 206 and begins):
-                if response.status_code == 206:
-                    self._restart()
-                    raise Transient(f"{response.url.host} sends another part of {self._file.name} than asked for")
-                hub.note(f"{response.url.host} cannot continue {self._file.name}: starting it again")
+            if self.done and not (continues and begins):
                 self._restart()
+                if continues:
+                    raise TransientError(f"{host} sends another part of {name} than asked for")
+                hub.note(f"{host} cannot continue {name}: starting it again")
             for chunk in response.iter_bytes():
                 self._write(chunk[: size - self.done])
                 if self.done == size:
                     return
-            raise Transient(f"{response.url.host} sent {self.done} of {size} bytes of {self._file.name}")
+            raise TransientError(f"{host} sent {self.done} of {size} bytes of {name}")
 
     def _write(self, chunk: bytes) -> None:
         self._hash.update(chunk)
@@ -86,8 +85,7 @@ class Writer:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-                left = self._file.size - self.done
-                problem = f"{self._path.parent}: the disk is full, {left} bytes too early"
+                problem = f"{self._path.parent}: the disk is full, {self._file.size - self.done} bytes too early"
                 raise ResourceError(problem, f"free some space; {RESUMABLE}") from None
             at, chunk = at + written, chunk[written:]
         self._advance(at - self.done)
@@ -100,28 +98,3 @@ class Writer:
         os.ftruncate(self._stream.fileno(), self._file.size)
         os.fsync(self._stream.fileno())
         return True
-
-
-@contextmanager
-def exclusive(path: Path, what: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Only one process of this machine at a time; a second says whom it waits for. The system frees a dead one's lock.
-
-    Where the file system has no locks, everybody goes on: two downloads of one file are slow, not wrong.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            note(f"{what} is being fetched by process {holder or 'unknown'}: waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-                raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)

@@ -5,18 +5,17 @@ Reads the cache as other tools write it: `models--org--name/{refs,blobs,snapshot
 """
 
 import difflib
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.utils.json_fields import Fields, read_object
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 32 << 20
 MAX_TREE_BYTES = 64 << 20
 BUILT_IN = ("pico", "pico-draft")
@@ -24,12 +23,12 @@ BUILT_IN = ("pico", "pico-draft")
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
 )
-_REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
-_REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
-_NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
 DATASETS = "datasets/"  # in front of `org/name`, in addresses too; models have nothing there
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
+_REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
+_NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,38 @@ class HubFile:
     digest: str
 
 
-def _directory(variable: str, default: str, environment: Mapping[str, str]) -> Path:
-    return Path(environment.get(variable) or Path.home() / default)
+def _directory(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / default)
 
 
-def home(environment: Mapping[str, str] = os.environ) -> Path:
+def home() -> Path:
     """Where quantized models live, in `models/NAME`: $MYCLI_HOME, else `mycli` under $XDG_DATA_HOME."""
-    chosen = environment.get("MYCLI_HOME")
-    return Path(chosen).expanduser() if chosen else _directory("XDG_DATA_HOME", ".local/share", environment) / "mycli"
+    chosen = os.environ.get("MYCLI_HOME")
+    return Path(chosen).expanduser() if chosen else _directory("XDG_DATA_HOME", ".local/share") / "mycli"
 
 
-def state(environment: Mapping[str, str] = os.environ) -> Path:
+def state() -> Path:
     """Where history and benchmark records live: `mycli` under $XDG_STATE_HOME."""
-    return _directory("XDG_STATE_HOME", ".local/state", environment) / "mycli"
+    return _directory("XDG_STATE_HOME", ".local/state") / "mycli"
 
 
-def cache(environment: Mapping[str, str] = os.environ) -> Path:
+def hub_cache() -> Path:
     """The Hugging Face cache, by the rules of huggingface_hub, without importing it."""
-    chosen = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not chosen:
-        base = environment.get("HF_HOME")
-        folder = Path(base) if base else _directory("XDG_CACHE_HOME", ".cache", environment) / "huggingface"
-        chosen = str(folder / "hub")
+        base = os.environ.get("HF_HOME") or _directory("XDG_CACHE_HOME", ".cache") / "huggingface"
+        chosen = os.path.join(base, "hub")
     return Path(os.path.expandvars(chosen)).expanduser()
+
+
+def is_path(model: str) -> bool:
+    """Whether `model` is spelled as a folder, not as a name."""
+    return model.startswith((".", "/", "~")) or model.endswith("/") or "\\" in model
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` is spelled like `org/repo[@revision]`; `split_name` says whether it may be one."""
+    return not is_path(model) and model.partition("@")[0].count("/") == 1
 
 
 def split_name(model: str) -> tuple[str, str | None]:
@@ -90,7 +98,7 @@ def split_name(model: str) -> tuple[str, str | None]:
 def repo_folder(repo: str) -> Path:
     """The folder of `org/name`, or `datasets/org/name`, in the cache."""
     kind = "" if repo.startswith(DATASETS) else "models--"
-    return cache() / (kind + repo.replace("/", "--"))
+    return hub_cache() / (kind + repo.replace("/", "--"))
 
 
 def safe_name(name: str) -> bool:
@@ -98,21 +106,25 @@ def safe_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def parse_tree(records: Fields) -> tuple[HubFile, ...]:
+    """The files of a commit, from an object as `trees/` of the cache has it. Raises ModelError for what is none."""
+    files = []
+    for name in records.values:
+        entry = records.object(name)
+        size = entry.integer("lfs_size", entry.integer("size", low=0, high=1 << 60), low=0, high=1 << 60)
+        digest = entry.text("lfs_sha256", entry.text("blob_id"))
+        if not DIGEST.fullmatch(digest):
+            raise entry.fail("blob_id", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
+        files.append(HubFile(name, size, digest))
+    return tuple(files)
+
+
 def read_tree(folder: Path, commit: str) -> tuple[HubFile, ...] | None:
     """The files of `commit` as recorded in `trees/` under the repository's cache `folder`; None if not or badly so."""
     try:
-        raw = read_object(folder / "trees" / f"{commit}.json", MAX_TREE_BYTES)
-        entries = raw.object("files")
-        files = []
-        for name in entries.values:
-            entry = entries.object(name)
-            digest = entry.text("lfs_sha256", entry.text("blob_id"))
-            size = entry.integer("lfs_size", entry.integer("size", low=0, high=1 << 60), low=0, high=1 << 60)
-            if DIGEST.fullmatch(digest):
-                files.append(HubFile(name, size, digest))
+        return parse_tree(read_object(folder / "trees" / f"{commit}.json", MAX_TREE_BYTES).object("files"))
     except ModelError:
         return None
-    return tuple(files)
 
 
 def read_shards(raw: Fields) -> tuple[str, ...]:
@@ -127,33 +139,27 @@ def read_shards(raw: Fields) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _weights(folder: Path) -> tuple[str, ...]:
-    if (folder / INDEX).exists():
-        return read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES))
-    return (SINGLE,)
-
-
 def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
     """What the model in `folder` lacks to be used; `tree` is what its commit holds, where that is known."""
-    needed = {"config.json"}
-    if tree is not None:
-        needed |= ESSENTIAL & {file.name for file in tree}
-    if INDEX not in needed or (folder / INDEX).exists():
-        needed |= set(_weights(folder))
+    needed = {"config.json"} | (ESSENTIAL & {file.name for file in tree or ()})
+    if (folder / INDEX).exists():
+        needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
+    elif INDEX not in needed:
+        needed.add(SINGLE)
     return sorted(name for name in needed if not (folder / name).exists())
 
 
 def commits(folder: Path) -> dict[str, tuple[str, ...]]:
     """Commits of which the repository's cache `folder` holds anything, with the branches and tags that point there."""
-    paths = [*_children(folder / "snapshots"), *_children(folder / "trees", "*.json")]
-    found: dict[str, list[str]] = {p.name[:40]: [] for p in paths if COMMIT.fullmatch(p.name.removesuffix(".json"))}
+    names = [path.name.removesuffix(".json") for kind in ("snapshots", "trees") for path in (folder / kind).glob("*")]
+    found: dict[str, list[str]] = {name: [] for name in names if COMMIT.fullmatch(name)}
     refs = folder / "refs"
     for path in sorted(refs.rglob("*")):
         revision = str(path.relative_to(refs))
         commit = read_ref(folder, revision)
-        if commit is not None and commit in found:
+        if commit in found:
             found[commit].append(revision)
-    return {commit: tuple(names) for commit, names in found.items()}
+    return {commit: tuple(revisions) for commit, revisions in found.items()}
 
 
 def read_ref(folder: Path, revision: str) -> str | None:
@@ -167,97 +173,26 @@ def read_ref(folder: Path, revision: str) -> str | None:
     return commit if COMMIT.fullmatch(commit) else None
 
 
-def _resolve_cached(model: str, offline: bool) -> Source:
-    repo, revision = split_name(model)
-    folder = repo_folder(repo)
-    hint = ("without --offline: " if offline else "") + f"mycli pull {model}"
-    held = commits(folder)
-    commit = read_ref(folder, revision or "main")
-    if commit is None and revision is None:
-        # A first download that never reached its end: recorded, but no branch points there yet.
-        unfinished = (c for c, names in held.items() if not names and _missing(folder, c))
-        commit = next(unfinished, None)
-    if commit is None or commit not in held:
-        names = [f"{repo}@{name}" for commit, names in held.items() for name in names or (commit,)]
-        here = f"; here is {' and '.join(names[:3])}" if names else _suggestion(model)
-        raise NotFoundError(f"{model} is not on this machine{here}", hint)
-    missing = _missing(folder, commit)
-    if missing:
-        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise NotFoundError(f"{model} is only partly downloaded: missing {listed}", hint)
-    return Source(model, folder / "snapshots" / commit, repo, commit)
-
-
-def _missing(folder: Path, commit: str) -> list[str]:
-    return missing_files(folder / "snapshots" / commit, read_tree(folder, commit))
+def built_in_folder(name: str) -> Path:
+    """The folder of a model that is a part of this program."""
+    return Path(__file__).parents[1] / "pico" / name
 
 
 def local_names() -> list[str]:
     """Names of all models on this machine: built in, quantized here, and in the cache; for completion and hints."""
-    return [*BUILT_IN, *quantized(), *cached()]
+    return [*BUILT_IN, *quantized(), *cached_repos()]
 
 
 def quantized() -> list[str]:
     """Names of the models quantized here."""
-    folder = home() / "models"
-    return sorted(p.name for p in _children(folder) if not p.name.startswith(".") and (p / "config.json").is_file())
+    folders = (home() / "models").glob("*")
+    return sorted(p.name for p in folders if not p.name.startswith(".") and (p / "config.json").is_file())
 
 
-def cached() -> list[str]:
+def cached_repos() -> list[str]:
     """`org/name` of the model repositories in the Hugging Face cache."""
-    names = (path.name.removeprefix("models--").replace("--", "/") for path in _children(cache(), "models--*"))
+    names = (path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*"))
     return sorted(name for name in names if _REPO.fullmatch(name))
-
-
-def _children(folder: Path, pattern: str = "*") -> Iterator[Path]:
-    try:
-        yield from folder.glob(pattern)
-    except OSError:  # a folder that may not be read holds nothing for us
-        return
-
-
-def _suggestion(model: str) -> str:
-    known = local_names()
-    wanted = model.partition("@")[0].lower()
-    same = [name for name in known if name.lower() == wanted or name.lower().rpartition("/")[2] == wanted]
-    lower = {name.lower(): name for name in known}
-    close = same or [lower[name] for name in difflib.get_close_matches(wanted, lower, 3, 0.7)]
-    close = [name for name in close if name != model.partition("@")[0]]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _meanings(model: str) -> dict[str, Source | None]:
-    """Everything that `model` may mean, by an unmistakable spelling; None for the cache, which is looked into later."""
-    found: dict[str, Source | None] = {}
-    if (Path(model) / "config.json").is_file():
-        found[f"./{model}"] = Source(model, Path(model))
-    if model in BUILT_IN:
-        folder = Path(__file__).parents[1] / "pico" / model
-        found[str(folder)] = Source(model, folder)
-    if "/" not in model and model in quantized():
-        found[str(home() / "models" / model)] = Source(model, home() / "models" / model)
-    if model.count("/") == 1 and "@" not in model and repo_folder(model).exists():
-        found[f"{model}@main"] = None
-    return found
-
-
-def _is_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.endswith("/") or "\\" in model
-
-
-def _resolve_path(model: str) -> Source:
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~name of a person who does not exist
-        folder = Path(model)
-    if folder.is_file():
-        hint = f"give its folder: {folder.parent}"
-        raise ModelError(f"{model}: a file, but a model is a folder with config.json and *.safetensors", hint)
-    if not folder.is_dir():
-        raise NotFoundError(f"{model}: no such folder", "mycli list shows the models on this machine")
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
-    return Source(model, folder)
 
 
 def resolve(model: str, *, offline: bool = False) -> Source:
@@ -267,9 +202,9 @@ def resolve(model: str, *, offline: bool = False) -> Source:
     an unfinished download lacks), UsageError and ModelError.
     """
     if not model or "\x00" in model or len(model) > 4096:
-        raise UsageError("the name of the model is empty or not a name", "mycli list shows the models on this machine")
+        raise UsageError("the name of the model is empty or not a name", code="list-models")
     try:
-        if _is_path(model) or model.partition("@")[0].count("/") > 1:
+        if is_path(model) or model.partition("@")[0].count("/") > 1:
             return _resolve_path(model)
         meanings = _meanings(model)
         if len(meanings) > 1:
@@ -288,12 +223,73 @@ def resolve(model: str, *, offline: bool = False) -> Source:
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
 
 
+def _meanings(model: str) -> dict[str, Source | None]:
+    """Everything that `model` may mean, by an unmistakable spelling; None for the cache, which is looked into later."""
+    found: dict[str, Source | None] = {}
+    if (Path(model) / "config.json").is_file():
+        found[f"./{model}"] = Source(model, Path(model))
+    if model in BUILT_IN:
+        found[str(built_in_folder(model))] = Source(model, built_in_folder(model))
+    if "/" not in model and model in quantized():
+        found[str(home() / "models" / model)] = Source(model, home() / "models" / model)
+    if is_hub_name(model) and "@" not in model and repo_folder(model).exists():
+        found[f"{model}@main"] = None
+    return found
+
+
+def _resolve_path(model: str) -> Source:
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # ~name of a person who does not exist
+        folder = Path(model)
+    if folder.is_file():
+        hint = f"give its folder: {folder.parent}"
+        raise ModelError(f"{model}: a file, but a model is a folder with config.json and *.safetensors", hint)
+    if not folder.is_dir():
+        raise NotFoundError(f"{model}: no such folder", code="list-models")
+    if not (folder / "config.json").exists():
+        raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
+    return Source(model, folder)
+
+
+def _resolve_cached(model: str, offline: bool) -> Source:
+    def lacking(commit: str) -> list[str]:
+        return missing_files(folder / "snapshots" / commit, read_tree(folder, commit))
+
+    def absent(problem: str) -> NotFoundError:
+        code = "pull-online" if offline else "pull"
+        return NotFoundError(f"{model} is {problem}", code=code, data={"model": model})
+
+    repo, revision = split_name(model)
+    folder = repo_folder(repo)
+    held = commits(folder)
+    commit = read_ref(folder, revision or "main")
+    if commit is None and revision is None:
+        # A first download that never reached its end: recorded, but no branch points there yet.
+        commit = next((one for one, names in held.items() if not names and lacking(one)), None)
+    if commit is None or commit not in held:
+        names = [f"{repo}@{name}" for one, revisions in held.items() for name in revisions or (one,)]
+        here = f"; here is {' and '.join(names[:3])}" if names else _suggestion(model)
+        raise absent(f"not on this machine{here}")
+    missing = lacking(commit)
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise absent(f"only partly downloaded: missing {', '.join(missing[:8])}{more}")
+    return Source(model, folder / "snapshots" / commit, repo, commit)
+
+
+def _suggestion(model: str) -> str:
+    name = model.partition("@")[0]
+    known = {known.lower(): known for known in local_names()}
+    close = [known[one] for one in known if name.lower() in (one, one.rpartition("/")[2])]
+    close = close or [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
+    others = [one for one in close if one != name]
+    return f"; did you mean {' or '.join(others)}?" if others else ""
+
+
 def custom_code(folder: Path) -> str:
     """A warning where config.json asks for Python code of the repository to be run, else nothing. It is never run."""
-    try:
-        raw = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return ""
-    if isinstance(raw, dict) and raw.get("auto_map"):
-        return "config.json: auto_map asks for custom code, which is ignored: code of a model is never run here"
+    with suppress(ModelError):
+        if read_object(folder / "config.json").values.get("auto_map"):
+            return "config.json: auto_map asks for custom code, which is ignored: code of a model is never run here"
     return ""

@@ -19,11 +19,19 @@ if TYPE_CHECKING:
     import httpx2
 
 T = TypeVar("T")
-RESUMABLE = "the same command goes on where this one stopped"
+RESUMABLE = "another attempt goes on where this one stopped"
+
+
+class TransientError(Exception):
+    """A failure that may pass: a dropped connection, a busy server. `retry_after`: seconds the server asked for."""
+
+    def __init__(self, problem: str, retry_after: float | None = None) -> None:
+        super().__init__(problem)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How often to try, and how long to wait in between, in seconds; a server may ask for up to `longest_wait`."""
 
     attempts: int = 6  # for a file, without progress in between
@@ -33,38 +41,31 @@ class Patience:
     longest_wait: float = 120.0
     timeout: float = 15.0
 
+    def run(self, action: Callable[[], T], note: Callable[[str], None], progress: Callable[[], int] | None = None) -> T:
+        """`action()` until it succeeds, waiting longer after each TransientError, and telling `note` so.
 
-class Transient(Exception):
-    """A failure that may pass: a dropped connection, a busy server. `retry_after`: seconds the server asked for."""
-
-    def __init__(self, problem: str, retry_after: float | None = None) -> None:
-        super().__init__(problem)
-        self.retry_after = retry_after
-
-
-def persist(action: Callable[[], T], patience: Patience, note: Callable[[str], None], progress: Callable[[], int]) -> T:
-    """`action()` until it succeeds, waiting longer after each `Transient`; `progress` in bytes makes it count anew.
-
-    Raises NotFoundError when the attempts are used up or the server asks for too long a wait.
-    """
-    failures, before = 0, progress()
-    while True:
-        try:
-            return action()
-        except Transient as problem:
-            # A server that drops every connection after a few bytes is not progress.
-            failures = 1 if progress() - before >= 1 << 20 else failures + 1
-            before = progress()
-            hint = f"check the network; {RESUMABLE}"
-            if failures >= patience.attempts:
-                raise NotFoundError(f"{problem} (tried {failures} times)", hint) from None
-            delay = min(patience.first_delay * 2 ** (failures - 1), patience.longest_delay)
-            if problem.retry_after is not None:
-                delay = problem.retry_after
-                if delay > patience.longest_wait:
-                    raise NotFoundError(f"{problem}: it asks to wait {delay:.0f} s", f"wait; {RESUMABLE}") from None
-            note(f"{problem}; trying again in {delay:.1f} s")
-            time.sleep(delay)
+        `progress`, in bytes, makes it a file, whose attempts count anew after a MiB. Raises NotFoundError when they are
+        used up or the server asks for too long a wait.
+        """
+        failures, before = 0, progress() if progress else 0
+        allowed = self.attempts if progress else self.questions
+        while True:
+            try:
+                return action()
+            except TransientError as problem:
+                # A server that drops every connection after a few bytes is not progress.
+                done = progress() if progress else 0
+                failures, before = 1 if done - before >= 1 << 20 else failures + 1, done
+                if failures >= allowed:
+                    hint = f"check the network; {RESUMABLE}"
+                    raise NotFoundError(f"{problem} (tried {failures} times)", hint) from None
+                delay = min(self.first_delay * 2 ** (failures - 1), self.longest_delay)
+                if problem.retry_after is not None:
+                    delay = problem.retry_after
+                    if delay > self.longest_wait:
+                        raise NotFoundError(f"{problem}: it asks to wait {delay:.0f} s", f"wait; {RESUMABLE}") from None
+                note(f"{problem}; trying again in {delay:.1f} s")
+                time.sleep(delay)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -80,7 +81,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def transport_problem(error: "httpx2.HTTPError", host: str) -> Exception:
-    """What a failure below HTTP means: `Transient`, or a UserError where trying again cannot help."""
+    """What a failure below HTTP means: `TransientError`, or a UserError where trying again cannot help."""
     import httpx2
 
     with suppress(RuntimeError):  # not every error knows its request
@@ -96,9 +97,9 @@ def transport_problem(error: "httpx2.HTTPError", host: str) -> Exception:
     if isinstance(error, httpx2.TooManyRedirects | httpx2.UnsupportedProtocol | httpx2.DecodingError):
         return NotFoundError(f"{host}: {error}", "check HF_ENDPOINT")
     if any(isinstance(cause, socket.gaierror) for cause in causes):
-        return Transient(f"the address of {host} cannot be found: no network, or no name service")
+        return TransientError(f"the address of {host} cannot be found: no network, or no name service")
     if isinstance(error, httpx2.TimeoutException):
-        return Transient(f"{host} does not answer")
+        return TransientError(f"{host} does not answer")
     if isinstance(error, httpx2.ConnectError):
-        return Transient(f"no connection to {host}")
-    return Transient(f"the connection to {host} broke off")
+        return TransientError(f"no connection to {host}")
+    return TransientError(f"the connection to {host} broke off")

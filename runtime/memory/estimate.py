@@ -12,8 +12,8 @@ from math import prod
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Dtype, Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import BY_NAME
 
-BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
 DEFAULT_CONTEXT = 8192
@@ -47,12 +47,12 @@ class Plan:
     @property
     def value_bytes(self) -> int:
         """Bytes of one activation or dense weight."""
-        return BYTES[self.dtype or self.config.dtype]
+        return BY_NAME[self.dtype or self.config.dtype].nbytes
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of a scale of packed weights: as stored, in any dtype of activations."""
-        return BYTES[self.config.dtype]
+        return BY_NAME[self.config.dtype].nbytes
 
     @property
     def position_bytes(self) -> int:

@@ -13,10 +13,10 @@ from typing import Literal
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec, Shape, decoder_layer
+from mycli.runtime.utils.dtypes import Dtype as Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-Dtype = Literal["bfloat16", "float16", "float32"]
 Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
 
 MAX_LAYERS = 4096

@@ -7,15 +7,11 @@ ignored; a key that would change the result and is not implemented is an error, 
 import math
 from typing import Any
 
-from mycli.runtime.models.config import MAX_LAYERS, Dtype, RopeKind, RopeScaling
+from mycli.runtime.models.config import MAX_LAYERS, RopeKind, RopeScaling
+from mycli.runtime.utils.dtypes import float_dtype
 from mycli.runtime.utils.json_fields import Fields
 
 UNSUPPORTED_HINT = "this program would compute something else than the model; use transformers or vLLM for it"
-DTYPES: dict[str, Dtype] = {
-    **{name: "bfloat16" for name in ("bfloat16", "torch.bfloat16")},
-    **{name: "float16" for name in ("float16", "torch.float16", "half")},
-    **{name: "float32" for name in ("float32", "torch.float32", "float")},
-}
 # Each would change what is computed. The value beside a key is the one that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
@@ -130,9 +126,10 @@ def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
         if not raw.has("head_dim") and hidden % heads:
             raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
         head_dim = max(hidden // heads, 1)
-    dtype = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
-    if dtype not in DTYPES:
-        raise raw.fail("dtype", f"{dtype!r} is not supported", "supported: bfloat16, float16, float32")
+    spelled = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
+    dtype = float_dtype(spelled)
+    if dtype is None:
+        raise raw.fail("dtype", f"{spelled!r} is not supported", "supported: bfloat16, float16, float32")
     vocab = raw.integer("vocab_size")
     bos = token_ids(raw, "bos_token_id", vocab)
     theta, scaling = rope(raw)
@@ -150,7 +147,7 @@ def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "rope_theta": theta,
         "rope": scaling,
         "tie_embeddings": raw.boolean("tie_word_embeddings", False),
-        "dtype": DTYPES[dtype],
+        "dtype": dtype,
         "eos": token_ids(raw, "eos_token_id", vocab),
         "bos": bos[0] if bos else None,
     }

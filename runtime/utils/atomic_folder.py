@@ -5,36 +5,18 @@ however it dies). Whoever holds the lock knows that leftovers of other runs belo
 nothing of models beyond telling a model folder from one that must never be replaced. POSIX only; no torch.
 """
 
-import errno
-import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from mycli.runtime.errors import ResourceError, UsageError
-
-# What another path would cure; anything else is the disk's own trouble.
-_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-_GIB = 1 << 30
-
-
-@contextmanager
-def disk_errors(target: Path) -> Iterator[None]:
-    """Within it an OSError becomes a UsageError (not a place to write to) or a ResourceError that names `target`."""
-    try:
-        yield
-    except OSError as error:
-        message = f"cannot write {target}: {error.strerror or error}"
-        if error.errno in _PATH_ERRORS:
-            raise UsageError(message, "choose another folder for the output") from None
-        raise ResourceError(message, "free some space, or choose a folder on another disk") from None
+from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
 
 def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
@@ -46,7 +28,7 @@ def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise UsageError(f"{target}: exists already", "choose another name, or replace it with --overwrite")
+        raise UsageError(f"{target}: exists already", code="target-exists")
     if target.is_symlink() or not target.is_dir():
         raise UsageError(f"{target}: not a folder", "only a model folder can be replaced; choose another name")
     entries = list(os.scandir(target))
@@ -68,7 +50,7 @@ class Staging:
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._source = source
-        self._lock: int | None = None
+        self._lock = ExitStack()
         # The process is for a person to read: only the lock tells whether a run is alive.
         run = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.folder, self._replaced, self._lock_path = (
@@ -78,51 +60,26 @@ class Staging:
     def __enter__(self) -> Self:
         if "\0" in str(self.target) or not self.target.name:
             raise UsageError(f"{self.target}: no possible name for a folder", "choose another name")
-        try:
-            with disk_errors(self.target):
-                _check_place(self.target, self._source, self._overwrite)  # before anything is written anywhere
-                self.target.parent.mkdir(parents=True, exist_ok=True)
-                self._acquire()
-                self.stale = tuple(self._clean())
-                _check_place(self.target, self._source, self._overwrite)
-                self._check_space()
-                self.folder.mkdir()
-        except BaseException:
-            self._release()
-            raise
+        with disk_errors(self.target), ExitStack() as entered:
+            _check_place(self.target, self._source, self._overwrite)  # before anything is written anywhere
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                entered.enter_context(locked(self._lock_path, remove=True))
+            except LockedError as lock:
+                message = f"{self.target}: process {lock.holder} is writing it"
+                raise UsageError(message, "wait for it, or choose another name") from None
+            self.stale = tuple(self._clean())
+            _check_place(self.target, self._source, self._overwrite)
+            require_space(self.target.parent, self._nbytes)
+            self.folder.mkdir()
+            self._lock = entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._release()
-
-    def _acquire(self) -> None:
-        while self._lock is None:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its last holder may have removed the file between our open and our lock: then we hold nothing.
-                if self._lock_path.exists() and os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
-                    os.truncate(lock, 0)
-                    os.pwrite(lock, str(os.getpid()).encode(), 0)
-                    self._lock = lock
-            except BlockingIOError:
-                holder = os.pread(lock, 20, 0).decode("ascii", "replace")
-                raise UsageError(
-                    f"{self.target}: process {holder} is writing it", "wait for it, or choose another name"
-                ) from None
-            finally:
-                if self._lock is None:
-                    os.close(lock)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            with suppress(OSError):
-                self._lock_path.unlink()
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
     def _clean(self) -> Iterator[str]:
         """Put back a folder whose replacement never came, remove all other leftovers; their names."""
@@ -135,37 +92,21 @@ class Staging:
                 shutil.rmtree(path)
                 yield path.name
 
-    def _check_space(self) -> None:
-        free = shutil.disk_usage(self.target.parent).free
-        if self._nbytes > free:
-            raise ResourceError(
-                f"{self.target}: {self._nbytes} bytes needed ({self._nbytes / _GIB:.2f} GiB), {free} free",
-                f"free {self._nbytes - free} bytes, or choose a folder on another disk",
-            )
-
     def commit(self) -> None:
         """Flush everything to disk, then rename: after a power cut the target is the old or the new folder, whole."""
         with disk_errors(self.target):
             for path in self.folder.iterdir():
-                _flush(path)
-            _flush(self.folder)
+                flush(path)
+            flush(self.folder)
             try:
                 if self._overwrite and os.path.lexists(self.target):
                     self.target.rename(self._replaced)
                 elif os.path.lexists(self.target):
-                    raise UsageError(f"{self.target}: was created meanwhile", "choose another name, or --overwrite")
+                    raise UsageError(f"{self.target}: was created meanwhile", code="target-exists")
                 self.folder.rename(self.target)
             except BaseException:
                 if os.path.lexists(self._replaced) and not os.path.lexists(self.target):
                     self._replaced.rename(self.target)
                 raise
-            _flush(self.target.parent)
+            flush(self.target.parent)
             shutil.rmtree(self._replaced, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

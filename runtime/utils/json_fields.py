@@ -116,11 +116,10 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
 
     Raises ModelError naming `source`, with line and column where the parser knows them.
     """
-    hint = "download the model again: mycli pull MODEL"
     if len(data) > limit:
-        raise ModelError(f"{source}: {len(data)} bytes, more than the {limit} allowed", hint)
+        raise ModelError(f"{source}: {len(data)} bytes, more than the {limit} allowed", code="pull-again")
     if not data.strip():
-        raise ModelError(f"{source}: the file is empty", hint)
+        raise ModelError(f"{source}: the file is empty", code="pull-again")
     try:
         text = data.decode("utf-8")
         if text.startswith("\ufeff"):
@@ -130,11 +129,11 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
         except RecursionError:
             raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ModelError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}", hint) from None
+        raise ModelError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}", code="pull-again") from None
     except ValueError as error:
-        raise ModelError(f"{source}: not acceptable JSON: {error}", hint) from None
+        raise ModelError(f"{source}: not acceptable JSON: {error}", code="pull-again") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{source}: must hold an object, not a {type(value).__name__}", hint)
+        raise ModelError(f"{source}: must hold an object, not a {type(value).__name__}", code="pull-again")
     return Fields(value, source)
 
 
@@ -142,7 +141,7 @@ def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
     """`parse_object` of a file; a missing or irregular file is a ModelError too."""
     try:
         if not path.is_file():
-            raise ModelError(f"{path.name}: no such file in {path.parent}", "mycli pull MODEL fetches a whole model")
+            raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
         with path.open("rb") as file:
             return parse_object(file.read(limit + 1), path.name, limit)
     except OSError as error:

@@ -8,7 +8,7 @@ from mycli.quant.layer_streaming import restore
 from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
 from mycli.quant.transforms.awq import choose_scale, fold
-from mycli.runtime.device.placement import TORCH_DTYPES
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -116,7 +116,7 @@ def test_what_was_stored_makes_the_same_block_again() -> None:
 
 def test_the_scale_lowers_the_error_of_rounding() -> None:
     weight, hessian = problem(48, 64)
-    grid = Grid(Packing(3, 32), TORCH_DTYPES["bfloat16"], "mse")
+    grid = Grid(Packing(3, 32), torch_dtype("bfloat16"), "mse")
     scale = choose_scale(weight, grid, hessian, DOWN)
     assert scale is not None
 

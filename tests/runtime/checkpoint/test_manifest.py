@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
-from mycli.runtime.checkpoint.safetensors_header import ITEM_BYTES
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import STORED
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.safetensors_attacks import ATTACKS, SHARD_NAMES, simple
 
@@ -192,7 +193,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def blank(dtype: str, *shape: int) -> tuple[str, tuple[int, ...], bytes]:
-    count = ITEM_BYTES[dtype]
+    count = STORED[dtype].nbytes
     for size in shape:
         count *= size
     return dtype, shape, bytes(count)

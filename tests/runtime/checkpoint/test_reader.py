@@ -21,10 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.runtime.checkpoint.manifest import INDEX, SINGLE, Manifest
-from mycli.runtime.checkpoint.reader import DTYPES, Checkpoint, CheckpointWriter, check_finite
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter, check_finite
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.utils.dtypes import STORED
 
 Plan = list[tuple[str, torch.dtype, Shape]]
 
@@ -52,7 +55,7 @@ def saved(folder: Path, tensors: dict[str, Tensor], **options: Any) -> Checkpoin
 
 TENSORS = st.dictionaries(
     st.text("abcxyz._019é", min_size=1, max_size=12),
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
+    st.tuples(st.sampled_from(sorted(STORED)), st.lists(st.integers(0, 5), max_size=3)),
     min_size=1,
     max_size=9,
 )
@@ -61,7 +64,7 @@ TENSORS = st.dictionaries(
 @settings(max_examples=40, deadline=None)
 @given(TENSORS, st.integers(1, 400), st.randoms(use_true_random=False))
 def test_written_folder_is_read_alike_by_the_library(drawn: Any, limit: int, random: Any) -> None:
-    tensors = {n: content(DTYPES[d], tuple(s), i) for i, (n, (d, s)) in enumerate(drawn.items())}
+    tensors = {n: content(torch_dtype(d), tuple(s), i) for i, (n, (d, s)) in enumerate(drawn.items())}
     with TemporaryDirectory() as scratch:
         target = Path(scratch) / "out"
         plan = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -83,7 +86,7 @@ def test_written_folder_is_read_alike_by_the_library(drawn: Any, limit: int, ran
 @settings(max_examples=40, deadline=None)
 @given(TENSORS)
 def test_folder_of_the_library_is_read_alike(drawn: Any) -> None:
-    tensors = {n: content(DTYPES[d], tuple(s), i) for i, (n, (d, s)) in enumerate(drawn.items())}
+    tensors = {n: content(torch_dtype(d), tuple(s), i) for i, (n, (d, s)) in enumerate(drawn.items())}
     with TemporaryDirectory() as scratch:
         checkpoint = saved(Path(scratch), tensors)
         for name, tensor in tensors.items():
@@ -350,7 +353,7 @@ def test_space_is_checked_with_headers(tmp_path: Path, monkeypatch: pytest.Monke
         if fits:
             write(tmp_path / "fits")
         else:
-            with pytest.raises(ResourceError, match=f"{size} bytes needed"):
+            with pytest.raises(ResourceError, match=f"{size} bytes are needed"):
                 write(tmp_path / "too-large")
 
 

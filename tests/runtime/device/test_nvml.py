@@ -70,6 +70,16 @@ class FakeNvml:
         return 0 if handle.value > 1 else 3  # not supported
 
 
+@pytest.fixture(autouse=True)
+def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, library: FakeNvml) -> list[nvml.Gpu]:
+    monkeypatch.setattr(nvml, "_load_nvml", lambda: library)
+    return nvml.gpus()
+
+
 THREE = ["NVIDIA GeForce RTX 4090", "NVIDIA H200", "NVIDIA Unknown"]
 
 
@@ -89,36 +99,39 @@ THREE = ["NVIDIA GeForce RTX 4090", "NVIDIA H200", "NVIDIA Unknown"]
     ],
     ids=str,
 )
-def test_cuda_visible_devices(setting: str | None, free: list[int]) -> None:
+def test_cuda_visible_devices(setting: str | None, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml(THREE)
-    found = nvml.gpus({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}, lambda: library)
-    assert [gpu.free // GIB for gpu in found] == free
-    assert [gpu.index for gpu in found] == list(range(len(free)))
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    gpus = found(monkeypatch, library)
+    assert [gpu.free // GIB for gpu in gpus] == free
+    assert [gpu.index for gpu in gpus] == list(range(len(free)))
     assert library.open == 0
 
 
-def test_a_gpu_is_described() -> None:
-    (gpu,) = nvml.gpus({}, lambda: FakeNvml(THREE[:1]))
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu,) = found(monkeypatch, FakeNvml(THREE[:1]))
     assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1", None)
 
 
-def test_the_clock_of_one_that_says_it() -> None:
-    assert [gpu.clock for gpu in nvml.gpus({}, lambda: FakeNvml(THREE))] == [None, 1980, 1980]
+def test_the_clock_of_one_that_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [gpu.clock for gpu in found(monkeypatch, FakeNvml(THREE))] == [None, 1980, 1980]
 
 
-def test_no_driver_is_no_gpu() -> None:
+def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    assert nvml.gpus({}, missing) == []
-    assert nvml.gpus({}, lambda: FakeNvml([], {"nvmlInit_v2": 9})) == []
+    assert found(monkeypatch, FakeNvml([], {"nvmlInit_v2": 9})) == []
+    monkeypatch.setattr(nvml, "_load_nvml", missing)
+    assert nvml.gpus() == []
 
 
 @pytest.mark.parametrize("call", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetMemoryInfo"])
-def test_a_driver_that_fails_is_an_error(call: str) -> None:
+def test_a_driver_that_fails_is_an_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml(THREE, {call: 999})
     with pytest.raises(ResourceError, match=f"{call} failed with NVML code 999"):
-        nvml.gpus({}, lambda: library)
+        found(monkeypatch, library)
     assert library.open == 0
 
 

@@ -12,12 +12,19 @@ MEMINFO = "MemTotal:       16777216 kB\nMemFree:  100 kB\nMemAvailable:   125829
 GIB = 1 << 30
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for / in this test."""
+    monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "sys/fs/cgroup")
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return root
 
 
 def v2(folder: str, limit: str, usage: int, inactive: int) -> dict[str, str]:
@@ -29,30 +36,34 @@ def v2(folder: str, limit: str, usage: int, inactive: int) -> dict[str, str]:
     }
 
 
-def test_memory_of_a_bare_machine(tmp_path: Path) -> None:
-    found = machine.memory(tree(tmp_path, {"proc/meminfo": MEMINFO}))
+def test_memory_of_a_bare_machine(root: Path) -> None:
+    write(root, {"proc/meminfo": MEMINFO})
+    found = machine.memory()
     assert found == machine.Memory(16 * GIB, 12 * GIB, "machine")
 
 
-def test_a_container_limit_counts_and_its_page_cache_is_free(tmp_path: Path) -> None:
+def test_a_container_limit_counts_and_its_page_cache_is_free(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(4 * GIB), 3 * GIB, 2 * GIB)}
-    found = machine.memory(tree(tmp_path, files))
+    write(root, files)
+    found = machine.memory()
     assert (found.total, found.available) == (4 * GIB, 3 * GIB)
     assert found.limit.endswith("sys/fs/cgroup")
 
 
-def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
+def test_the_tightest_of_nested_groups_counts(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n"}
     files |= v2("a/b/", "max", 0, 0) | v2("a/", str(2 * GIB), GIB, 0) | v2("", str(8 * GIB), 2 * GIB, 0)
-    assert machine.memory(tree(tmp_path, files)).available == GIB
+    write(root, files)
+    assert machine.memory().available == GIB
 
 
-def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
+def test_a_group_whose_path_is_the_hosts(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/docker/0123\n", **v2("", str(GIB), 0, 0)}
-    assert machine.memory(tree(tmp_path, files)).total == GIB
+    write(root, files)
+    assert machine.memory().total == GIB
 
 
-def test_cgroup_version_1(tmp_path: Path) -> None:
+def test_cgroup_version_1(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n0::/\n"}
     files |= {
         "sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(2 * GIB),
@@ -61,16 +72,18 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
     }
-    assert machine.memory(tree(tmp_path, files)).available == GIB + GIB // 2
+    write(root, files)
+    assert machine.memory().available == GIB + GIB // 2
 
 
-def test_a_full_group_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_group_leaves_nothing(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(GIB), 2 * GIB, 0)}
-    assert machine.memory(tree(tmp_path, files)).available == 0
+    write(root, files)
+    assert machine.memory().available == 0
 
 
-def test_without_proc_the_physical_memory_is_all_there_is_to_say(tmp_path: Path) -> None:
-    found = machine.memory(tmp_path)
+def test_without_proc_the_physical_memory_is_all_there_is_to_say(root: Path) -> None:
+    found = machine.memory()
     assert found.total == found.available > 0
 
 
@@ -88,8 +101,9 @@ def test_memory_of_this_machine_is_plausible() -> None:
     ],
     ids=["x86", "arm", "none"],
 )
-def test_cpu(tmp_path: Path, text: str, model: str, flag: str) -> None:
-    found = machine.cpu(tree(tmp_path, {"proc/cpuinfo": text}))
+def test_cpu(root: Path, text: str, model: str, flag: str) -> None:
+    write(root, {"proc/cpuinfo": text})
+    found = machine.cpu()
     assert found.model == model and (not flag or flag in found.flags) and "other" not in found.flags
     assert found.cores >= 1
 
@@ -119,5 +133,5 @@ def test_what_this_process_holds_grows_with_what_it_touches() -> None:
     assert machine.peak_resident() - before < 32 << 20
 
 
-def test_without_proc_nothing_is_said(tmp_path: Path) -> None:
-    assert (machine.resident(tmp_path), machine.peak_resident(tmp_path), machine.reset_peak(tmp_path)) == (0, 0, False)
+def test_without_proc_nothing_is_said(root: Path) -> None:
+    assert (machine.resident(), machine.peak_resident(), machine.reset_peak()) == (0, 0, False)

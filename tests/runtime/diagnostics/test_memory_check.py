@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import TORCH_DTYPES, Placement
+from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.diagnostics.memory_check import Part, check, measure
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
@@ -37,7 +37,7 @@ MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "in
 
 @pytest.mark.parametrize("dtype, batch, kv", MEASURED)
 def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
-    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], kv=kv)
+    placement = Placement(torch.device("cpu"), torch_dtype(dtype), kv=kv)
     parts = measure(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
     for part in parts:
@@ -78,7 +78,7 @@ def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, sh
     opened = ModelFolder.open(packed)
     config, packings = opened.config, opened.packings
     assert len(packings) == 2 * 7 + 1
-    placement = Placement(torch.device("cpu"), TORCH_DTYPES[dtype], dense_prefill_copy=shadow)
+    placement = Placement(torch.device("cpu"), torch_dtype(dtype), dense_prefill_copy=shadow)
     parts = measure(opened, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
     check([part for part in parts if part.exact], 0.001)
     linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)

