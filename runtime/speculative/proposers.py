@@ -18,7 +18,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import load_config
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.tokenizer.compatibility import check
+from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first: it is the most telling
@@ -121,7 +121,7 @@ class DraftModel(Session):
 
 def load_draft(folder: Path, tokenizer: Tokenizer, model: Transformer, capacity: int) -> DraftModel:
     """The model of `folder` as a draft for `model`, beside it. Raises ModelError where its vocabulary is another."""
-    check(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
+    check_vocabularies(tokenizer, Tokenizer.load(folder, load_config(folder).vocab_size))
     placement = Placement(model.device, model.dtype, kv=model.kv)
     return DraftModel(load_model(folder, placement), capacity, model.nbytes)
 
