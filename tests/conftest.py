@@ -6,12 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:  # most tests need neither torch nor native code
-    from mycli.runtime.kernels.cpu.build import Native
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,14 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).parent.parent
 PICO = ROOT / "runtime" / "pico" / "pico"
-
-# What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
-VARIANTS = {
-    "native": (),
-    "avx512-without-amx": ("-mno-amx-tile", "-O1"),
-    "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O1"),
-    "plain": ("-march=x86-64", "-O1"),
-}
 
 Mycli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -71,19 +59,3 @@ def mycli(environment: dict[str, str]) -> Mycli:
         )
 
     return run
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def library(request: pytest.FixtureRequest) -> "Native":
-    """The native code of this machine, and as other machines would compile it; skipped without a compiler."""
-    from mycli.runtime.kernels.cpu.build import compile_library, load_library, native
-
-    found = native()
-    if isinstance(found, str):
-        pytest.skip(f"no native code here: {found}")
-    if request.param == "native":
-        return found
-    if request.param != "plain" and "avx512f" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("the flags of this variant are for machines with AVX-512")
-    folder = request.config.cache.mkdir("packed_cpu")  # type: ignore[union-attr]  # the plugin is always there
-    return load_library(compile_library(folder, VARIANTS[request.param]))

@@ -7,7 +7,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.tokenizer.compatibility import check
+from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 EXAMPLES = (
@@ -30,7 +30,7 @@ def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
     rows = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
     tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]
-    found = check(tokenizers[0], tokenizers[1])
+    found = check_vocabularies(tokenizers[0], tokenizers[1])
     if call.out.json_mode:
         call.out.json({"tokens": found.tokens, "rows": rows, "different": 0, "ends_differ": found.ends_differ})
         return

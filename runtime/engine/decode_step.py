@@ -3,7 +3,7 @@
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
 that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
 can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
-rounded where the plain model rounds them, but for what comes out of a norm (`triton.epilogues`). Knows kernels and
+rounded where the plain model rounds them, but for what comes out of a norm (`triton.residual`). Knows kernels and
 layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
 """
 
@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
-from mycli.runtime.kernels.triton.decode import (
-    LayerCache,
-    Norm,
-    Projection,
-    activate,
-    add,
-    attend,
-    embed,
-    project,
-)
+from mycli.runtime.kernels.triton.attention import LayerCache, decode_attention
+from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.residual import Norm, add, embed
+from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
@@ -146,7 +140,7 @@ class DecodeStep:
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
             qkv, gate_up = layer.input_norm.product, layer.post_norm.product
             query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
-            attended = attend(query, stored, lengths, layer.window, layer.o, counters)
+            attended = decode_attention(query, stored, lengths, layer.window, layer.o, counters)
             normed = add(attended, layer.o, stream, layer.post_norm, counters)
             assert normed is not None
             x = add(

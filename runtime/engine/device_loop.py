@@ -20,22 +20,22 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine.cuda_graph import Capture, Step, Work, cuda_graph, make_replay
 from mycli.runtime.engine.model_runner import FastPaths
-from mycli.runtime.kernels.triton.sample import Feedback, choose_tokens
-from mycli.runtime.kernels.triton.top_k_top_p import Cuts
+from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
+from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import Choice
 
 STEPS = 4
-_Kind = tuple[int, int, bool, Cuts]  # steps, vocabulary, drawn, and from what
+_Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, drawn, and from what
 
 
 @dataclass(frozen=True)
 class _Held:
     """The buffers of one cache, and what was captured on them; None after the first launch of a kind."""
 
-    feedback: Feedback
+    feedback: SamplingBuffers
     graphs: dict[_Kind, Work | None] = field(default_factory=dict)
 
 
@@ -85,7 +85,7 @@ class DeviceLoop:
     ) -> Iterator[tuple[list[list[int]], float]]:
         held = self._held.get(cache)
         if held is None:
-            held = self._held[cache] = _Held(Feedback.make(STEPS, cache.sequences, token.device))
+            held = self._held[cache] = _Held(SamplingBuffers.make(STEPS, cache.sequences, token.device))
         self._begin(held.feedback, token, choice, cache.length)
 
         def launch() -> _Launch | None:
@@ -104,7 +104,7 @@ class DeviceLoop:
             began = time.perf_counter()
 
     @torch.inference_mode()
-    def _begin(self, to: Feedback, token: Tensor, choice: Choice, length: int) -> None:
+    def _begin(self, to: SamplingBuffers, token: Tensor, choice: Choice, length: int) -> None:
         to.tokens.copy_(token)
         to.lengths.fill_(length + 1)
         to.seed.fill_(choice.seed)
@@ -118,15 +118,15 @@ class DeviceLoop:
         self, held: _Held, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
     ) -> _Launch:
         to, drawn = held.feedback, choice.temperature > 0
-        cuts = Cuts(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)
+        filters = Filters(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)
 
         def work() -> Tensor:
             for index in range(steps):
                 logits = self._step(to.tokens, to.lengths, tables, cache, last=True)[:, -1]
-                choose_tokens(logits, choice.vocab_size, drawn, to, index, cuts)
+                sample_tokens(logits, choice.vocab_size, drawn, to, index, filters)
             return to.chosen
 
-        run = self._captured(held, (steps, choice.vocab_size, drawn, cuts), work)
+        run = self._captured(held, (steps, choice.vocab_size, drawn, filters), work)
         events = None
         if to.chosen.is_cuda:
             events = _event(), _event()
@@ -176,13 +176,13 @@ def _wrong_choices(model: Transformer) -> str | None:
     vocab = model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, vocab, generator=generator).to(model.device, model.dtype)
-    to = Feedback.make(1, len(logits), model.device)
-    choose_tokens(logits, vocab, False, to, 0)
+    to = SamplingBuffers.make(1, len(logits), model.device)
+    sample_tokens(logits, vocab, False, to, 0)
     expected = logits.float().argmax(dim=-1)
     if not to.chosen[0].equal(expected):
         return f"the device chose {to.chosen[0].tolist()} where {expected.tolist()} are the likeliest"
     to.top_p.fill_(0.5)  # of one that is left, or equals
-    choose_tokens(logits, vocab, True, to, 0, Cuts(top_k=True, top_p=True, min_p=True))
+    sample_tokens(logits, vocab, True, to, 0, Filters(top_k=True, top_p=True, min_p=True))
     drawn = to.chosen[0].clamp(min=0)[:, None]
     if not logits.gather(1, drawn).equal(logits.gather(1, expected[:, None])):
         return f"the device drew {drawn[:, 0].tolist()} where {expected.tolist()} alone may be drawn"

@@ -1,27 +1,70 @@
-"""The ordered list of kernels that multiply by packed weights: the first that takes a product gets it.
+"""Which kernel does what: for each operation an ordered list, of which the first that does not decline is taken.
 
 The order is meant to be read: fastest first, the one that takes everything last. A new kernel is its file and one line
-here.
+here. Products of packed weights are bound to a kernel at load, since it lays the weight out (`select_kernel`); the
+others are asked at every call, and a kernel declines by returning its reason. Fused passes, which replace all of these
+for a few tokens on a GPU, are `runtime.engine.decode_step`.
 """
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, ParamSpec, TypeVar
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels import reference
+from mycli.runtime.kernels.cpu.attention import attend_few
+from mycli.runtime.kernels.cpu.elementwise import rms_norm_few, rotate_few, silu_multiply_few
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few
+from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.quantization.packed_weight import Kernel
 from mycli.runtime.quantization.scheme import Packing
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Operation(Generic[_P, _R]):
+    """An operation with its kernels in order of preference. A kernel returns the result, or why it declines."""
+
+    name: str
+    kernels: tuple[Callable[_P, _R | str], ...]
+
+    def __call__(self, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        """By the first kernel that takes the arguments; ModelError listing every reason where none does."""
+        reasons = []
+        for kernel in self.kernels:
+            result = kernel(*arguments, **options)
+            if not isinstance(result, str):
+                return result
+            reasons.append(f"{kernel.__name__}: {result}")
+        asked = ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else str(a) for a in arguments)
+        raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(reasons))
+
+
+DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_few, functional.linear))
+RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (rms_norm_few, reference.rms_norm))
+ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (rotate_few, reference.rotate_halves))
+SILU_MULTIPLY: Operation[[Tensor], Tensor] = Operation("SiLU", (silu_multiply_few, reference.silu_multiply))
+ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None], Tensor] = Operation(
+    "attention", (attend_few, reference.attend_dense)
+)
+
 
 def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in order of preference."""
-    from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel
-    from mycli.runtime.kernels.reference import DequantizeKernel
-    from mycli.runtime.kernels.triton.linear import TritonPacked
-
-    return (CpuKernel(), TorchInt4Kernel(), TritonPacked(), DequantizeKernel())
+    """Those that multiply by packed weights, in order of preference."""
+    return (CpuKernel(), TorchInt4Kernel(), TritonKernel(), reference.DequantizeKernel())
 
 
-def choose(packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The first kernel that takes the product; ModelError listing every reason where none does."""
+def select_kernel(
+    packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+) -> Kernel:
+    """The first kernel that takes the packed product; ModelError listing every reason where none does."""
     reasons = []
     for kernel in kernels():
         reason = kernel.decline(packing, out_features, in_features, device, dtype)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import KeyValues, Stored
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.elementwise import silu_multiply
+from mycli.runtime.kernels.registry import SILU_MULTIPLY
 from mycli.runtime.layers.attention import attend, visible
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
@@ -124,12 +123,8 @@ class Mlp(nn.Module):
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """x [sequences, tokens, hidden]."""
-        both = yield self.gate_up, _normed(self.norm, x)
-        activated = silu_multiply(both)
-        if activated is None:
-            gate, up = both.chunk(2, dim=-1)
-            activated = functional.silu(gate) * up
-        output = yield self.down, activated
+        gate_up = yield self.gate_up, _normed(self.norm, x)
+        output = yield self.down, SILU_MULTIPLY(gate_up)
         return x + _normed(self.output_norm, output)
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.matmul import dense_rows
-from mycli.runtime.kernels.registry import choose
+from mycli.runtime.kernels.registry import DENSE_PRODUCT, select_kernel
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
@@ -36,8 +35,7 @@ class DenseMatmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] to [rows, N]."""
-        y = dense_rows(x, self._weight)
-        return functional.linear(x, self._weight) if y is None else y
+        return DENSE_PRODUCT(x, self._weight)
 
     def dequantize(self) -> Tensor:
         """The weight itself."""
@@ -79,7 +77,7 @@ class Linear(nn.Module):
                 matmuls.append(DenseMatmul(_read_dense(checkpoint, linears, device, dtype)))
                 continue
             weight = formats.load(packing.layout).read_weight(checkpoint, linears, packing, device)
-            kernel = choose(packing, weight.out_features, self.in_features, device, dtype)
+            kernel = select_kernel(packing, weight.out_features, self.in_features, device, dtype)
             matmuls.append(kernel.prepare(weight, dtype))
         self._matmuls = tuple(matmuls)
         if self.specs[0].bias:

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.elementwise import rms_norm
+from mycli.runtime.kernels.registry import RMS_NORM
 from mycli.runtime.models.layer_spec import NormSpec
 
 
@@ -24,8 +23,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        y = rms_norm(x, self.weight, self.eps)
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps) if y is None else y
+        return RMS_NORM(x, self.weight, self.eps)
 
 
 def make_norm(spec: NormSpec | None) -> RMSNorm | None:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.elementwise import rotate_few
+from mycli.runtime.kernels.registry import ROTATION
 from mycli.runtime.models.config import ModelConfig, RopeScaling
 
 
@@ -83,9 +83,4 @@ class Rope:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [batch, tokens, heads, head_dim] turned by tables [tokens, head_dim / 2]; pairs are (i, i + head_dim / 2)."""
-    turned = rotate_few(x, cos, sin)
-    if turned is not None:
-        return turned
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return ROTATION(x, cos, sin)

@@ -296,7 +296,7 @@ class Sampler:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
             given = adjusted(real, self.sampling, self._after(1, following))
             drawn = softmax_draw(given, self._random(1)[0], out)
-            token = int(self.draw(out.copy_(given.softmax(dim=-1)))) if drawn is None else drawn
+            token = int(self.draw(out.copy_(given.softmax(dim=-1)))) if isinstance(drawn, str) else drawn
         return token if token < self._vocab_size else None
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:

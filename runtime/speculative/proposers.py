@@ -17,7 +17,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.tokenizer.compatibility import check
+from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first: it is the most telling
@@ -120,7 +120,7 @@ class DraftModel(Session):
 
 def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, context: int) -> DraftModel:
     """The model of `folder` as a draft for `target`, beside it. Raises ModelError where its vocabulary is another."""
-    check(tokenizer, Tokenizer.load(folder.path, folder.config.vocab_size))
+    check_vocabularies(tokenizer, Tokenizer.load(folder.path, folder.config.vocab_size))
     placement = Placement(target.device, target.dtype, kv=target.kv)
     return DraftModel(load_model(folder, placement), context, target.nbytes)
 

@@ -22,10 +22,10 @@ from mycli.runtime.utils.sandbox import Child, ChildError, serve
 
 ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
 LOAD_SECONDS = 20.0
-MEMORY = 4 << 30
+HELPER_MEMORY = 4 << 30
 MAX_STEPS = 16  # of a sequence of normalizers or pre-tokenizers
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _LLAMA3_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _O200K_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -116,7 +116,7 @@ class Pipeline:
         return [self._whole.token_to_id(token) for token in tokens]
 
 
-def _call(work: Callable[[], T]) -> T:
+def _call(work: Callable[[], _T]) -> _T:
     """`work()`, with the library's errors and its panics (BaseException, not Exception) as ModelError."""
     try:
         return work()
@@ -130,7 +130,7 @@ class GuardedPipeline:
     """A `Pipeline` in a helper process that is killed when it takes too long or too much memory."""
 
     def __init__(self, path: Path) -> None:
-        self._child = Child("mycli.runtime.tokenizer.backend", str(path.resolve()), MEMORY, reply_bytes=1 << 28)
+        self._child = Child("mycli.runtime.tokenizer.backend", str(path.resolve()), HELPER_MEMORY, reply_bytes=1 << 28)
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
         """See `Encoder`."""
@@ -157,7 +157,7 @@ def _seconds(text: str) -> float:
     return ENCODE_SECONDS + len(text) / 100_000
 
 
-def build(path: str) -> Callable[[Any], Any]:
+def encoder_handler(path: str) -> Callable[[Any], Any]:
     """The helper's handler of [method of Pipeline, its arguments...] for the file at `path`."""
     pipeline = Pipeline(Path(path).read_bytes())
     methods: dict[str, Callable[..., Any]] = {
@@ -170,7 +170,7 @@ def build(path: str) -> Callable[[Any], Any]:
 
 def main() -> None:
     """Entry point of the helper process."""
-    serve(build)
+    serve(encoder_handler)
 
 
 def _steps(part: Any, key: str) -> list[Any]:
@@ -182,7 +182,7 @@ def _steps(part: Any, key: str) -> list[Any]:
     return [part]
 
 
-def _tame_normalizer(step: Mapping[str, Any]) -> bool:
+def _trusted_normalizer(step: Mapping[str, Any]) -> bool:
     if step.get("type") == "Prepend":
         return len(str(step.get("prepend"))) <= 8
     if step.get("type") == "Replace":
@@ -193,7 +193,7 @@ def _tame_normalizer(step: Mapping[str, Any]) -> bool:
     return step.get("type") in _NORMALIZERS
 
 
-def _tame_pre_tokenizer(step: Mapping[str, Any]) -> bool:
+def _trusted_pre_tokenizer(step: Mapping[str, Any]) -> bool:
     if step.get("type") == "Split":
         pattern = step.get("pattern")
         if not isinstance(pattern, dict):
@@ -202,7 +202,7 @@ def _tame_pre_tokenizer(step: Mapping[str, Any]) -> bool:
     return step.get("type") in _PRE_TOKENIZERS
 
 
-def _tame_post_processor(step: Mapping[str, Any]) -> bool:
+def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
     if step.get("type") != "TemplateProcessing":
         return step.get("type") == "ByteLevel"
     known, pieces = step.get("special_tokens"), step.get("single")
@@ -213,14 +213,14 @@ def _tame_post_processor(step: Mapping[str, Any]) -> bool:
     return len(pieces) <= MAX_STEPS and all(name in known for name in names)
 
 
-def is_tame(values: Mapping[str, Any]) -> bool:
+def is_trusted(values: Mapping[str, Any]) -> bool:
     """Whether the parsed tokenizer.json `values` is built only from parts that cannot blow up (see the module)."""
-    for key, inner, tame in (
-        ("normalizer", "normalizers", _tame_normalizer),
-        ("pre_tokenizer", "pretokenizers", _tame_pre_tokenizer),
-        ("post_processor", "processors", _tame_post_processor),
+    for key, inner, trusted in (
+        ("normalizer", "normalizers", _trusted_normalizer),
+        ("pre_tokenizer", "pretokenizers", _trusted_pre_tokenizer),
+        ("post_processor", "processors", _trusted_post_processor),
     ):
         steps = _steps(values.get(key), inner)
-        if len(steps) > MAX_STEPS or not all(isinstance(step, dict) and tame(step) for step in steps):
+        if len(steps) > MAX_STEPS or not all(isinstance(step, dict) and trusted(step) for step in steps):
             return False
     return True

@@ -107,7 +107,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def build(_: object) -> Callable[[Any], list[str]]:
+def render_handler(_: object) -> Callable[[Any], list[str]]:
     """A handler of {"template": source, "variables": [one object per rendering]}: the rendered texts."""
     environment = _environment()
     compiled = lru_cache(4)(environment.from_string)
@@ -130,4 +130,4 @@ def build(_: object) -> Callable[[Any], list[str]]:
 
 def main() -> None:
     """Entry point of the helper process."""
-    serve(build)
+    serve(render_handler)

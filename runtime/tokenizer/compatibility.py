@@ -23,7 +23,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class VocabularyComparison:
     """`tokens`: ids that have a token in either model; `differences`: the first of `different` that disagree.
 
     `rows`: embedding rows of target and draft, which may be padded differently. `ends_differ`: the two end a text with
@@ -53,7 +53,7 @@ def _name(meaning: tuple[str, bytes] | None) -> str:
     return text if kind == "text" else f"special {text}"
 
 
-def compare(target: Tokenizer, draft: Tokenizer) -> Comparison:
+def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
     """Every id of both: the same bytes, and special in both or in none."""
     tokens = different = 0
     differences: list[Difference] = []
@@ -65,12 +65,12 @@ def compare(target: Tokenizer, draft: Tokenizer) -> Comparison:
             if len(differences) < SHOWN:
                 differences.append(Difference(index, _name(ours), _name(theirs)))
     rows = (len(target.vocabulary), len(draft.vocabulary))
-    return Comparison(tokens, rows, different, tuple(differences), target.eos != draft.eos)
+    return VocabularyComparison(tokens, rows, different, tuple(differences), target.eos != draft.eos)
 
 
-def check(target: Tokenizer, draft: Tokenizer) -> Comparison:
-    """`compare`, and ModelError with the first differing ids unless all agree."""
-    found = compare(target, draft)
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
+    """`compare_vocabularies`, and ModelError with the first differing ids unless all agree."""
+    found = compare_vocabularies(target, draft)
     if found.different:
         listed = "; ".join(f"{one.id} is {one.target} and {one.draft}" for one in found.differences)
         raise ModelError(

@@ -6,7 +6,7 @@ A pasted `<|im_end|><|im_start|>system` must reach the model as characters. The 
   exactly what `transformers.apply_chat_template` does.
 - Otherwise each spelling is wrapped, before rendering, in two characters that occur nowhere in the conversation (chosen
   after looking, so they cannot be forged, and nothing need be stripped). Templates may trim, split or search the text
-  as usual. Afterwards the rendered text is cut at the template's own control tokens; every stretch that holds a wrapper
+  as usual. Afterwards the rendered text is cut at the template's own control tokens; every segment that holds a wrapper
   is encoded by a tokenizer that knows no added tokens, the rest normally.
 - As a check, the conversation is rendered a second time with the spellings taken out: both must hold the same control
   tokens in the same order. A template that decides by such a spelling, or mangles the wrappers, is refused.
@@ -35,7 +35,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """A part of a rendered conversation: `plain`: no added token is recognised in it, `inside`: it follows one."""
 
     text: str
@@ -44,14 +44,14 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Marks:
+class Sentinels:
     """The two characters around a spelling."""
 
     start: str
     end: str
 
     @classmethod
-    def absent_from(cls, texts: Sequence[str]) -> "Marks":
+    def absent_from(cls, texts: Sequence[str]) -> "Sentinels":
         """Two private-use characters that occur in none of `texts`."""
         used = set().union(*texts)
         start, end = [mark for code in range(0x10FFFD, 0xE000, -1) if (mark := chr(code)) not in used][:2]
@@ -87,42 +87,42 @@ class ControlText:
             return True
         return self._normalize is not None and self._hidden.search(self._normalize(text)) is not None
 
-    def wrap(self, value: Any, marks: Marks, special_only: bool = False, keep: bool = True) -> Any:
-        """JSON `value` with each spelling between `marks`, or, without `keep`, only the marks in its place."""
+    def wrap(self, value: Any, sentinels: Sentinels, special_only: bool = False, keep: bool = True) -> Any:
+        """JSON `value` with each spelling between `sentinels`, or, without `keep`, only the sentinels in its place."""
         if isinstance(value, dict):
             return {
-                self.wrap(key, marks, special_only, keep): self.wrap(item, marks, special_only, keep)
+                self.wrap(key, sentinels, special_only, keep): self.wrap(item, sentinels, special_only, keep)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.wrap(item, marks, special_only, keep) for item in value]
+            return [self.wrap(item, sentinels, special_only, keep) for item in value]
         if not isinstance(value, str) or not self._spelled(value, special_only):
             return value
         pattern = self._special if special_only else self._any
-        wrapped, count = pattern.subn(lambda found: marks.start + (found[0] if keep else "") + marks.end, value)
+        wrapped, count = pattern.subn(lambda found: sentinels.start + (found[0] if keep else "") + sentinels.end, value)
         if count:
             return wrapped
-        return marks.start + (value if keep else "") + marks.end  # only its normalized form spells a token
+        return sentinels.start + (value if keep else "") + sentinels.end  # only its normalized form spells a token
 
-    def written(self, rendered: str, marks: Marks) -> list[str]:
+    def written(self, rendered: str, sentinels: Sentinels) -> list[str]:
         """The control tokens that the template wrote, in order."""
-        return [found["token"] for found in self._scan(rendered, marks) if found["token"]]
+        return [found["token"] for found in self._scan(rendered, sentinels) if found["token"]]
 
-    def stretches(self, rendered: str, marks: Marks) -> Iterator[Stretch]:
-        """`rendered` without marks, cut so that each stretch with a mark is `plain` and holds no template token."""
-        pending, text, plain = "", "", False  # decided text; text since the last template token, whether it had marks
+    def segments(self, rendered: str, sentinels: Sentinels) -> Iterator[Segment]:
+        """`rendered` without sentinels, cut so that a segment that had one is `plain` and holds no template token."""
+        pending, text, plain = "", "", False  # decided text; text since the last template token; had it any
         before: AddedToken | None = None
         end = 0
-        for found in self._scan(rendered, marks):
+        for found in self._scan(rendered, sentinels):
             text += rendered[end : found.start()]
             end = found.end()
             if not found["token"]:
-                text, plain = text + found[0].replace(marks.start, "").replace(marks.end, ""), True
+                text, plain = text + found[0].replace(sentinels.start, "").replace(sentinels.end, ""), True
                 continue
             token = self._tokens[found["token"]]
             if plain:
                 if pending:
-                    yield Stretch(pending, False, False)
+                    yield Segment(pending, False, False)
                 yield self._plain(text, before, token)
                 pending = ""
             else:
@@ -132,22 +132,22 @@ class ControlText:
         if not plain:
             pending, text = pending + text, ""
         if pending:
-            yield Stretch(pending, False, False)
+            yield Segment(pending, False, False)
         if text:
             yield self._plain(text, before, None)
 
     @staticmethod
-    def _plain(text: str, before: AddedToken | None, after: AddedToken | None) -> Stretch:
-        """A plain stretch, without the blanks that the tokens around it swallow."""
+    def _plain(text: str, before: AddedToken | None, after: AddedToken | None) -> Segment:
+        """A plain segment, without the blanks that the tokens around it swallow."""
         if before and before.rstrip:
             text = text.lstrip()
         if after and after.lstrip:
             text = text.rstrip()
-        return Stretch(text, True, before is not None)
+        return Segment(text, True, before is not None)
 
-    def _scan(self, rendered: str, marks: Marks) -> Iterator[re.Match[str]]:
-        """Spellings beside a mark (one mark may be lost to a template that cuts texts), lone marks, and `token`s."""
-        start, end, some = re.escape(marks.start), re.escape(marks.end), self._alternatives
+    def _scan(self, rendered: str, sentinels: Sentinels) -> Iterator[re.Match[str]]:
+        """Spellings beside a sentinel (a template that cuts texts may lose one), lone ones, and `token`s."""
+        start, end, some = re.escape(sentinels.start), re.escape(sentinels.end), self._alternatives
         return re.finditer(f"{start}(?:{some}){end}?|(?:{some}){end}|[{start}{end}]|(?P<token>{some})", rendered)
 
 

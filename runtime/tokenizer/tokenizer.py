@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.tokenizer.backend import Encoder, GuardedPipeline, Pipeline, is_tame
+from mycli.runtime.tokenizer.backend import Encoder, GuardedPipeline, Pipeline, is_trusted
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, token_texts
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
-from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Marks, strings
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
@@ -119,7 +119,7 @@ class Tokenizer:
                 gc.enable()
         vocabulary = _read_vocabulary(raw, vocab_size)
         added = _read_added(raw, vocabulary)
-        encoder = Pipeline(data) if is_tame(raw.values) else GuardedPipeline(path)
+        encoder = Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(path)
         for token, found in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
             if found != token.id:
                 raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, but its place is {found}")
@@ -198,15 +198,15 @@ class Tokenizer:
             _check_texts([text])
             return self._encoder.encode(text, False, plain=False, inside=False)
         contents = [message.content for message in messages]
-        marks = Marks.absent_from([*contents, *strings([tools, arguments]), template.source(bool(tools))])
+        sentinels = Sentinels.absent_from([*contents, *strings([tools, arguments]), template.source(bool(tools))])
         variants = [
             (
                 [
-                    {"role": m.role, "content": self._control.wrap(m.content, marks, m.role == "assistant", keep)}
+                    {"role": m.role, "content": self._control.wrap(m.content, sentinels, m.role == "assistant", keep)}
                     for m in messages
                 ],
-                self._control.wrap(tools, marks, keep=keep),
-                self._control.wrap(arguments, marks, keep=keep),
+                self._control.wrap(tools, sentinels, keep=keep),
+                self._control.wrap(arguments, sentinels, keep=keep),
             )
             for keep in (True, False)
         ]
@@ -214,17 +214,17 @@ class Tokenizer:
         wrapped_tools = None if tools is None else tool_lists
         rendered, bare = template.render(conversations, wrapped_tools, argument_lists, add_generation_prompt)
         _check_texts([rendered])
-        if self._control.written(rendered, marks) != self._control.written(bare, marks):
+        if self._control.written(rendered, sentinels) != self._control.written(bare, sentinels):
             raise UsageError(
                 "the chat template reacts to a control token spelled in a message",
                 code="allow-special",
             )
         ids: list[int] = []
-        for stretch in self._control.stretches(rendered, marks):
-            if stretch.plain:
-                ids += self._encode_plain(stretch.text, stretch.inside)
+        for segment in self._control.segments(rendered, sentinels):
+            if segment.plain:
+                ids += self._encode_plain(segment.text, segment.inside)
             else:
-                ids += self._encoder.encode(stretch.text, False, plain=False, inside=False)
+                ids += self._encoder.encode(segment.text, False, plain=False, inside=False)
         return ids
 
     def render(

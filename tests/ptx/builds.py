@@ -15,19 +15,21 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import activation as triton_activation
 from mycli.runtime.kernels.triton import attention as triton_attention
-from mycli.runtime.kernels.triton import epilogues as triton_fused
 from mycli.runtime.kernels.triton import gemm as triton_matmul
 from mycli.runtime.kernels.triton import tiles as triton_tiles
-from mycli.runtime.kernels.triton.decode import BLOCK_K, attend_warps, combination
+from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
+from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue
 from mycli.runtime.kernels.triton.linear import constants, dequantize_warps
-from mycli.runtime.kernels.triton.sample import BLOCK, choose_kernel, partial_kernel
-from mycli.runtime.kernels.triton.split_k import Tail
+from mycli.runtime.kernels.triton.residual import Normed, add_epilogue, embed_kernel
+from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
+from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
+from mycli.runtime.kernels.triton.split_k import Epilogue
 from mycli.runtime.kernels.triton.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.top_k_top_p import narrow_kernel, peak_kernel
 from mycli.runtime.kernels.triton.weight_layout import layout_of, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
-_ROOT = triton_matmul.Root("*fp32", "i32", "i32", "fp32", 32)
+_RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
 
 
@@ -70,7 +72,7 @@ class Build:
 
 
 def _multiply(
-    capability: int, packing: Packing, shape: Tile, after: str = "", root: bool = False, tail: Tail | None = None
+    capability: int, packing: Packing, shape: Tile, after: str = "", rms: bool = False, epilogue: Epilogue | None = None
 ) -> Build:
     columns = tile_k(packing)
     pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
@@ -79,7 +81,7 @@ def _multiply(
     return Build(
         name=f"multiply {packing.name} rows {shape.block_m}{after}",
         kernel=triton_matmul.multiply_kernel,
-        types={**pointers, **sizes, "root": _ROOT if root else None, "tail": tail},
+        types={**pointers, **sizes, "rms": _RMS if rms else None, "epilogue": epilogue},
         constants={
             **constants(packing, torch.bfloat16, ptx=True),
             "BLOCK_N": shape.block_n,
@@ -87,7 +89,7 @@ def _multiply(
             "WARPS": shape.warps,
             "UNROLL": unroll,
             "PERMUTED": shape.permuted,
-            "OVERLAP": capability >= 90,
+            "PDL": capability >= 90,
         },
         warps=shape.warps,
         stages=shape.stages,
@@ -102,7 +104,7 @@ def multiply_builds(capability: int) -> Iterator[Build]:
     for bits in BITS:
         for group in (*GROUP_SIZES, None):
             packing = Packing(bits, group)
-            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.ROWS):
+            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.TILE_ROWS):
                 yield _multiply(capability, packing, shape)
 
 
@@ -134,42 +136,43 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield Build("reduce", triton_matmul.reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
 
-def choose_builds() -> Iterator[Build]:
-    """The choice of a token, of the 128,256 of Llama-3.1."""
+def sample_builds() -> Iterator[Build]:
+    """Sampling a token of the 128,256 of Llama-3.1."""
+    blocks = {"BLOCK": VOCABULARY_BLOCK, "BLOCKS": 128}
     pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
     limit = {"peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32"}
     settings = {"temperature": "*fp32", "top_k": "*fp32"}
     sizes = {"stride": "i32", "vocab": "i32", "step": "i32"}
     partial = {**pointers, "seed": "*i64", **limit, **settings, "min_p": "*fp32", **sizes}
-    for name, draw, cut in (("likeliest", False, False), ("draw", True, False), ("cut draw", True, True)):
-        chosen = {"DRAW": draw, "TOP_K": cut, "TOP_P": cut, "MIN_P": cut, "BLOCK": BLOCK, "BLOCKS": 128}
+    for name, draw, filtered in (("likeliest", False, False), ("draw", True, False), ("filtered draw", True, True)):
+        chosen = {"DRAW": draw, **dict.fromkeys(("TOP_K", "TOP_P", "MIN_P"), filtered), **blocks}
         yield Build(f"{name} of a block", partial_kernel, partial, chosen, unaligned=("step",))
     peak = {"logits": "*bf16", "peaks": "*fp32", "stride": "i32", "vocab": "i32"}
-    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": BLOCK})
+    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": VOCABULARY_BLOCK})
     before = {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "top_p": "*fp32", "step_before": "i32"}
     narrow = {"logits": "*bf16", **limit, **settings, **before, **sizes}
     for name, mass in (("top-k", False), ("top-p", True)):
         for place in range(3):
-            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, "BLOCK": BLOCK, "BLOCKS": 128}
+            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, **blocks}
             unaligned = ("step", "step_before")
             yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, chosen, unaligned=unaligned)
     last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
     del last["logits"]
-    yield Build("choice", choose_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+    yield Build("sample", sample_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
 
 
-def _tails(block: int, rows: int) -> Iterator[tuple[str, bool, Tail]]:
-    """What follows the products of a layer: name, whether x came from a norm, and the tail."""
+def _epilogues(block: int, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
+    """What follows the products of a layer: name, whether x came from a norm, and the epilogue."""
     tiles = max(1, block // 128)
-    normed = triton_fused.Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
-    yield "add", False, Tail(triton_fused.add_tail, "*i32", normed, 128 * tiles, 1)
-    gated = triton_fused.Gated("i32", _OPERAND, rows, tiles, tl.bfloat16)
-    yield "SiLU", True, Tail(triton_fused.silu_tail, "*i32", gated, 128 * tiles, 2)
+    normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
+    yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
+    gated = Gated("i32", _OPERAND, rows, tiles, tl.bfloat16)
+    yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (("rotate", "*bf16", None), ("rotate int8", "*i8", "*fp32")):
         tables = ("*bf16", "*bf16", "*i32", "*bf16")
         sizes = ("i32", "i32", "i32", "i64", "i64", "i64", "fp32", 64, 64, rows)
-        rotated = triton_fused.Rotated(None, None, None, *tables, stored, stored, scales, scales, *sizes)
-        yield name, True, Tail(triton_fused.rope_tail, "*i32", rotated, 128, 1)
+        rotated = Rotated(None, None, None, *tables, stored, stored, scales, scales, *sizes)
+        yield name, True, Epilogue(rope_epilogue, "*i32", rotated, 128, 1)
 
 
 def decode_builds(capability: int) -> Iterator[Build]:
@@ -179,13 +182,13 @@ def decode_builds(capability: int) -> Iterator[Build]:
     """
     packing = Packing(4, 128)
     shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, 8)
-    normed = triton_fused.Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
+    normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
     embed = {"tokens": "*i64", "embedding": "*bf16", "rows": "i32", "given": normed}
-    overlap = {"OVERLAP": capability >= 90}
-    yield Build("embed", triton_fused.embed_kernel, embed, overlap, unaligned=("rows", "rows_kept"))
+    pdl = {"PDL": capability >= 90}
+    yield Build("embed", embed_kernel, embed, pdl, unaligned=("rows", "rows_kept"))
     for rows in (1, 8):
-        for name, root, tail in _tails(shape.block_n, rows):
-            yield _multiply(capability, packing, shape, f" {name} {rows}", root, tail)
+        for name, rms, epilogue in _epilogues(shape.block_n, rows):
+            yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
     for name, stored in (("", "*bf16"), (" int8", "*i8")):
         scales = None if name == "" else "*fp32"
         cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
@@ -203,7 +206,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
             flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
             warps = attend_warps(max(8, 4 * tokens))
-            flags |= combination(tokens, 4 * 128, 128, 32, warps) | overlap
+            flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
             yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept",))
 
@@ -211,5 +214,5 @@ def decode_builds(capability: int) -> Iterator[Build]:
 def builds(capability: int) -> Iterator[Build]:
     """Every kernel."""
     yield from matmul_builds(capability)
-    yield from choose_builds()
+    yield from sample_builds()
     yield from decode_builds(capability)

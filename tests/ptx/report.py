@@ -1,12 +1,11 @@
 """What the Triton kernels compile to, counted without a GPU.
 
-    python -m tests.ptx.report [80 90 ..]        the table, for these compute capabilities or all
-    python -m tests.ptx.report docs/kernels.md   the same, put into that file between its two marks
+    python -m tests.ptx.report [80 90 ..]                the table, for these compute capabilities or all
+    python -m tests.ptx.report docs/results/kernels.md   that page, for all
 
 Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
 instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a
-multiprocessor. Judges nothing: the bars are in the tests. The one place of the runtime that writes to standard output,
-because it is a development tool of its own and no part of the command line.
+multiprocessor. Judges nothing: the bars are in the tests.
 """
 
 import re
@@ -24,7 +23,6 @@ from tests.ptx.builds import Build, builds
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
-MARK = "<!-- measured by tests.ptx.report -->"
 # Per multiprocessor: warps, KiB of shared memory, blocks (CUDA programming guide, compute capabilities).
 _LIMITS = {80: (64, 164, 32), 86: (48, 100, 16), 89: (48, 100, 24), 90: (64, 228, 32), 100: (64, 228, 32)}
 _LIMITS[120] = (48, 100, 32)
@@ -121,6 +119,12 @@ def amd(build: Build) -> str:
     return str(Counter(re.findall(r"v_mfma_\w+|v_dot\w+", assembly)).most_common(1))
 
 
+PAGE = """# What the Triton kernels compile to
+
+Made by `python -m tests.ptx.report docs/results/kernels.md`; [kernels.md](../kernels.md#what-they-compile-to) says what
+the columns mean.
+
+"""
 HEADER = """| kernel | sm | instr/weight | loop | product | B in 16-byte loads | B in narrower | B to shared \
 | registers | spilled B | shared KiB | blocks/SM |
 |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -145,9 +149,7 @@ def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
 
 def _main(arguments: list[str]) -> None:
     if len(arguments) == 1 and arguments[0].endswith(".md"):
-        path = Path(arguments[0])
-        before, mark, rest = path.read_text("utf-8").partition(MARK)
-        path.write_text(f"{before}{mark}\n{table()}{MARK}{rest.partition(MARK)[2]}", "utf-8")
+        Path(arguments[0]).write_text(PAGE + table(), "utf-8")
     else:
         sys.stdout.write(table(tuple(int(argument) for argument in arguments) or CAPABILITIES))
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,16 +25,21 @@ def _poison() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-@pytest.fixture(scope="module")
-def interpret() -> Iterator[Interpret]:
+@cache  # one for all test files: it takes seconds to start, and ends with this process
+def _pool() -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _poison)
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool.submit(os.getpid).result()  # starts the process, which keeps a copy of the environment
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    return pool
+
+
+@pytest.fixture
+def interpret() -> Interpret:
     """interpret(function, *arguments): the result of a module-level function, computed there."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _poison) as pool:
-        os.environ["TRITON_INTERPRET"] = "1"
-        try:
-            pool.submit(os.getpid).result()  # starts the process, which keeps a copy of the environment
-        finally:
-            del os.environ["TRITON_INTERPRET"]
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+    return lambda function, *arguments: _pool().submit(function, *arguments).result()
 
 
 @contextmanager

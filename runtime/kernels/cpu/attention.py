@@ -1,6 +1,6 @@
 """Attention of a few tokens over the cache on the CPU by our own code: a reply's step, and the checking of guesses.
 
-Codes are read where they lie, nothing is made dense. What this does not take is torch's. The code is attention.h.
+Codes are read where they lie, nothing is made dense. The code is attention.h.
 """
 
 import ctypes
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.kernels.cpu.build import CAttention, Native, native
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import CAttention
 
 _QUERY = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
 _CACHE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention.h
@@ -18,27 +19,27 @@ _LANES = 16
 TOKENS = 8  # at most; more are a prompt, for which torch's products are better
 
 
-def attend_few(
-    query: Tensor, keys: Stored, values: Stored, window: int | None, library: Native | None = None
-) -> Tensor | None:
-    """As `runtime.layers.attention.attend`, for up to `TOKENS` tokens; None where this code cannot.
+def attend_few(query: Tensor, keys: Stored, values: Stored, mask: Tensor | None, window: int | None) -> Tensor | str:
+    """As `runtime.layers.attention.attend`, for up to `TOKENS` tokens; the reason where this code cannot.
 
     query: [batch, tokens, heads, head_dim] bf16 or fp32, contiguous; keys and values: views of one cache, the new
-    tokens last. Sums are fp32; a row's bits depend on neither the rows beside it nor the number of threads.
-    `library` takes the place of this machine's.
+    tokens last, so that the window says what the mask would. Sums are fp32; a row's bits depend on neither the rows
+    beside it nor the number of threads.
     """
     batch, tokens, heads, head_dim = query.shape
     data = keys.data
-    if data.device.type != "cpu" or tokens > TOKENS or head_dim % _LANES or query.dtype not in _QUERY:
-        return None
-    if data.dtype not in _CACHE or data.stride() != values.data.stride() or data.stride()[2:] != (head_dim, 1):
-        return None
+    if data.device.type != "cpu" or tokens > TOKENS:
+        return f"takes up to {TOKENS} tokens on the CPU"
+    if head_dim % _LANES or query.dtype not in _QUERY or data.dtype not in _CACHE:
+        return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {_LANES}"
+    if data.stride() != values.data.stride() or data.stride()[2:] != (head_dim, 1):
+        return "takes a cache whose keys and values lie alike, the last two axes contiguous"
     for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
         if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != data.stride()[:3]:
-            return None
-    found = library or native()
+            return "takes scales that lie as their vectors do"
+    found = build.native()
     if isinstance(found, str):
-        return None
+        return found
     kv_heads, length = data.shape[1], data.shape[2]
     query = query.contiguous()
     out = torch.empty(batch, tokens, heads * head_dim, dtype=query.dtype)

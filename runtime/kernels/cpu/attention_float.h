@@ -11,7 +11,7 @@ namespace {
 
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2 };
 
-struct Attention {  // mirrored by cpu_build.py
+struct Attention {  // mirrored by build.py
     const void *query;  // [sequences, tokens, heads, head_dim] of query_type, as is `out`
     const void *keys, *values;  // [sequences, kv_heads, capacity, head_dim], `strides` in elements
     const float *key_scales, *value_scales;  // [sequences, kv_heads, capacity], for int8

@@ -78,7 +78,7 @@ class CRotation(ctypes.Structure):
 class Native:
     """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
 
-    shuffle: Callable[..., int | None]
+    repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
     dense: Callable[..., int | None]
@@ -105,7 +105,7 @@ def load_library(path: Path) -> Native:
     weight = ctypes.POINTER(CWeight)
     features = function("packed_features", c_int)()
     return Native(
-        function("packed_shuffle", None, weight, c_void_p, c_int64, c_int),
+        function("packed_repack", None, weight, c_void_p, c_int64, c_int),
         function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
         function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.kernels.cpu.build import CWeight, Native, native
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
@@ -35,7 +36,13 @@ def _decline(
     return None
 
 
-class _Shuffled:
+class CpuMatmul:
+    """A weight in the blocks of packed_layout.h.
+
+    Of fewer than 16 rows, each has the same bits alone or beside others and with any number of threads. With AMX that
+    holds for bf16 up to 47 rows; else 16 rows and more are a dense product by torch, whose bits may differ.
+    """
+
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         blocks = -(-weight.out_features // _ROWS)
         groups = weight.packing.groups(weight.in_features)
@@ -57,13 +64,15 @@ class _Shuffled:
         )
         self._pointer = ctypes.pointer(self._weight)
         packed = weight.packed.contiguous()
-        library.shuffle(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
+        library.repack(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory held."""
         return self._codes.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
         rows, inputs = x.shape
         assert inputs == self._shape[1] and x.device.type == "cpu"
         if rows >= _FEW and not (self._library.amx and x.dtype == torch.bfloat16):
@@ -96,38 +105,35 @@ class _Shuffled:
         self._library.dequantize(self._pointer, first, out.shape[0], out.data_ptr(), _TYPES[out.dtype], threads)
 
     def dequantize(self) -> Tensor:
+        """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._scales.dtype)
         self._unpack(0, out)
         return out
 
 
 class CpuKernel:
-    """All widths and activations, where packed_cpu.cpp can be compiled. `library` takes the place of this machine's."""
+    """All widths and activations, where packed_cpu.cpp can be compiled."""
 
     name = "cpu"
-
-    def __init__(self, library: Native | None = None) -> None:
-        self._given = library
-
-    def _library(self) -> Native | str:
-        return self._given or native()
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
-        library = self._library()
+        library = build.native()
         return reason or (library if isinstance(library, str) else None)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Shuffled into blocks of 16 rows; scales keep their type."""
-        library = self._library()
+        """Repacked into blocks of 16 rows; scales keep their type."""
+        library = build.native()
         assert isinstance(library, Native)
-        return _Shuffled(library, weight)
+        return CpuMatmul(library, weight)
 
 
-class _TorchInt4:
+class TorchInt4Matmul:
+    """A weight as torch's operator wants it."""
+
     def __init__(self, weight: PackedWeight) -> None:
         codes = unpack(weight.packed, 4, weight.in_features).to(torch.int32)
         self._inputs, self._group = weight.in_features, weight.in_features // weight.scales.shape[1]
@@ -137,9 +143,11 @@ class _TorchInt4:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory held."""
         return int(self._packed.nbytes + self._scales.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x bf16 [rows, K] to [rows, N]."""
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self._group, self._scales)
         return y
 
@@ -165,19 +173,23 @@ class TorchInt4Kernel:
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Repacked by torch."""
-        return _TorchInt4(weight)
+        return TorchInt4Matmul(weight)
 
 
-def dense_rows(x: Tensor, weight: Tensor) -> Tensor | None:
+def dense_few(x: Tensor, weight: Tensor) -> Tensor | str:
     """x [1..4, K] times a dense weight [N, K], both bf16 on the CPU, at the rate of memory, which oneDNN is far from.
 
-    None where there is no native code for it, and torch has to multiply.
+    The reason where this code cannot.
     """
-    library = native()
-    if isinstance(library, str) or not library.dense_bf16 or x.shape[0] > 4 or x.shape[1] % _INPUTS:
-        return None
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        return None
+        return "takes bf16 on the CPU only"
+    if x.shape[0] > 4 or x.shape[1] % _INPUTS:
+        return f"takes up to 4 rows, of inputs in multiples of {_INPUTS}"
+    library = build.native()
+    if isinstance(library, str):
+        return library
+    if not library.dense_bf16:
+        return "needs AVX-512 with bf16"
     given, (outputs, inputs) = x.contiguous(), weight.shape
     assert weight.is_contiguous() and inputs == x.shape[1]
     y = torch.empty(x.shape[0], outputs, dtype=torch.bfloat16)
@@ -191,7 +203,7 @@ def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
 
     None where there is no native code. `nbytes` should be several times what the caches hold.
     """
-    library = native()
+    library = build.native()
     if isinstance(library, str):
         return None
     memory = huge_empty((nbytes,), torch.uint8).fill_(1)

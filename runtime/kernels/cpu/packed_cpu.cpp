@@ -62,7 +62,7 @@ bool have_amx() {
 #endif
 }
 
-template <int B> void shuffle_block(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint16_t* out) {
+template <int B> void repack_block(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint16_t* out) {
     for (int64_t k = 0; k < steps; k++, out += B * INPUTS) {
         memset(out, 0, B * 64);
         for (int64_t j = 0; j < rows; j++) {
@@ -84,12 +84,12 @@ template <int B> void shuffle_block(const uint32_t* packed, int64_t words, int64
     }
 }
 
-template <int B> void shuffle_all(const uint32_t* packed, int64_t words, const Weight& w, int threads) {
+template <int B> void repack_all(const uint32_t* packed, int64_t words, const Weight& w, int threads) {
     const int64_t steps = w.inputs / INPUTS;
     uint16_t* out = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(w.codes));
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
-        shuffle_block<B>(packed + n * ROWS * words, words, std::min<int64_t>(ROWS, w.rows - n * ROWS), steps,
+        repack_block<B>(packed + n * ROWS * words, words, std::min<int64_t>(ROWS, w.rows - n * ROWS), steps,
                          out + n * steps * B * INPUTS);
 }
 
@@ -263,11 +263,11 @@ EXPORT int packed_features() {
 }
 
 // From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
-EXPORT void packed_shuffle(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
-    if (w->bits == 8) shuffle_all<8>(packed, words, *w, threads);
-    else if (w->bits == 4) shuffle_all<4>(packed, words, *w, threads);
-    else if (w->bits == 3) shuffle_all<3>(packed, words, *w, threads);
-    else shuffle_all<2>(packed, words, *w, threads);
+EXPORT void packed_repack(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
+    if (w->bits == 8) repack_all<8>(packed, words, *w, threads);
+    else if (w->bits == 4) repack_all<4>(packed, words, *w, threads);
+    else if (w->bits == 3) repack_all<3>(packed, words, *w, threads);
+    else repack_all<2>(packed, words, *w, threads);
 }
 
 // Rows [first, first + count) of the weight to out [count, inputs] of `type`; `first` is a multiple of 16.

@@ -1,4 +1,4 @@
-// The layout of shuffled weights, their scales, and the number formats: what every path of packed_cpu.cpp starts from.
+// The layout of repacked weights, their scales, and the number formats: what every path of packed_cpu.cpp starts from.
 //
 // Layout. A block is 16 output rows times 32 inputs: exactly `bits` vectors of 64 bytes, in the order
 // [rows / 16][inputs / 32][bits][32 words of 16 bits]. Word 2j+p holds codes of row j at inputs 2r+p, for as many pairs
@@ -45,7 +45,7 @@ constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2;
 constexpr int64_t TILED = 3, MANY = 48;  // rows from which on AMX beats vectors, and bf16 tiles beat integer ones
 constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
-struct Weight {  // mirrored by cpu.py
+struct Weight {  // mirrored by build.py
     const uint8_t* codes;
     const void* scales;
     int64_t rows, inputs, group;

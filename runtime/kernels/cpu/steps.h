@@ -47,7 +47,7 @@ inline void gate_rows(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y
     }
 }
 
-struct Rotation {  // mirrored by cpu_build.py
+struct Rotation {  // mirrored by build.py
     const uint16_t* x;  // [sequences, tokens, heads, 2 * half], strides in elements; half is a multiple of 16
     const uint16_t *cos, *sin;  // [tokens, half]
     uint16_t* out;  // as x, contiguous

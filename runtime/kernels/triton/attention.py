@@ -5,18 +5,28 @@ last to finish combines them in a fixed order into the operand of the product th
 MMA's rows, the queries that share a key-value head (grouped heads, and the tokens of a speculation) are its columns.
 Positions and lengths are read from the device, so a captured graph stays valid as the cache grows. Keys are reached
 block by block through one address, which is where a table of blocks would step in. int8 keys and values carry one scale
-per token and head, applied to scores and probabilities. Knows no tensors; `triton.decode` launches.
+per token and head, applied to scores and probabilities.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
+import math
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.pdl import take_over
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous, uses_ptx
+from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.split_k import last_to_arrive
+from mycli.runtime.kernels.triton.tiles import Chip
+
+BLOCK_K = 64  # keys of one turn of the loop
+_MOST_SPLITS = 64
 
 
 @triton.jit(noinline=True)  # or its addresses take registers from the loop
@@ -93,11 +103,11 @@ def attend_kernel(
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # combined at a time
     SPLITS: tl.constexpr,  # likewise
-    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
+    PDL: tl.constexpr,  # it may begin before the launch before it ends
 ):
     """Grid (splits, kv_heads, sequences)."""
-    if OVERLAP:
-        take_over()
+    if PDL:
+        pdl_wait()
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)
@@ -155,3 +165,91 @@ def attend_kernel(
                 outputs + begun * HEAD_DIM, stats + begun * 2, sequence * TOKENS, tile, end, kv_heads * GROUP, splits,
                 into, TOKENS, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache, [sequences, kv_heads, capacity, head_dim]; int8 with scales fp32 [.., capacity] per token.
+
+    The last two axes are contiguous, keys and values lie alike; x = code * scale.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        capacity, head_dim = self.keys.shape[2:]
+        if self.keys.stride() != self.values.stride() or self.keys.stride()[2:] != (head_dim, 1):
+            raise ValueError(f"cache strides {self.keys.stride()} and {self.values.stride()}")
+        if (self.keys.dtype is torch.int8) != (self.key_scales is not None and self.value_scales is not None):
+            raise ValueError("an int8 cache, and no other, has scales")
+        for scales in (self.key_scales, self.value_scales):
+            if scales is not None and (scales.shape != self.keys.shape[:3] or not scales.is_contiguous()):
+                raise ValueError(f"cache scales {tuple(scales.shape)} for a capacity of {capacity}")
+
+
+def splits(chip: Chip, programs: int, capacity: int) -> int:
+    """Into how many parts the keys are split: two programs for each multiprocessor, of four turns or more.
+
+    Depends on the capacity alone, so that it does not change while a sequence grows.
+    """
+    wanted = max(1, 2 * chip.processors // programs)
+    return min(_MOST_SPLITS, wanted, max(1, capacity // (4 * BLOCK_K)))
+
+
+def combination(tokens: int, columns: int, tile_k: int, parts: int, warps: int) -> dict[str, int]:
+    """How the last split combines all: constants of `attend_kernel`. columns: of the heads that share a key-value head.
+
+    A thread has 4 columns, where there are as many, of up to 8 splits at a time; of 4 where more would cost the loop of
+    the kernel its second block on a multiprocessor.
+    """
+    rows, unit = 1 << (tokens - 1).bit_length(), tile_k // math.gcd(tile_k, columns)
+    tiles = min(1 << (unit * columns // tile_k - 1).bit_length(), max(1, 128 * warps // (rows * tile_k)))
+    return {"UNIT": unit, "ROWS": rows, "TILES": tiles, "SPLITS": min(32 // warps, 1 << (parts - 1).bit_length())}
+
+
+def attend_warps(block_q: int) -> int:
+    """Of one program: more than 16 queries in 4 warps would not stay in registers."""
+    return 4 if block_q <= 16 else 8
+
+
+def decode_attention(
+    query: Tensor,
+    cache: LayerCache,
+    lengths: Tensor,
+    window: int | None,
+    product: TritonMatmul,
+    counters: Tensor,
+) -> Activation:
+    """query [sequences, tokens, heads, head_dim], the last positions of the cache, attends to what it may see.
+
+    Returns the operand of `product`. At most 64 pairs of token and head may share a key-value head. counters: int32
+    zeros, at least sequences * kv_heads; they are zero again afterwards.
+    """
+    check_contiguous(query, lengths)
+    sequences, tokens, heads, head_dim = query.shape
+    kv_heads, capacity = cache.keys.shape[1:3]
+    group = heads // kv_heads
+    block_q = max(8, triton.next_power_of_2(tokens * group))
+    if block_q > 64:
+        raise ValueError(f"{tokens} tokens of {group} heads: more than 64 queries to a key")
+    parts = splits(product.chip, sequences * kv_heads, capacity)
+    dot = tl.float16
+    if query.dtype is torch.bfloat16:
+        dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter multiplies the bits of bf16 as integers
+    shape = (sequences, kv_heads, parts, block_q)
+    outputs = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
+    into = product.activation(sequences * tokens)
+    attend_kernel[(parts, kv_heads, sequences)](
+        query, cache.keys, cache.values, cache.key_scales, cache.value_scales, lengths, outputs, stats,
+        *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
+        TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
+        BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
+        **combination(tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
+        PDL=product.chip.pdl, launch_pdl=product.chip.pdl,
+        num_warps=attend_warps(block_q), num_stages=3,
+    )  # fmt: skip
+    return into

@@ -8,8 +8,8 @@ What the unpacking leaves in (bias, power of two) is taken off once per group:
 
 with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
 fits exactly; their sums come with them (`triton.activation`). Sums over K are fp32 and in a fixed order: parts of K are
-written apart, and added in turn by `reduce_kernel` or by the program that a `Tail` falls to. Knows no tensors;
-`triton.linear` launches.
+written apart, and added in turn by `reduce_kernel` or by the program that runs the `Epilogue`. Knows no tensors;
+`triton.linear` launches, and checks what is assumed here.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mycli.runtime.kernels.triton.pdl import fetch_early, take_over
-from mycli.runtime.kernels.triton.split_k import finish
+from mycli.runtime.kernels.triton.pdl import pdl_wait, prefetch_weights
+from mycli.runtime.kernels.triton.split_k import run_epilogue
 from mycli.runtime.kernels.triton.unpack import unpack2, unpack3, unpack4, unpack8
 
 
-class Root(NamedTuple):
-    """What the rows of x are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+class RmsScale(NamedTuple):
+    """What rows are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
 
-    squares: Any  # fp32 [pieces, rows]: sums of squares
+    squares: Any  # fp32 [pieces, rows]: sums of squares of the pieces of each row
     pieces: Any
-    size: Any
+    size: Any  # of a row
     eps: Any
     PIECES: Any  # a power of two, at least `pieces`
 
@@ -149,7 +149,7 @@ def _row_sums(sums, tile, end, columns, rows_kept, UNROLL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
 def multiply_kernel(
-    codes,  # int16, shuffled
+    codes,  # int16, in the order of `triton.weight_layout`
     scales,  # int32 pairs of 16-bit scales, or fp32
     x,  # fp16 [rows, k_kept], scaled
     sums,  # fp32 [k_kept / TILE_K, rows_kept, 2]: the power of two taken out of x, and the sum of x as it was
@@ -160,8 +160,8 @@ def multiply_kernel(
     k_kept,
     rows_kept,
     tiles_per_part,
-    root,  # `Root` or None
-    tail,  # `Tail` or None
+    rms,  # `RmsScale` or None
+    epilogue,  # `Epilogue` or None
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -174,7 +174,7 @@ def multiply_kernel(
     CHANNEL: tl.constexpr,  # one scale a row
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
-    OVERLAP: tl.constexpr,  # it may begin before the launch before it ends
+    PDL: tl.constexpr,  # it may begin before the launch before it ends
 ):
     """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
@@ -191,20 +191,20 @@ def multiply_kernel(
     factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
-    if OVERLAP:
+    if PDL:
         RUNS: tl.constexpr = BLOCK_N // CHUNK_N
         TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
         run_bytes = (k_kept // TILE_K).to(tl.int64) * TILE_BYTES
         begun = codes + start * (TILE_BYTES // 2)
-        fetch_early(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
-        take_over()
+        prefetch_weights(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
+        pdl_wait()
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if root is not None:
-        piece = tl.arange(0, root.PIECES)[:, None]
-        known = (piece < root.pieces) & (columns[None, :] < rows)
-        squares = tl.load(root.squares + piece * rows + columns[None, :], mask=known, other=0.0)
+    if rms is not None:
+        piece = tl.arange(0, rms.PIECES)[:, None]
+        known = (piece < rms.pieces) & (columns[None, :] < rows)
+        squares = tl.load(rms.squares + piece * rows + columns[None, :], mask=known, other=0.0)
     words = _scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -237,13 +237,13 @@ def multiply_kernel(
             pairs = next_pairs
     if CHANNEL:
         total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
-    if root is not None:
-        total *= tl.rsqrt(tl.sum(squares, axis=0) / root.size + root.eps)[None, :]
+    if rms is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
-    if tail is not None:
-        finish(tail, y, rows, n, BLOCK_N)
+    if epilogue is not None:
+        run_epilogue(epilogue, y, rows, n, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["count"])

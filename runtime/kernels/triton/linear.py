@@ -16,17 +16,17 @@ from torch.nn import functional
 
 from mycli.runtime.kernels.triton import tiles as triton_tiles
 from mycli.runtime.kernels.triton.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, shuffle, shuffle_scales, tile_k
+from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, repack, repack_scales, tile_k
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 if TYPE_CHECKING:
     from mycli.runtime.kernels.triton.activation import Operand
-    from mycli.runtime.kernels.triton.gemm import Root
-    from mycli.runtime.kernels.triton.split_k import Tail
+    from mycli.runtime.kernels.triton.gemm import RmsScale
+    from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
-_OVERLAP_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
+_PDL_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
 _SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -45,8 +45,8 @@ def chip_of(device: torch.device) -> Chip:
     """What the choice of kernels needs to know of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    overlap = capability >= (9, 0) and _driver() >= _OVERLAP_DRIVER and torch.version.hip is None
-    return Chip(capability, properties.multi_processor_count, overlap)
+    pdl = capability >= (9, 0) and _driver() >= _PDL_DRIVER and torch.version.hip is None
+    return Chip(capability, properties.multi_processor_count, pdl)
 
 
 def uses_ptx() -> bool:
@@ -78,35 +78,17 @@ def dequantize_warps(packing: Packing) -> int:
 
 
 @dataclass(frozen=True)
-class Squares:
-    """Sums of squares of rows of `size`, in pieces, fp32 [pieces, rows]: RMSNorm divides by the root of their mean."""
-
-    sums: Tensor
-    size: int
-    eps: float
-
-    def root(self) -> "Root":
-        """What the product takes."""
-        from triton.language import constexpr
-
-        from mycli.runtime.kernels.triton.gemm import Root
-
-        pieces = self.sums.shape[0]
-        return Root(self.sums, pieces, self.size, self.eps, constexpr(1 << (pieces - 1).bit_length()))
-
-
-@dataclass(frozen=True)
 class Activation:
     """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
 
     sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
-    squares: of rows that the product is to divide by their root.
+    rms: what the product is to divide the rows by, if they come from a norm.
     """
 
     values: Tensor
     sums: Tensor
     tile: Tile
-    squares: Squares | None = None
+    rms: "RmsScale | None" = None
 
     @property
     def tiles(self) -> int:
@@ -126,6 +108,13 @@ class Activation:
 
         constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
         return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
+
+
+def check_contiguous(*tensors: Tensor | None) -> None:
+    """ValueError for a tensor that is not; kernels take it for granted."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
 
 
 def _check(x: Tensor, columns: int) -> None:
@@ -153,7 +142,7 @@ class TritonMatmul:
         self.n, self.k = weight.out_features, weight.in_features
         self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
         self._k_kept = padded_k(self.packing, self.k)
-        self._codes, self._scales = shuffle(weight), shuffle_scales(weight)
+        self._codes, self._scales = repack(weight), repack_scales(weight)
         self._n_kept = self._codes.shape[0] * self._layout.chunk_n
         self._scale_dtype = weight.scales.dtype
 
@@ -183,10 +172,10 @@ class TritonMatmul:
         prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
         return into
 
-    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, tail: "Tail | None" = None) -> Tensor:
+    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, epilogue: "Epilogue | None" = None) -> Tensor:
         """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
 
-        `tail`: what else the launch does with each piece of it, for rows of one tile.
+        `epilogue`: what else the launch does with each piece of it, for rows of one tile.
         """
         from mycli.runtime.kernels.triton.gemm import multiply_kernel
 
@@ -194,15 +183,17 @@ class TritonMatmul:
         parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
-        if tail is not None and (grid[2] > 1 or tail.counters.numel() * tail.SPAN.value * tail.RANGES.value < self.n):
-            raise ValueError(f"{rows} rows, or pieces of {self.n} for {tail.counters.numel()} counters")
+        if epilogue is not None:
+            counted = epilogue.counters.numel() * epilogue.SPAN.value * epilogue.RANGES.value
+            if grid[2] > 1 or counted < self.n:
+                raise ValueError(f"{rows} rows, or pieces of {self.n} for {epilogue.counters.numel()} counters")
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
-            None if x.squares is None else x.squares.root(), tail,
+            x.rms, epilogue,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
-            OVERLAP=self.chip.overlap, launch_pdl=self.chip.overlap,
+            PDL=self.chip.pdl, launch_pdl=self.chip.pdl,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         return y
@@ -217,7 +208,7 @@ class TritonMatmul:
         _check(x, self.k)
         if x.shape[0] == 0:
             return x.new_empty((0, self.n))
-        if x.shape[0] <= triton_tiles.dense_rows(self.chip):
+        if x.shape[0] <= triton_tiles.most_packed_rows(self.chip):
             return self.multiply(self.prepare(x), x.dtype)
         rows = self._dense_rows(x.element_size())
         pieces = [functional.linear(x, self._dense(a, min(a + rows, self.n), x.dtype)) for a in range(0, self.n, rows)]
@@ -271,7 +262,7 @@ def self_check(device: torch.device, packing: Packing) -> str | None:
     return None
 
 
-class TritonPacked:
+class TritonKernel:
     """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
 
     name = "triton"
@@ -296,5 +287,5 @@ class TritonPacked:
         return self_check(device, packing)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Shuffle the codes on their device; the caller then drops the tensors they came from."""
+        """Repack the codes on their device; the caller then drops the tensors they came from."""
         return TritonMatmul(weight, chip_of(weight.packed.device))

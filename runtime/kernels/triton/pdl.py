@@ -1,7 +1,7 @@
 """A launch that begins before the one before it ends, as Triton device code: programmatic dependent launch.
 
 From compute capability 9.0 (PTX ISA, griddepcontrol). A kernel that is launched so does nothing to memory before
-`take_over` but hint that weights be brought to the L2 cache, which no earlier launch writes; all of its loads and
+`pdl_wait` but hint that weights be brought to the L2 cache, which no earlier launch writes; all of its loads and
 stores come after. It lets the next launch begin only once its own wait is over, so no more than two are under way, and
 what it reads has been written by launches that ended before it began or by the one it waited for.
 """
@@ -17,14 +17,14 @@ _EARLY = tl.constexpr(1 << 15)  # bytes that a program fetches: with all others,
 
 
 @triton.jit
-def take_over():
+def pdl_wait():
     """Waits for the launch before this one to end, and lets the next begin."""
     gdc_wait()
     gdc_launch_dependents()
 
 
 @triton.jit
-def fetch_early(start, first, last, stride, size, RUNS: tl.constexpr, WARPS: tl.constexpr):
+def prefetch_weights(start, first, last, stride, size, RUNS: tl.constexpr, WARPS: tl.constexpr):
     """To the L2 cache: the beginning of RUNS runs from the `first`; past the `last`, that one again.
 
     Runs are `stride` bytes apart, and what is wanted of each are `size` bytes from `start` in the first of all: all are

@@ -1,13 +1,13 @@
-"""The next token of every sequence, chosen on the device from logits: the likeliest, or drawn at a temperature.
+"""The next token of every sequence, sampled on the device from logits: the likeliest, or drawn at a temperature.
 
 Two launches: a partial for each block of the vocabulary, and their reduction, which also writes what the next pass
-reads (the token, and lengths one larger); more before them where top-k or top-p cut (`triton.top_k_top_p`). Nothing is
+reads (the token, and lengths one larger); more before them for top-k and top-p (`triton.top_k_top_p`). Nothing is
 read back to the host, so a CUDA graph can hold all of it.
 
-A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature), and
-without what is cut as that of the rest. The noise is a function of seed, position, sequence and token alone (Philox
-4x32, Salmon et al., SC 2011): it does not depend on how many steps a launch has. Knows no models; which settings this
-can do is in `runtime.sampling.sampler`.
+A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature) over
+the tokens that the filters leave. The noise is a function of seed, position, sequence and token alone (Philox 4x32,
+Salmon et al., SC 2011): it does not depend on how many steps a launch has. Knows no models; which settings this can do
+is in `runtime.sampling.sampler`.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mycli.runtime.kernels.triton.top_k_top_p import Cuts, Limit, find_limit, key_of, largest_of, settle
+from mycli.runtime.kernels.triton.top_k_top_p import Filters, Limit, find_limit, key_of, largest_of, settle
 
 NO_NUMBER = -1  # in place of a token, where the logits were NaN or infinite
-BLOCK = 1024  # of the vocabulary, to a program
-NO_CUTS = Cuts()
+VOCABULARY_BLOCK = 1024  # of the vocabulary, to a program
+NO_FILTERS = Filters()
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def partial_kernel(
     logits,  # [sequences, stride]
     best,  # fp32 [sequences, blocks]: of the noisy logits; infinity where a logit is no number
     index,  # int32 [sequences, blocks]
-    lengths,  # int32 [sequences]: the position of the token to choose
+    lengths,  # int32 [sequences]: the position of the token to sample
     seed,  # int64 [1]
     temperature,  # fp32 [1]
-    peaks,  # where something is cut, of `triton_cut.Limit`
+    peaks,  # where something is filtered out, of `Limit`
     weights,
     lows,
     goals,
@@ -91,7 +91,7 @@ def partial_kernel(
 
 
 @triton.jit(do_not_specialize=["step"])
-def choose_kernel(
+def sample_kernel(
     best,
     index,
     blocks,
@@ -116,8 +116,8 @@ def choose_kernel(
 
 
 @dataclass(frozen=True)
-class Feedback:
-    """What a choice writes and the next pass reads, on the device; seed and settings are read.
+class SamplingBuffers:
+    """What sampling reads and writes on the device: tokens and lengths go to the next pass, seed and settings stay.
 
     tokens int64 [sequences, 1]; lengths int32 [sequences], the tokens of each once `tokens` are in the cache;
     seed int64 [1]; temperature, top_k (1 to the vocabulary), top_p, min_p fp32 [1];
@@ -134,7 +134,7 @@ class Feedback:
     chosen: Tensor
 
     @classmethod
-    def make(cls, steps: int, sequences: int, device: torch.device) -> "Feedback":
+    def make(cls, steps: int, sequences: int, device: torch.device) -> "SamplingBuffers":
         """Buffers for `steps` steps."""
         temperature, top_k, top_p, min_p = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(4))
         return cls(
@@ -149,23 +149,25 @@ class Feedback:
         )
 
 
-def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: int, cuts: Cuts = NO_CUTS) -> None:
+def sample_tokens(
+    logits: Tensor, vocab: int, draw: bool, to: SamplingBuffers, step: int, filters: Filters = NO_FILTERS
+) -> None:
     """The next tokens after logits [sequences, vocab or more], of any floating dtype, as step `step` of `to`.
 
     `draw` False takes the likeliest, the lowest id among equals; True draws with the settings and the seed of `to`,
-    from what `cuts` leave. What lies at and beyond `vocab` is never chosen.
+    from what `filters` leave. What lies at and beyond `vocab` is never sampled.
     """
     sequences, stride = logits.shape[0], logits.stride(0)
     if logits.stride(1) != 1 or logits.shape[1] < vocab:
         raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} for {vocab} tokens")
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = triton.cdiv(vocab, VOCABULARY_BLOCK)
     most = triton.next_power_of_2(blocks)
     best = torch.empty(sequences, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(sequences, blocks, dtype=torch.int32, device=logits.device)
-    # Without cuts nothing of a limit is read.
+    # Without filters nothing of a limit is read.
     limit = Limit(best, best, index, best, 0)
-    if draw and cuts.any:
-        limit = find_limit(logits, vocab, cuts, to.temperature, to.top_k, to.top_p, BLOCK)
+    if draw and filters.any:
+        limit = find_limit(logits, vocab, filters, to.temperature, to.top_k, to.top_p, VOCABULARY_BLOCK)
     partial_kernel[(sequences, blocks)](
         logits,
         best,
@@ -183,12 +185,12 @@ def choose_tokens(logits: Tensor, vocab: int, draw: bool, to: Feedback, step: in
         vocab,
         limit.step,
         DRAW=draw,
-        TOP_K=cuts.top_k,
-        TOP_P=cuts.top_p,
-        MIN_P=cuts.min_p,
-        BLOCK=BLOCK,
+        TOP_K=filters.top_k,
+        TOP_P=filters.top_p,
+        MIN_P=filters.min_p,
+        BLOCK=VOCABULARY_BLOCK,
         BLOCKS=most,
     )
-    choose_kernel[(sequences,)](
+    sample_kernel[(sequences,)](
         best, index, blocks, to.chosen, step, to.tokens, to.lengths, NONE=NO_NUMBER, BLOCKS=most
     )

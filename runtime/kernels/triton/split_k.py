@@ -1,4 +1,4 @@
-"""Which program of a launch is the last to finish a piece of its result, as Triton device code.
+"""Split-K with a semaphore, as Triton device code: the last program to arrive at a piece of a result finishes it.
 
 That program does what comes next for the piece, in the same launch. Only *who* does it depends on the order in which
 programs finish; sums are taken in the order of their parts, so the same input gives the same bits. Counters are int32,
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-class Tail(NamedTuple):
+class Epilogue(NamedTuple):
     """What is done with each piece of a product once it is there, as the kernels take it.
 
     A piece is SPAN rows of the weight, the last one what is left; with RANGES of 2, those of each half of the rows
@@ -47,18 +47,29 @@ def _touched(begin, end, low, length, SPAN: tl.constexpr):
 
 
 @triton.jit
-def finish(tail, parts, rows, n, BLOCK_N: tl.constexpr):
+def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr):
     """Called by each program of a grid (blocks of n, parts) after it stored its share of `parts`."""
     begin = tl.program_id(0) * BLOCK_N
-    end, length = tl.minimum(begin + BLOCK_N, n), n // tail.RANGES
-    first, here = _touched(begin, end, 0, length, tail.SPAN)
-    other, there = _touched(begin, end, length, length * (tail.RANGES - 1), tail.SPAN)
+    end, length = tl.minimum(begin + BLOCK_N, n), n // epilogue.RANGES
+    first, here = _touched(begin, end, 0, length, epilogue.SPAN)
+    other, there = _touched(begin, end, length, length * (epilogue.RANGES - 1), epilogue.SPAN)
     for visit in tl.range(here + there):
         piece = tl.where(visit < here, first + visit, other + visit - here)
-        low, high = piece * tail.SPAN, tl.minimum((piece + 1) * tail.SPAN, length) - 1
+        low, high = piece * epilogue.SPAN, tl.minimum((piece + 1) * epilogue.SPAN, length) - 1
         blocks = high // BLOCK_N - low // BLOCK_N + 1
-        if tail.RANGES == 2:
+        if epilogue.RANGES == 2:
             blocks += (length + high) // BLOCK_N - (length + low) // BLOCK_N + 1
         count = tl.num_programs(1)
-        if last_to_arrive(tail.counters + piece, blocks * count):
-            tail.function(parts, count, piece, rows, tail.arguments)
+        if last_to_arrive(epilogue.counters + piece, blocks * count):
+            epilogue.function(parts, count, piece, rows, epilogue.arguments)
+
+
+@triton.jit
+def add_parts(parts, place, count, stride, inside):
+    """The sum of `count` parts `stride` apart, in order, at `place`; four loads are under way at a time."""
+    total = tl.zeros(place.shape, tl.float32)
+    for first in tl.range(0, count, 4):
+        for part in tl.static_range(4):
+            source = parts + place + (first + part) * stride
+            total += tl.load(source, mask=inside & (first + part < count), other=0.0, cache_modifier=".cg")
+    return total

@@ -1,6 +1,6 @@
 """Which tile the Triton matmul uses, from the chip, the packing and the number of rows: a table, never a measurement.
 
-The table (`triton_tiles.json`) is kept per compute capability and says whether it was tuned on such a chip. Imports
+The table (`tiles.json`) is kept per compute capability and says whether it was tuned on such a chip. Imports
 neither torch nor Triton.
 """
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from mycli.runtime.quantization.scheme import Packing
 
-ROWS = (8, 16, 32, 64)  # widths of a tile: the MMA's columns
+TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
 
 
 @dataclass(frozen=True)
 class Chip:
     """What the choice depends on: compute capability and number of multiprocessors.
 
-    overlap: launches may begin before the one before them ends (`triton.pdl`).
+    pdl: launches may begin before the one before them ends (programmatic dependent launch, `triton.pdl`).
     """
 
     capability: tuple[int, int]
     processors: int
-    overlap: bool = False
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def _family(chip: Chip) -> dict[str, Any]:
     return family
 
 
-def dense_rows(chip: Chip) -> int:
-    """From more rows than this, unpacking the whole weight and one dense product is faster."""
+def most_packed_rows(chip: Chip) -> int:
+    """For more rows than this, unpacking the whole weight and one dense product is faster."""
     return int(_family(chip)["dense_rows"])
 
 

@@ -24,8 +24,8 @@ ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Which there are; their values are in buffers, so that a captured launch serves all."""
+class Filters:
+    """Which filters there are; their values are in buffers, so that a captured launch serves all."""
 
     top_k: bool = False
     top_p: bool = False
@@ -154,9 +154,9 @@ class Limit:
 
 
 def find_limit(
-    logits: Tensor, vocab: int, cuts: Cuts, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
+    logits: Tensor, vocab: int, filters: Filters, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
 ) -> Limit:
-    """The launches of the searches that `cuts` asks for, over logits [sequences, vocab or more].
+    """The launches of the searches that `filters` asks for, over logits [sequences, vocab or more].
 
     fp32 [1]: temperature; top_k of 1 to vocab; top_p. `block` of the vocabulary is a program's.
     """
@@ -171,7 +171,7 @@ def find_limit(
     peak_kernel[grid](logits, peaks, logits.stride(0), vocab, BLOCK=block)
     now, step = 0, 0
     for mass in (False, True):
-        if not (cuts.top_p if mass else cuts.top_k):
+        if not (filters.top_p if mass else filters.top_k):
             continue
         for index in range(ROUNDS[logits.dtype]):
             before, now = now, 1 - now
@@ -194,7 +194,7 @@ def find_limit(
                 step,
                 ROUND=min(index, 2),
                 MASS=mass,
-                AFTER=cuts.top_k,
+                AFTER=filters.top_k,
                 BLOCK=block,
                 BLOCKS=most,
             )

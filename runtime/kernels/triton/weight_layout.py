@@ -1,7 +1,7 @@
 """The order in which the Triton kernels keep weights: what one thread of an MMA needs lies in 16 contiguous bytes.
 
-Pure torch, on any device, with an inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the 16-row
-operand) and where the magic-number unpacking of `triton.unpack` finds each code; knows nothing of launches.
+Pure torch, on any device; the tests have the inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the
+16-row operand) and where the magic-number unpacking of `triton.unpack` finds each code; knows nothing of launches.
 
 A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes * 16 bytes. Within a chunk
     row    = ([repeat], field row, lane / 4)
@@ -91,7 +91,7 @@ def padded_k(packing: Packing, in_features: int) -> int:
     return -(-in_features // multiple) * multiple
 
 
-def _axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def layout_axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and their order kept."""
     repeat, step = (2, 1) if layout.narrow else (1, layout.chunk_k // 32)
     sizes = (-1, repeat, len(layout.fields), 8, 0, step, 4, 2, 2, 2)
@@ -102,21 +102,12 @@ def _axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
     """Codes [rows, K] to [n chunk, k chunk, field row, k half, g, t, 8 fields]."""
-    sizes, order = _axes(layout)
+    sizes, order = layout_axes(layout)
     ordered = codes.view(*sizes[:4], codes.shape[1] // layout.chunk_k, *sizes[5:]).permute(order)
     return ordered.reshape(*ordered.shape[:3], len(layout.fields[0]), 8, 4, 8)
 
 
-def _from_fields(codes: Tensor, layout: Layout) -> Tensor:
-    """The inverse of `_to_fields`."""
-    sizes, order = _axes(layout)
-    sizes = (codes.shape[0], *sizes[1:4], codes.shape[1], *sizes[5:])
-    split = codes.reshape([sizes[axis] for axis in order])
-    natural = split.permute([order.index(axis) for axis in range(len(order))])
-    return natural.reshape(codes.shape[0] * layout.chunk_n, codes.shape[1] * layout.chunk_k)
-
-
-def shuffle(weight: PackedWeight) -> Tensor:
+def repack(weight: PackedWeight) -> Tensor:
     """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up decodes to zero."""
     packing, k = weight.packing, weight.in_features
     layout, kept = layout_of(packing), padded_k(packing, k)
@@ -141,25 +132,7 @@ def shuffle(weight: PackedWeight) -> Tensor:
     return out
 
 
-def unshuffle(shuffled: Tensor, packing: Packing, out_features: int, in_features: int) -> Tensor:
-    """The inverse of `shuffle`, as codes uint8 [out_features, in_features]."""
-    layout = layout_of(packing)
-    chunks, k_chunks = shuffled.shape[:2]
-    words = shuffled.view(chunks, k_chunks, layout.words, 8, 4, 8).to(torch.int32) & 0xFFFF
-    shape = (chunks, k_chunks, len(layout.fields), len(layout.fields[0]), 8, 4, 8)
-    codes = shuffled.new_empty(shape, dtype=torch.uint8)
-    for row, fields in enumerate(layout.fields):
-        for half, (word, shift) in enumerate(fields):
-            if word is None:
-                bits = [(words[:, :, bit] >> shift & 1) << bit for bit in range(layout.words)]
-                value = torch.stack(bits).sum(0)
-            else:
-                value = words[:, :, word] >> shift & ((1 << packing.bits) - 1)
-            codes[:, :, row, half] = value.to(torch.uint8)
-    return _from_fields(codes, layout)[:out_features, :in_features].contiguous()
-
-
-def shuffle_scales(weight: PackedWeight) -> Tensor:
+def repack_scales(weight: PackedWeight) -> Tensor:
     """Scales as [K' / tile, N'], N' the rows kept; per channel [1, N']. Zeros where there was nothing.
 
     16-bit scales come as int32 [.., N' / 2]: the two rows of an MMA register pair (r, r + 8) in one word, low first.
@@ -172,11 +145,3 @@ def shuffle_scales(weight: PackedWeight) -> Tensor:
         return padded
     paired = padded.view(groups, -1, 2, 8).transpose(2, 3).contiguous()
     return paired.view(groups, -1).view(torch.int32)
-
-
-def unshuffle_scales(shuffled: Tensor, dtype: torch.dtype, out_features: int, groups: int) -> Tensor:
-    """The inverse of `shuffle_scales`: [out_features, groups] in `dtype`."""
-    if shuffled.dtype == torch.int32:
-        rows = shuffled.view(dtype).view(shuffled.shape[0], -1, 8, 2).transpose(2, 3)
-        shuffled = rows.reshape(shuffled.shape[0], -1)
-    return shuffled[:groups, :out_features].t().contiguous()

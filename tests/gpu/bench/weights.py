@@ -4,7 +4,7 @@ import torch
 
 from mycli.runtime.engine.device_loop import accelerate
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.kernels.registry import choose
+from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.layers.linear import DenseMatmul, Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
@@ -25,7 +25,7 @@ def packed(n: int, k: int, packing: Packing, device: torch.device) -> PackedWeig
 
 def kernel_of(weight: PackedWeight) -> Kernel:
     """The kernel that a model would use."""
-    return choose(weight.packing, weight.out_features, weight.in_features, weight.packed.device, torch.bfloat16)
+    return select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, torch.bfloat16)
 
 
 def dense(n: int, k: int, device: torch.device) -> torch.Tensor:

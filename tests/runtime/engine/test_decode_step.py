@@ -169,10 +169,10 @@ def early() -> set[tuple[str, bool, bool]]:
     import triton
 
     from mycli.runtime.kernels.triton import attention as triton_attention
-    from mycli.runtime.kernels.triton import epilogues as triton_fused
     from mycli.runtime.kernels.triton import gemm as triton_matmul
+    from mycli.runtime.kernels.triton import residual as triton_residual
 
-    fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, overlap=True))
+    fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, pdl=True))
     cache = StaticCache(plain.config, CAPACITY, plain.device, torch.float16, 1)
     tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
     step = DecodeStep.make(fused)
@@ -184,13 +184,13 @@ def early() -> set[tuple[str, bool, bool]]:
         waits.clear()
         launch(self, *arguments, **options)
         programs = torch.Size(self.grid).numel()
-        seen.add((self.fn.__name__, options.get("launch_pdl", False), waits["take_over"] == programs))
+        seen.add((self.fn.__name__, options.get("launch_pdl", False), waits["pdl_wait"] == programs))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
-        patch.setattr(triton_matmul, "fetch_early", lambda *_: None)  # the interpreter knows no PTX
-        for module in (triton_attention, triton_fused, triton_matmul):
-            patch.setattr(module, "take_over", lambda: waits.update(["take_over"]))
+        patch.setattr(triton_matmul, "prefetch_weights", lambda *_: None)  # the interpreter knows no PTX
+        for module in (triton_attention, triton_residual, triton_matmul):
+            patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
         step(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int32), tables, cache, last=True)
     return seen
 

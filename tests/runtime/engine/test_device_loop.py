@@ -207,7 +207,7 @@ def test_other_settings_and_moving_tables_are_the_hosts(interpret: Interpret) ->
 
 
 def narrowed(capture: str) -> int:
-    """Cuts that leave the likeliest alone, and between them, in the same launches, some that do not."""
+    """Filters that leave the likeliest alone, and between them, in the same launches, some that do not."""
     looped, plain, step = sessions(capture, sequences=2)
     expected = outcome(plain, PROMPT, 9)
     for one, more in (
@@ -293,7 +293,7 @@ def accelerated(trouble: str) -> tuple[bool, bool, list[str]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(device_loop, "make_replay", lambda *_: None if trouble == "dense" else Replay(Step(model), None))
     if trouble == "wrong":
-        patch.setattr(device_loop, "choose_tokens", lambda *_: None)
+        patch.setattr(device_loop, "sample_tokens", lambda *_: None)
     with patch.context():
         fast = device_loop.accelerate(model, "auto", warnings.append)
     patch.undo()

@@ -5,6 +5,8 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu import matmul as cpu
 from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_rows, huge_empty, memory_bandwidth
-from mycli.runtime.kernels.registry import choose, kernels
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few, memory_bandwidth
+from mycli.runtime.kernels.registry import Operation, kernels, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
+from mycli.runtime.utils.huge_pages import huge_empty
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
@@ -59,7 +64,7 @@ def test_product(library: Native, bits: int, group: int | None, dtype: torch.dty
     for shape in ((37, 384), (16, 128), (100, 640)):
         for scale_type in (torch.bfloat16, torch.float16, torch.float32):
             weight = packed_weight(bits, shape, group, scale_type)
-            matmul, wanted = CpuKernel(library).prepare(weight, dtype), exact(weight)
+            matmul, wanted = CpuKernel().prepare(weight, dtype), exact(weight)
             for rows in ROWS if scale_type == torch.bfloat16 else (2, 20):
                 x = activations(rows, shape[1], dtype)
                 y = matmul(x)
@@ -75,7 +80,7 @@ def test_product(library: Native, bits: int, group: int | None, dtype: torch.dty
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 @settings(max_examples=40, deadline=None)
-def test_shuffled_weight_is_the_reference_bit_for_bit(
+def test_repacked_weight_is_the_reference_bit_for_bit(
     bits: int, outputs: int, blocks: int, seed: int, dtype: torch.dtype
 ) -> None:
     inputs = 32 * blocks
@@ -88,26 +93,39 @@ def test_shuffled_weight_is_the_reference_bit_for_bit(
 def test_every_variant_unpacks_the_reference(library: Native, bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight = packed_weight(bits, (45, 384), 128, dtype)
-        assert torch.equal(CpuKernel(library).prepare(weight, dtype).dequantize(), dequantize(weight))
+        assert torch.equal(CpuKernel().prepare(weight, dtype).dequantize(), dequantize(weight))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_same_bits_whatever_the_threads_and_the_neighbours(bits: int, dtype: torch.dtype) -> None:
-    """A second run, another number of threads, and up to 40 rows at once: the reply of a row does not change."""
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
+    library: Native, bits: int, dtype: torch.dtype
+) -> None:
+    """Below 16 rows on every machine. From there on where AMX multiplies them, up to 47; else torch does, nearly so."""
     matmul = CpuKernel().prepare(packed_weight(bits, (300, 512), 128), dtype)
-    threads = torch.get_num_threads()
-    for rows in (1, 8, 40, 64):
-        x = activations(rows, 512, dtype)
-        y = matmul(x)
-        assert torch.equal(matmul(x), y)
-        try:
-            torch.set_num_threads(1)
-            assert torch.equal(matmul(x), y)
-        finally:
-            torch.set_num_threads(threads)
-        if rows <= 40 and dtype == torch.bfloat16:
-            assert torch.equal(torch.cat([matmul(x[i : i + 1]) for i in range(rows)]), y)
+    x = activations(64, 512, dtype)
+    alone = torch.cat([matmul(row[None]) for row in x])
+    for rows in (1, 8, 15, 16, 40, 47, 64):
+        found = []
+        for count in (1, 2, 3):
+            with threads(count):
+                found.append(matmul(x[:rows]))
+        native = library.amx and dtype == torch.bfloat16
+        if rows < 16 or native:
+            assert all(torch.equal(one, found[0]) for one in found)
+        if rows < 16 or (native and rows < 48):
+            assert torch.equal(found[0], alone[:rows])
+        assert all(relative(one, alone[:rows].double()) < 1.5 * ERROR[dtype] for one in found)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
@@ -118,7 +136,7 @@ def test_activations_of_any_size(library: Native, size: float) -> None:
     x[:, ::100] *= 1000
     x[:, 256:384] = 0
     x = x.to(torch.bfloat16)
-    assert relative(CpuKernel(library).prepare(weight, torch.bfloat16)(x), x.double() @ exact(weight).T) < 0.0022
+    assert relative(CpuKernel().prepare(weight, torch.bfloat16)(x), x.double() @ exact(weight).T) < 0.0022
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -127,7 +145,7 @@ def test_what_is_not_finite_is_not_hidden(library: Native, value: float, rows: i
     x = activations(rows, 256, torch.bfloat16)
     x[0, 200] = value
     weight = packed_weight(4, (32, 256), 128)
-    y = CpuKernel(library).prepare(weight, torch.bfloat16)(x)
+    y = CpuKernel().prepare(weight, torch.bfloat16)(x)
     hit = exact(weight)[:, 200] != 0
     assert not y[0][hit].isfinite().any()
     assert y[1:].isfinite().all()
@@ -137,7 +155,7 @@ def test_exact_where_integers_suffice(library: Native) -> None:
     """Small whole numbers and scales of one: nothing may be rounded, on any path."""
     codes = torch.randint(0, 16, (48, 256), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     weight = PackedWeight(pack(codes, 4), torch.ones(48, 2, dtype=torch.bfloat16), Packing(4, 128), 256)
-    matmul = CpuKernel(library).prepare(weight, torch.bfloat16)
+    matmul = CpuKernel().prepare(weight, torch.bfloat16)
     for rows in (1, 3, 12, 64):
         x = (torch.arange(rows * 256).view(rows, 256) % 3 - 1).to(torch.bfloat16)
         wanted = (x.double() @ (codes.double() - 8).T).to(torch.bfloat16)
@@ -153,7 +171,7 @@ def test_parts_of_a_dense_product(library: Native, monkeypatch: pytest.MonkeyPat
     """Where many rows go through torch, parts of the weight end where they should."""
     monkeypatch.setattr(cpu, "_PART", 48 * 128)
     weight, x = packed_weight(4, (131, 128), 64), activations(50, 128, torch.float32)
-    assert relative(CpuKernel(library).prepare(weight, torch.float32)(x), x.double() @ exact(weight).T) < 1e-6
+    assert relative(CpuKernel().prepare(weight, torch.float32)(x), x.double() @ exact(weight).T) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -170,9 +188,16 @@ def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: to
     assert found is not None and reason in found
 
 
+def test_no_match_explains_itself() -> None:
+    operation = Operation("nothing", (dense_few,))
+    with pytest.raises(ModelError, match=r"nothing of \(1, 32\) torch.float32, \(4, 32\) torch.float32") as error:
+        operation(torch.zeros(1, 32), torch.zeros(4, 32))
+    assert "dense_few: takes bf16 on the CPU only" in str(error.value.hint)
+
+
 def test_first_in_the_list() -> None:
     assert [kernel.name for kernel in kernels()][:2] == ["cpu", "torch-int4"]
-    assert choose(Packing(3, 64), 64, 128, CPU, torch.bfloat16).name == "cpu"
+    assert select_kernel(Packing(3, 64), 64, 128, CPU, torch.bfloat16).name == "cpu"
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -190,16 +215,17 @@ def test_torch_int4(group: int) -> None:
     assert kernel.decline(Packing(4, 128), 96, 256, CPU, torch.float32)
 
 
-def test_dense_rows() -> None:
+def test_dense_few(library: Native) -> None:
     weight = (torch.randn(77, 352, generator=torch.Generator().manual_seed(0)) * 0.05).to(torch.bfloat16)
     for rows in (1, 2, 3, 4):
         x = activations(rows, 352, torch.bfloat16)
-        y = dense_rows(x, weight)
-        if y is None:
-            pytest.skip("no bf16 dot products here")
-        assert relative(y, x.double() @ weight.double().T) < 0.0022
-    assert dense_rows(activations(5, 352, torch.bfloat16), weight) is None
-    assert dense_rows(activations(1, 352, torch.float32), weight.float()) is None
+        y = dense_few(x, weight)
+        if isinstance(y, str):
+            assert not library.dense_bf16
+            continue
+        assert library.dense_bf16 and relative(y, x.double() @ weight.double().T) < 0.0022
+    assert "up to 4 rows" in str(dense_few(activations(5, 352, torch.bfloat16), weight))
+    assert "bf16" in str(dense_few(activations(1, 352, torch.float32), weight.float()))
 
 
 def test_huge_empty_is_a_tensor_like_any_other() -> None:
@@ -215,7 +241,8 @@ def test_memory_bandwidth() -> None:
     assert found is not None and 1e8 < found < 1e14
 
 
-def test_threads_are_torchs(library: Native) -> None:
+@pytest.mark.usefixtures("library")
+def test_threads_are_torchs() -> None:
     """One OpenMP library in the process: two would keep their threads spinning against each other."""
     loaded = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1, loaded
@@ -250,11 +277,12 @@ def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(BuildError, match=r"install g\+\+"):
         find_compiler()
-    monkeypatch.setattr(cpu, "native", lambda: "no GNU C++ compiler found")
-    assert CpuKernel().decline(Packing(4, 128), 64, 256, CPU, torch.bfloat16) == "no GNU C++ compiler found"
-    assert choose(Packing(4, 128), 64, 256, CPU, torch.bfloat16).name == "torch-int4"
-    assert choose(Packing(3, 128), 64, 256, CPU, torch.bfloat16).name == "dequantize"
-    assert dense_rows(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) is None
+    missing = "no GNU C++ compiler found"
+    monkeypatch.setattr(build, "native", lambda: missing)
+    assert CpuKernel().decline(Packing(4, 128), 64, 256, CPU, torch.bfloat16) == missing
+    assert select_kernel(Packing(4, 128), 64, 256, CPU, torch.bfloat16).name == "torch-int4"
+    assert select_kernel(Packing(3, 128), 64, 256, CPU, torch.bfloat16).name == "dequantize"
+    assert dense_few(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
     assert memory_bandwidth(1 << 20, 1) is None
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.sample import softmax_draw
+
+pytestmark = pytest.mark.usefixtures("library")
 
 SIZES = [1, 5, 16, 255, 256, 257, 4096, 32000, 50257]
 
@@ -16,7 +17,7 @@ def logits_of(size: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_softmax_is_torchs_and_the_draw_its_running_sum(size: int, library: Native) -> None:
+def test_the_softmax_is_torchs_and_the_draw_its_running_sum(size: int) -> None:
     logits = logits_of(size)
     logits[0, ::7] = -math.inf
     logits[0, size // 2] = 1.0
@@ -24,38 +25,38 @@ def test_the_softmax_is_torchs_and_the_draw_its_running_sum(size: int, library: 
     sums = wanted[0].cumsum(0)
     for number in (0.0, 0.1, 0.5, 0.9, 0.999, 1 - 2**-49):
         out = torch.full((1, size), math.nan)
-        token = softmax_draw(logits, number, out, library)
-        assert token is not None and wanted[0, token] > 0
+        token = softmax_draw(logits, number, out)
+        assert isinstance(token, int) and wanted[0, token] > 0
         torch.testing.assert_close(out.double(), wanted, rtol=4e-6, atol=1e-36)
         before = float(sums[token - 1]) if token else 0.0
         assert before - 1e-6 <= number <= float(sums[token]) + 1e-6
 
 
-def test_zero_chance_stays_zero_at_the_ends(library: Native) -> None:
+def test_zero_chance_stays_zero_at_the_ends() -> None:
     logits = torch.full((1, 300), -math.inf)
     logits[0, 7], logits[0, 290] = 0.0, -200.0
     out = torch.empty(1, 300)
-    assert [softmax_draw(logits, number, out, library) for number in (0.0, 0.5, 1 - 2**-49)] == [7, 7, 7]
+    assert [softmax_draw(logits, number, out) for number in (0.0, 0.5, 1 - 2**-49)] == [7, 7, 7]
     assert out[0, 7] == 1 and int((out > 0).sum()) == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 17, 298, 299])
-def test_what_is_no_number_is_told(bad: float, place: int, library: Native) -> None:
+def test_what_is_no_number_is_told(bad: float, place: int) -> None:
     logits = logits_of(300)
     logits[0, place] = bad
-    assert softmax_draw(logits, 0.5, torch.empty(1, 300), library) == 300
-    assert softmax_draw(torch.full((1, 40), -math.inf), 0.5, torch.empty(1, 40), library) == 40
+    assert softmax_draw(logits, 0.5, torch.empty(1, 300)) == 300
+    assert softmax_draw(torch.full((1, 40), -math.inf), 0.5, torch.empty(1, 40)) == 40
 
 
-def test_does_not_read_or_write_beyond_the_row(library: Native) -> None:
+def test_does_not_read_or_write_beyond_the_row() -> None:
     given, out = torch.full((1, 64), math.nan), torch.full((1, 64), 7.0)
     given[0, 10:43] = logits_of(33)
-    assert softmax_draw(given[:, 10:43], 0.5, out[:, 10:43], library) < 33  # type: ignore[operator]  # fp32 is taken
+    assert softmax_draw(given[:, 10:43], 0.5, out[:, 10:43]) < 33  # type: ignore[operator]  # fp32 is taken
     assert (out[0, :10] == 7).all() and (out[0, 43:] == 7).all()
 
 
-def test_other_tensors_are_torchs(library: Native) -> None:
+def test_other_tensors_are_torchs() -> None:
     row = logits_of(64)
     for logits, out in (
         (row.double(), row.double()),
@@ -63,4 +64,4 @@ def test_other_tensors_are_torchs(library: Native) -> None:
         (row.view(2, 32), torch.empty(2, 32)),
         (row[:, ::2], torch.empty(1, 32)),
     ):
-        assert softmax_draw(logits, 0.5, out, library) is None
+        assert softmax_draw(logits, 0.5, out) == "takes one contiguous row of fp32 on the CPU"

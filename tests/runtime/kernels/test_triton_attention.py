@@ -14,7 +14,7 @@ from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.decode import BLOCK_K, LayerCache, attend, splits  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.attention import BLOCK_K, LayerCache, decode_attention, splits  # noqa: E402  (only where Triton is)
 
 __all__ = ["interpret"]
 
@@ -63,9 +63,9 @@ def attention(case: Case) -> float:
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     into = product(case.heads * case.head_dim, case.packing, case.processors)
     counters = torch.zeros(sequences * case.kv_heads, dtype=torch.int32)
-    first = numbers(attend(query, cache, lengths, case.window, into, counters))
+    first = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
     with backwards():
-        again = numbers(attend(query, cache, lengths, case.window, into, counters))
+        again = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
     if counters.any() or not torch.equal(first, again):
         return float("inf")
     found, beyond = first.tensor_split([case.heads * case.head_dim], dim=1)
@@ -131,6 +131,6 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
             wrong()
     lengths = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="64 queries"):
-        attend(
+        decode_attention(
             torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, product(256, Packing(4, 32)), lengths
         )

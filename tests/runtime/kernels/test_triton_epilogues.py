@@ -21,7 +21,7 @@ from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul  # noqa
 
 __all__ = ["interpret"]
 
-# The interpreter cuts bf16 off where a GPU rounds, at each of a few steps.
+# The interpreter filters bf16 off where a GPU rounds, at each of a few steps.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
@@ -62,7 +62,7 @@ class Sum:
 
 def summed(case: Sum) -> tuple[float, float, bool]:
     """Errors of the stream and of a product of its norm; whether counters are zero, any order of programs the same."""
-    from mycli.runtime.kernels.triton.decode import Norm, add
+    from mycli.runtime.kernels.triton.residual import Norm, add
 
     first = product(case.k, case.packing, 8, n=case.size)
     x = first.prepare(normal(case.rows, case.k).to(case.dtype))
@@ -108,7 +108,7 @@ def test_add(case: Sum, interpret: Interpret) -> None:
 
 
 def embedded() -> tuple[bool, float]:
-    from mycli.runtime.kernels.triton.decode import Norm, embed
+    from mycli.runtime.kernels.triton.residual import Norm, embed
 
     embedding, tokens = normal(9, 200).half(), torch.tensor([8, 0, 3])
     gain, following = normal(200, seed=1).half(), product(200, Packing(4, None))
@@ -124,7 +124,7 @@ def test_embed(interpret: Interpret) -> None:
 
 
 def silu(size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packing) -> tuple[float, bool]:
-    from mycli.runtime.kernels.triton.decode import activate
+    from mycli.runtime.kernels.triton.gated_silu import activate
 
     first, following = product(512, packing, 8, n=2 * size), product(size, into)
     wide = normal(rows, 512)
@@ -158,7 +158,7 @@ def test_activate(
 
 
 def refused(rows: int, counters: int) -> str:
-    from mycli.runtime.kernels.triton.decode import activate
+    from mycli.runtime.kernels.triton.gated_silu import activate
 
     first, following = product(128, Packing(4, 128), n=1024), product(512, Packing(4, 128))
     try:
@@ -193,7 +193,8 @@ class Rotation:
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     """Errors of queries, keys and values; whether nothing else of the cache was touched."""
-    from mycli.runtime.kernels.triton.decode import LayerCache, Projection, project
+    from mycli.runtime.kernels.triton.attention import LayerCache
+    from mycli.runtime.kernels.triton.rope import Projection, project
 
     (sequences, capacity), dim, new = (len(case.lengths), 24), case.head_dim, case.tokens
     width = (case.heads + 2 * case.kv_heads) * dim

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mycli.runtime.kernels.triton import linear as triton_packed
-from mycli.runtime.kernels.triton.linear import TritonPacked, small_product
+from mycli.runtime.kernels.triton.linear import TritonKernel, small_product
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
@@ -103,7 +103,7 @@ def product(case: Case) -> tuple[float, float]:
 
 
 def ulp(dtype: torch.dtype) -> float:
-    """Of a number just below a power of two. The interpreter cuts bf16 off where a GPU rounds to nearest."""
+    """Of a number just below a power of two. The interpreter filters bf16 off where a GPU rounds to nearest."""
     return torch.finfo(dtype).eps
 
 
@@ -193,7 +193,7 @@ def test_holds_no_second_copy() -> None:
     [("cpu", torch.bfloat16, "not on cpu"), ("meta", torch.bfloat16, "not on meta")],
 )
 def test_declines_with_a_reason(device: str, dtype: torch.dtype, reason: str) -> None:
-    declined = TritonPacked().decline(Packing(4, 128), 64, 128, torch.device(device), dtype)
+    declined = TritonKernel().decline(Packing(4, 128), 64, 128, torch.device(device), dtype)
     assert declined is not None and reason in declined
 
 
@@ -212,7 +212,7 @@ def test_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: None)
-    declined = TritonPacked().decline(Packing(4, 128), 64, 128, torch.device("cuda"), dtype)
+    declined = TritonKernel().decline(Packing(4, 128), 64, 128, torch.device("cuda"), dtype)
     assert (declined is None) if reason is None else (declined is not None and reason in declined)
 
 
@@ -243,12 +243,12 @@ def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "driver", "overlap"), [((9, 0), 12030, True), ((8, 9), 13000, False), ((9, 0), 12020, False)]
+    ("capability", "driver", "pdl"), [((9, 0), 12030, True), ((8, 9), 13000, False), ((9, 0), 12020, False)]
 )
-def test_launches_overlap_where_chip_and_driver_can(
-    capability: tuple[int, int], driver: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+def test_pdl_where_chip_and_driver_can(
+    capability: tuple[int, int], driver: int, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(triton_packed, "_driver", lambda: driver)
-    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, overlap)
+    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, pdl)

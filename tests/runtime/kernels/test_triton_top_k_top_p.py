@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 import triton  # noqa: E402  (only where Triton is)
 import triton.language as tl  # noqa: E402  (as above)
 
-from mycli.runtime.kernels.triton.sample import BLOCK, Feedback, choose_tokens  # noqa: E402  (as above)
-from mycli.runtime.kernels.triton.top_k_top_p import Cuts, find_limit, key_of, settle  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, SamplingBuffers, sample_tokens  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.top_k_top_p import Filters, find_limit, key_of, settle  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -47,8 +47,8 @@ class Case:
         return torch.cat((logits, torch.full((self.sequences, 9), 99.0)), dim=1).to(self.dtype)
 
 
-def settings(sampling: Sampling, sequences: int, vocab: int) -> tuple[Feedback, Cuts]:
-    to = Feedback.make(1, sequences, torch.get_default_device())
+def settings(sampling: Sampling, sequences: int, vocab: int) -> tuple[SamplingBuffers, Filters]:
+    to = SamplingBuffers.make(1, sequences, torch.get_default_device())
     top_k = sampling.top_k if sampling.top_k < vocab else 0
     for buffer, value in (
         (to.temperature, sampling.temperature),
@@ -57,7 +57,7 @@ def settings(sampling: Sampling, sequences: int, vocab: int) -> tuple[Feedback, 
         (to.min_p, sampling.min_p),
     ):
         buffer.fill_(value)
-    return to, Cuts(top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
+    return to, Filters(top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def kept_kernel(  # type: ignore[no-untyped-def]  # device code carries no types
 def kept(case: Case) -> tuple[list[list[bool]], list[list[bool]]]:
     """Which tokens the device keeps, and which the host."""
     logits = case.logits()
-    to, cuts = settings(case.sampling, case.sequences, case.vocab)
-    limit = find_limit(logits, case.vocab, cuts, to.temperature, to.top_k, to.top_p, BLOCK)
+    to, filters = settings(case.sampling, case.sequences, case.vocab)
+    limit = find_limit(logits, case.vocab, filters, to.temperature, to.top_k, to.top_p, VOCABULARY_BLOCK)
     out = torch.empty(case.sequences, case.vocab, dtype=torch.int8)
     kept_kernel[(case.sequences,)](
         logits,
@@ -89,7 +89,7 @@ def kept(case: Case) -> tuple[list[list[bool]], list[list[bool]]]:
         case.vocab,
         limit.step,
         limit.peaks.shape[1],
-        TOP_P=cuts.top_p,
+        TOP_P=filters.top_p,
         SIZE=triton.next_power_of_2(case.vocab),
     )
     host = adjusted(logits[:, : case.vocab].double(), case.sampling).isfinite()
@@ -122,7 +122,7 @@ def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -
 
 
 SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
-ROWS, LAUNCHES = 40, 6
+ROWS, LAUNCHES = 30, 2
 DRAWN = {
     "min": Sampling(temperature=1.0, min_p=0.1),
     "all": Sampling(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
@@ -131,12 +131,12 @@ DRAWN = {
 
 def counts(sampling: Sampling) -> list[int]:
     logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).bfloat16().expand(ROWS, -1)
-    to, cuts = settings(sampling, ROWS, len(SMALL))
+    to, filters = settings(sampling, ROWS, len(SMALL))
     found = []
     for length in range(LAUNCHES):
         to.lengths.fill_(length)
         to.seed.fill_(5)
-        choose_tokens(logits, len(SMALL), True, to, 0, cuts)
+        sample_tokens(logits, len(SMALL), True, to, 0, filters)
         found.append(to.chosen[0].clone())
     return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
 
@@ -147,7 +147,7 @@ def test_draws_are_distributed_as_on_the_host(name: str, interpret: Interpret) -
     expected = distribution(SMALL.double()[None], DRAWN[name])[0] * ROWS * LAUNCHES
     allowed = expected > 0
     assert 1 < int(allowed.sum()) < len(SMALL)
-    assert not found[~allowed].any(), "a token that was cut was drawn"
+    assert not found[~allowed].any(), "a token that was filtered out was drawn"
     assert chisquare(found[allowed].numpy(), expected[allowed].numpy()).pvalue > 1e-4
 
 
@@ -155,8 +155,8 @@ def spoiled(value: float) -> list[int]:
     logits = torch.zeros(3, 3000)
     logits[:, 2000] = 9.0
     logits[1, 5] = value
-    to, cuts = settings(Sampling(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
-    choose_tokens(logits, 3000, True, to, 0, cuts)
+    to, filters = settings(Sampling(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
+    sample_tokens(logits, 3000, True, to, 0, filters)
     return to.chosen[0].tolist()  # type: ignore[no-any-return]  # torch's list
 
 

@@ -1,4 +1,4 @@
-"""The shuffled layout: a bijection with the file, for every packing and any size, that decodes fill to zero weights."""
+"""The order of weights in kernels: a bijection with the file, for every packing and size; fill decodes to zero."""
 
 import pytest
 import torch
@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 from mycli.runtime.kernels.triton.weight_layout import (
     layout_of,
     padded_k,
-    shuffle,
-    shuffle_scales,
+    repack,
+    repack_scales,
     tile_k,
-    unshuffle,
-    unshuffle_scales,
 )
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from tests.support.random_tensors import codes, normal
+from tests.support.weight_layout import codes_from_layout, scales_from_layout
 
 PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
 
@@ -38,11 +37,11 @@ def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dt
 def test_bijection(packing: Packing, rows: int, groups: int, dtype: torch.dtype, seed: int) -> None:
     columns = groups * (packing.group_size or 24)
     original = weight(packing, rows, columns, seed, dtype)
-    shuffled = shuffle(original)
-    assert shuffled.dtype == torch.int16 and shuffled.is_contiguous()
-    found = unshuffle(shuffled, packing, rows, columns)
+    repacked = repack(original)
+    assert repacked.dtype == torch.int16 and repacked.is_contiguous()
+    found = codes_from_layout(repacked, packing, rows, columns)
     assert torch.equal(found, unpack(original.packed, packing.bits, columns))
-    scales = unshuffle_scales(shuffle_scales(original), dtype, rows, packing.groups(columns))
+    scales = scales_from_layout(repack_scales(original), dtype, rows, packing.groups(columns))
     assert torch.equal(scales, original.scales)
 
 
@@ -51,13 +50,13 @@ def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
     layout = layout_of(packing)
     rows, columns = layout.chunk_n, 4 * (packing.group_size or 24)
     original = weight(packing, rows - 1, columns, 0)
-    shuffled = shuffle(original)
+    repacked = repack(original)
     kept = padded_k(packing, columns)
-    assert shuffled.numel() * 16 == rows * kept * packing.bits
-    found = unshuffle(shuffled, packing, rows, kept)
+    assert repacked.numel() * 16 == rows * kept * packing.bits
+    found = codes_from_layout(repacked, packing, rows, kept)
     zero = 1 << (packing.bits - 1)
     assert (found[-1] == zero).all() and (found[:, columns:] == zero).all()
-    assert unshuffle_scales(shuffle_scales(original), torch.float16, rows, 1)[-1] == 0
+    assert scales_from_layout(repack_scales(original), torch.float16, rows, 1)[-1] == 0
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
@@ -66,9 +65,9 @@ def test_a_lane_holds_the_operand_registers_of_an_mma(packing: Packing) -> None:
     layout = layout_of(packing)
     seen: dict[int, set[tuple[int, int]]] = {}
     for lane in (0, 5, 31):
-        shuffled = torch.zeros((1, 1, layout.words, 32, 8), dtype=torch.int16)
-        shuffled[:, :, :, lane] = -1
-        codes = unshuffle(shuffled.view(1, 1, layout.words, 256), packing, layout.chunk_n, layout.chunk_k)
+        repacked = torch.zeros((1, 1, layout.words, 32, 8), dtype=torch.int16)
+        repacked[:, :, :, lane] = -1
+        codes = codes_from_layout(repacked.view(1, 1, layout.words, 256), packing, layout.chunk_n, layout.chunk_k)
         seen[lane] = {(int(row), int(column)) for row, column in codes.nonzero()}
         rows, columns = {row % 8 for row, _ in seen[lane]}, {column % 32 // 8 for _, column in seen[lane]}
         assert rows == {lane // 4} and columns == {lane % 4}

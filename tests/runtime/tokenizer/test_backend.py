@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from mycli.runtime.tokenizer import backend as encoding
-from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, is_tame
+from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, is_trusted
 
 QWEN = sorted(KNOWN_PATTERNS, key=len)[-1]
 
@@ -34,7 +34,7 @@ def special(name: str) -> dict[str, Any]:
     ],
 )
 def test_tame(values: dict[str, Any]) -> None:
-    assert is_tame(values)
+    assert is_trusted(values)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_tame(values: dict[str, Any]) -> None:
     ],
 )
 def test_not_tame(values: dict[str, Any]) -> None:
-    assert not is_tame(values)
+    assert not is_trusted(values)
 
 
 def test_interrupt_passes_through() -> None:  # C2

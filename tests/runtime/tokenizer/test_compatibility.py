@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.errors import ExitCode, ModelError
-from mycli.runtime.tokenizer.compatibility import check, compare
+from mycli.runtime.tokenizer.compatibility import check_vocabularies, compare_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.conftest import PICO
 
@@ -35,13 +35,13 @@ def swap(raw: dict[str, Any], first: int, second: int) -> None:
 
 
 def test_the_shipped_pair_agrees() -> None:
-    found = check(Tokenizer.load(PICO, ROWS), Tokenizer.load(DRAFT, ROWS))
+    found = check_vocabularies(Tokenizer.load(PICO, ROWS), Tokenizer.load(DRAFT, ROWS))
     assert (found.tokens, found.rows, found.different, found.ends_differ) == (ROWS, (ROWS, ROWS), 0, False)
 
 
 @pytest.mark.parametrize("rows", [(ROWS, ROWS + 64), (ROWS + 128, ROWS)])
 def test_rows_that_pad_a_head_count_for_nothing(rows: tuple[int, int]) -> None:
-    found = check(Tokenizer.load(PICO, rows[0]), Tokenizer.load(DRAFT, rows[1]))
+    found = check_vocabularies(Tokenizer.load(PICO, rows[0]), Tokenizer.load(DRAFT, rows[1]))
     assert found.tokens == ROWS and found.rows == rows
 
 
@@ -50,9 +50,9 @@ def test_another_vocabulary_is_refused_with_the_first_ids(tmp_path: Path) -> Non
     other = changed(tmp_path, lambda raw: swap(raw, 700, 701))
     target = Tokenizer.load(PICO, ROWS)
     with pytest.raises(ModelError, match="2 of 4096 ids differ") as refused:
-        check(target, other)
+        check_vocabularies(target, other)
     assert refused.value.exit_code == ExitCode.MODEL
-    assert [one.id for one in compare(target, other).differences] == [700, 701]
+    assert [one.id for one in compare_vocabularies(target, other).differences] == [700, 701]
     assert "700 is " in refused.value.message and "701 is " in refused.value.message
 
 
@@ -60,13 +60,13 @@ def test_a_token_that_is_special_in_one_only_differs(tmp_path: Path) -> None:
     def plain(raw: dict[str, Any]) -> None:
         raw["added_tokens"][-1]["special"] = not raw["added_tokens"][-1]["special"]
 
-    found = compare(Tokenizer.load(PICO, ROWS), changed(tmp_path, plain))
+    found = compare_vocabularies(Tokenizer.load(PICO, ROWS), changed(tmp_path, plain))
     assert found.different == 1 and "special" in found.differences[0].target + found.differences[0].draft
 
 
 def test_a_token_that_only_one_has_differs(tmp_path: Path) -> None:
     other = changed(tmp_path, lambda raw: raw["added_tokens"].append(extra()), ROWS + 1)
-    found = compare(Tokenizer.load(PICO, ROWS + 1), other)
+    found = compare_vocabularies(Tokenizer.load(PICO, ROWS + 1), other)
     assert found.different == 1 and found.differences[0].target == "no token" and found.differences[0].id == ROWS
 
 
@@ -82,5 +82,5 @@ def test_what_is_shown_cannot_act_on_a_terminal(tmp_path: Path) -> None:
             vocab["\x1b[31m"] = vocab.pop(token["content"])
         token["content"] = "\x1b[31m"
 
-    found = compare(Tokenizer.load(PICO, ROWS), changed(tmp_path, rename))
+    found = compare_vocabularies(Tokenizer.load(PICO, ROWS), changed(tmp_path, rename))
     assert found.different == 1 and "\x1b" not in found.differences[0].draft

@@ -1,20 +1,20 @@
-"""Marks around spelled control tokens: chosen unforgeable, found again, and safe when one of a pair is lost."""
+"""Sentinels around spelled control tokens: chosen unforgeable, found again, and safe when one of a pair is lost."""
 
 import pytest
 
-from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Marks, Stretch, strings
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Segment, Sentinels, strings
 
 END = AddedToken(1, "<end>", special=True, normalized=False)
 LONG = AddedToken(2, "<end>!", special=True, normalized=False)
 CALL = AddedToken(3, "<call>", special=False, normalized=False)
 BLANK = AddedToken(4, "\n\n", special=False, normalized=False)
 CONTROL = ControlText([END, LONG, CALL, BLANK], str)
-MARKS = Marks("[", "]")
+SENTINELS = Sentinels("[", "]")
 
 
 def test_marks_are_absent_from_the_texts() -> None:  # C13
-    usual = Marks.absent_from([])
-    other = Marks.absent_from([usual.start, "x" + usual.end])
+    usual = Sentinels.absent_from([])
+    other = Sentinels.absent_from([usual.start, "x" + usual.end])
     assert len({usual.start, usual.end, other.start, other.end}) == 4
 
 
@@ -26,22 +26,22 @@ def test_what_counts_as_spelled() -> None:
 
 
 def test_wrap_takes_the_longest() -> None:
-    assert CONTROL.wrap({"k<call>": ["a<end>!<end>", 1]}, MARKS) == {"k[<call>]": ["a[<end>!][<end>]", 1]}
-    assert CONTROL.wrap("a<end>!", MARKS, keep=False) == "a[]"
+    assert CONTROL.wrap({"k<call>": ["a<end>!<end>", 1]}, SENTINELS) == {"k[<call>]": ["a[<end>!][<end>]", 1]}
+    assert CONTROL.wrap("a<end>!", SENTINELS, keep=False) == "a[]"
 
 
 def test_normalized_spelling_wraps_the_whole_text() -> None:
     control = ControlText([AddedToken(1, "<end>", special=True, normalized=True)], str.lower)
-    assert control.wrap("x<END>", MARKS) == "[x<END>]" and control.wrap("x", MARKS) == "x"
-    assert control.wrap("x<END>", MARKS, keep=False) == "[]"
+    assert control.wrap("x<END>", SENTINELS) == "[x<END>]" and control.wrap("x", SENTINELS) == "x"
+    assert control.wrap("x<END>", SENTINELS, keep=False) == "[]"
 
 
 @pytest.mark.parametrize(
     ("rendered", "expected"),
     [
         ("", []),
-        ("a<end>b", [Stretch("a<end>b", False, False)]),
-        ("a[<end>]b", [Stretch("a<end>b", True, False)]),
+        ("a<end>b", [Segment("a<end>b", False, False)]),
+        ("a[<end>]b", [Segment("a<end>b", True, False)]),
         ("<call>a[<end>]b<end>c", [("<call>", 0, 0), ("a<end>b", 1, 1), ("<end>c", 0, 0)]),
         ("<call>[<end>]<end>[<call>]", [("<call>", 0, 0), ("<end>", 1, 1), ("<end>", 0, 0), ("<call>", 1, 1)]),
         ("<call>a[<end>", [("<call>", 0, 0), ("a<end>", 1, 1)]),  # the second mark was lost
@@ -49,15 +49,15 @@ def test_normalized_spelling_wraps_the_whole_text() -> None:
         ("a]b<end>", [("ab", 1, 0), ("<end>", 0, 0)]),
     ],
 )
-def test_stretches(rendered: str, expected: list[Stretch | tuple[str, int, int]]) -> None:
-    stretches = [
-        item if isinstance(item, Stretch) else Stretch(item[0], bool(item[1]), bool(item[2])) for item in expected
+def test_segments(rendered: str, expected: list[Segment | tuple[str, int, int]]) -> None:
+    segments = [
+        item if isinstance(item, Segment) else Segment(item[0], bool(item[1]), bool(item[2])) for item in expected
     ]
-    assert list(CONTROL.stretches(rendered, MARKS)) == stretches
+    assert list(CONTROL.segments(rendered, SENTINELS)) == segments
 
 
 def test_written_lists_the_templates_own() -> None:
-    assert CONTROL.written("<call>a[<end>]b<end>!", MARKS) == ["<call>", "<end>!"]
+    assert CONTROL.written("<call>a[<end>]b<end>!", SENTINELS) == ["<call>", "<end>!"]
 
 
 def test_strings() -> None:

@@ -380,7 +380,7 @@ def test_hostile_tokenizer_costs_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, match: str
 ) -> None:
     monkeypatch.setattr(encoding, "ENCODE_SECONDS", 1.0)
-    monkeypatch.setattr(encoding, "MEMORY", 1 << 30)
+    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
     tokenizer = attack(tmp_path, name)
     with pytest.raises(ModelError, match=match):
         tokenizer.encode(text, add_special=True)
@@ -389,7 +389,7 @@ def test_hostile_tokenizer_costs_a_deadline(
 
 def test_hostile_tokenizer_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C5
     monkeypatch.setattr(encoding, "LOAD_SECONDS", 1.0)
-    monkeypatch.setattr(encoding, "MEMORY", 1 << 30)
+    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
     with pytest.raises(ModelError, match="took more than|too much memory"):
         attack(tmp_path, "C5-replace-bomb-at-load")
 

@@ -1,109 +1,24 @@
-"""What is done with the products of a decoded token, as Triton device code: the tails of `multiply_kernel`.
+"""From the product of q, k and v to rotated queries and a longer cache, a head at a time.
 
-Each takes one piece of a product as fp32 parts of its sum over K [count, rows, n], adds them in order, and leaves the
-operand of the next product, or queries and a longer cache. What the plain model would round to its dtype is rounded to
-it here, but for the norm: its operand is the residual stream times the gain, and the product that takes it divides by
-the root (`Root`), so that no program has to see a whole row. Knows no tensors; `triton.decode` launches.
+Bias, norm over a head and rotation are rounded where the plain model rounds them; keys and values may be stored as
+int8 with a scale per token and head.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.pdl import take_over
-
-
-@triton.jit
-def _add_parts(parts, place, count, stride, inside):
-    """The sum of `count` parts `stride` apart, in order, at `place`; four loads are under way at a time."""
-    total = tl.zeros(place.shape, tl.float32)
-    for first in tl.range(0, count, 4):
-        for part in tl.static_range(4):
-            source = parts + place + (first + part) * stride
-            total += tl.load(source, mask=inside & (first + part < count), other=0.0, cache_modifier=".cg")
-    return total
-
-
-class Normed(NamedTuple):
-    """Where the residual stream goes: into itself, and, weighed, into a product. `into` None: only the first."""
-
-    stream: Any  # [rows, size]
-    size: Any
-    gain: Any  # [size]
-    squares: Any  # fp32 [pieces, rows]
-    into: Any
-    ROWS: Any  # a power of two, at least the rows
-    TILES: Any  # of a piece
-
-
-@triton.jit
-def _weigh(x, row, tile, column, inside, piece, rows, given):
-    """The stream x [tiles at hand, TILE_K] times the gain as an operand, and its sums of squares over the piece."""
-    wide = x.to(tl.float32)
-    squares = tl.sum(tl.sum(wide * wide, axis=1).reshape(given.ROWS, given.TILES), axis=1)
-    each = tl.arange(0, given.ROWS)
-    tl.store(given.squares + piece * rows + each, squares, mask=each < rows)
-    gain = tl.load(given.gain + column, mask=inside, other=0.0).to(tl.float32)
-    store_activation(wide * gain, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
-
-
-@triton.jit
-def add_tail(parts, count, piece, rows, given):
-    """The residual stream with the product added, and from it the operand of the next."""
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    place = row[:, None] * given.size + column
-    x = tl.load(given.stream + place, mask=inside, other=0.0)
-    added = _add_parts(parts, place, count, rows * given.size, inside).to(x.dtype)
-    x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-    tl.store(given.stream + place, x, mask=inside)
-    if given.gain is not None:
-        _weigh(x, row, tile, column, inside, piece, rows, given)
-
-
-@triton.jit
-def embed_kernel(tokens, embedding, rows, given, OVERLAP: tl.constexpr):
-    """Grid (pieces). The residual stream begins: rows of `embedding` [vocab, size] for int64 tokens [rows]."""
-    if OVERLAP:
-        take_over()
-    piece = tl.program_id(0)
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    token = tl.load(tokens + row, mask=row < rows, other=0)
-    x = tl.load(embedding + token[:, None] * given.size + column, mask=inside, other=0.0)
-    tl.store(given.stream + row[:, None] * given.size + column, x, mask=inside)
-    _weigh(x, row, tile, column, inside, piece, rows, given)
-
-
-class Gated(NamedTuple):
-    """Where SiLU(gate) * up goes."""
-
-    size: Any  # of gate, and of up
-    into: Any
-    ROWS: Any
-    TILES: Any
-    DTYPE: Any  # the plain model's
-
-
-@triton.jit
-def silu_tail(parts, count, piece, rows, given):
-    """SiLU(gate) * up from parts [count, rows, 2 * size]: gate, up."""
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    place, stride = row[:, None] * (2 * given.size) + column, rows * given.size * 2
-    gate = _add_parts(parts, place, count, stride, inside).to(given.DTYPE).to(tl.float32)
-    up = _add_parts(parts, place + given.size, count, stride, inside).to(given.DTYPE).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(given.DTYPE).to(tl.float32)
-    value = (active * up).to(given.DTYPE).to(tl.float32)
-    store_activation(value, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
+from mycli.runtime.kernels.triton.attention import LayerCache
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 
 class Rotated(NamedTuple):
@@ -164,7 +79,7 @@ def _keep(first, second, cache, scales, head, sequence, position, lane, known, i
 
 
 @triton.jit
-def rope_tail(parts, count, head, rows, given):
+def rope_epilogue(parts, count, head, rows, given):
     """One head of query, key and value: bias, norm of query and key, rotation; keys and values go into the cache."""
     row, lane = tl.arange(0, given.ROWS), tl.arange(0, given.BLOCK)
     known, present = row < rows, lane < given.HALF
@@ -174,8 +89,8 @@ def rope_tail(parts, count, head, rows, given):
     position = tl.load(given.lengths + sequence, mask=known, other=0) - given.tokens + row % given.tokens
     width = (given.heads + 2 * given.kv_heads) * (2 * given.HALF)
     place = row[:, None] * width + head * (2 * given.HALF) + lane[None, :]
-    first = _add_parts(parts, place, count, rows * width, inside).to(DTYPE).to(tl.float32)
-    second = _add_parts(parts, place + given.HALF, count, rows * width, inside).to(DTYPE).to(tl.float32)
+    first = add_parts(parts, place, count, rows * width, inside).to(DTYPE).to(tl.float32)
+    second = add_parts(parts, place + given.HALF, count, rows * width, inside).to(DTYPE).to(tl.float32)
     if given.bias is not None:
         bias = given.bias + head * (2 * given.HALF) + lane
         low = tl.load(bias, mask=present, other=0.0).to(tl.float32)[None, :]
@@ -204,3 +119,45 @@ def rope_tail(parts, count, head, rows, given):
                 first, second, given.value_cache, given.value_scales, value, sequence, position, lane, known, inside,
                 given,
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a layer does to query and key before attention. Gains of the norms over a head, and the bias, if any."""
+
+    heads: int
+    bias: Tensor | None = None
+    query_gain: Tensor | None = None
+    key_gain: Tensor | None = None
+    eps: float = 0.0
+
+
+def project(
+    x: Activation,
+    product: TritonMatmul,
+    projection: Projection,
+    tables: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    cache: LayerCache,
+    dtype: torch.dtype,
+    counters: Tensor,
+) -> Tensor:
+    """Queries [sequences, tokens, heads, head_dim], rotated; keys and values go to the end of the cache.
+
+    product: of (heads + 2 * kv_heads) * head_dim rows; tables: cosines and sines [positions, head_dim / 2];
+    lengths: int32 [sequences], the keys present once the new tokens are; counters: int32 zeros, one a head at least.
+    """
+    check_contiguous(*tables, lengths, projection.bias, projection.query_gain, projection.key_gain)
+    (sequences, kv_heads, capacity, head_dim), rows = cache.keys.shape, x.values.shape[0]
+    heads, half = projection.heads, head_dim // 2
+    if product.n != (heads + 2 * kv_heads) * head_dim or rows % sequences or tables[0].shape[1] != half:
+        raise ValueError(f"{product.n} rows, tables {tuple(tables[0].shape)}, cache {tuple(cache.keys.shape)}")
+    query = torch.empty((sequences, rows // sequences, heads, head_dim), dtype=dtype, device=lengths.device)
+    given = Rotated(
+        projection.bias, projection.query_gain, projection.key_gain, tables[0], tables[1], lengths, query,
+        cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), capacity, projection.eps,
+        constexpr(half), constexpr(triton.next_power_of_2(half)), constexpr(triton.next_power_of_2(rows)),
+    )  # fmt: skip
+    product.partial(x, epilogue=Epilogue(rope_epilogue, counters, given, constexpr(head_dim), constexpr(1)))
+    return query

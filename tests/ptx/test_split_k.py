@@ -1,4 +1,4 @@
-"""Arrival: that the machine code orders memory as the last program needs it. What it does is tested with each tail.
+"""Arrival: that the machine code orders memory as the last program needs it. What it does is tested with each epilogue.
 
 The interpreter runs programs one after the other, and so forgives a missing barrier; here the code for a GPU is read.
 """
@@ -15,12 +15,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402  (reason: only wher
 from tests.ptx import builds  # noqa: E402  (reason: as above)
 
 ARRIVE = "atom.global.gpu.acq_rel.add.u32"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in the home folder, nothing comes from it."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
 
 def wrong_order(ptx: str) -> str | None:

@@ -1,0 +1,57 @@
+"""SiLU(gate) * up of a product whose rows are gate and up, as the operand of the product that follows.
+
+What the plain model would round to its dtype is rounded to it here.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
+
+
+class Gated(NamedTuple):
+    """Where SiLU(gate) * up goes."""
+
+    size: Any  # of gate, and of up
+    into: Any
+    ROWS: Any
+    TILES: Any
+    DTYPE: Any  # the plain model's
+
+
+@triton.jit
+def silu_epilogue(parts, count, piece, rows, given):
+    """SiLU(gate) * up from parts [count, rows, 2 * size]: gate, up."""
+    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
+    column = columns_of(tile, given.into)
+    inside = (row[:, None] < rows) & (column < given.size)
+    place, stride = row[:, None] * (2 * given.size) + column, rows * given.size * 2
+    gate = add_parts(parts, place, count, stride, inside).to(given.DTYPE).to(tl.float32)
+    up = add_parts(parts, place + given.size, count, stride, inside).to(given.DTYPE).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(given.DTYPE).to(tl.float32)
+    value = (active * up).to(given.DTYPE).to(tl.float32)
+    store_activation(value, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
+
+
+def activate(
+    x: Activation, product: TritonMatmul, dtype: torch.dtype, following: TritonMatmul, counters: Tensor
+) -> Activation:
+    """SiLU(gate) * up of the product, gate first, as the operand of the one that follows. counters: as in `add`."""
+    rows = x.values.shape[0]
+    into = following.activation(rows)
+    span = max(x.tile.block_n, into.tile_k)
+    rounded = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
+    constants = triton.next_power_of_2(rows), span // into.tile_k, rounded
+    given = Gated(product.n // 2, into.operand(), *(constexpr(constant) for constant in constants))
+    product.partial(x, epilogue=Epilogue(silu_epilogue, counters, given, constexpr(span), constexpr(2)))
+    return into
