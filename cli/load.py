@@ -78,8 +78,7 @@ def load(
     second = resolve(draft, offline=call.offline) if draft not in ("none", "ngram") else None
     config = load_config(source.folder)
     placement = place(config, device, parse_dtype(dtype), parse_kv(kv), shadow=shadow)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     capacity = plan_memory(source.folder, placement, context, sequences, second.folder if second else None)
     if context is None and capacity < config.max_context:
         call.out.note(f"context {capacity} of the model's {config.max_context} tokens: --ctx asks for more")
@@ -105,6 +104,14 @@ def _load(
     for warning in assistant.warnings:
         call.out.warn(warning)
     return Loaded(source, placement, assistant, make_session(call, assistant, capacity, draft, ngram=ngram))
+
+
+def announce_placement(call: Call, placement: "Placement") -> None:
+    """Say where the model runs, as far as that is not what a person expects."""
+    for note in placement.notes:
+        call.out.note(note)
+    for detail in placement.details:
+        call.out.detail(detail)
 
 
 def announce_build(call: Call, placement: "Placement") -> None:

@@ -14,7 +14,7 @@ from mycli.cli import bandwidth as bandwidth_here
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.commands.bench_speculative import bench_draft
-from mycli.cli.load import announce_build, parse_dtype, parse_kv
+from mycli.cli.load import announce_build, announce_placement, parse_dtype, parse_kv
 from mycli.cli.output import SCHEMA_VERSION, gib
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.utils.json_fields import Fields, read_object
@@ -96,8 +96,7 @@ def _measure(
     source = resolve(model, offline=call.offline)
     config, packings = describe(source.folder)
     placement = place(config, device, parse_dtype(dtype), parse_kv(kv), shadow=shadow)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     for trial in trials:
         if trial.capacity > config.max_context:
             problem = f"{trial.name} needs {trial.capacity} positions, {model} has {config.max_context}"
@@ -139,7 +138,7 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
         call.out.json({"results": list(rows)})
     elif style == "jsonl":
         for row in rows:
-            call.out.json(row)
+            call.out.json_record(row)
     elif style == "csv":
         text = io.StringIO()
         flat = [{**row, "samples": " ".join(map(str, row["samples"]))} for row in rows]

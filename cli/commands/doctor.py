@@ -101,7 +101,7 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
 
     config, _ = describe(resolve("pico", offline=True).folder)
     placement = place(config, device)
-    for note in placement.notes:
+    for note in (*placement.notes, *placement.details):
         call.out.note(note)
     announce_build(call, placement)
     name, bandwidth = bandwidth_here.measure(placement)

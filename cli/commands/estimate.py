@@ -9,7 +9,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.load import parse_dtype, parse_kv
+from mycli.cli.load import announce_placement, parse_dtype, parse_kv
 from mycli.cli.output import gib
 from mycli.runtime.checkpoint.formats import describe, describe_config
 from mycli.runtime.device.probe import Target, find_target
@@ -220,8 +220,7 @@ def _verify(call: Call, subject: _Subject, device: str, tolerance: float) -> Non
     from mycli.runtime.diagnostics.memory_check import check, measure
 
     placement = place(subject.plan.config, device, subject.plan.dtype, subject.plan.kv, shadow=subject.plan.shadow)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
     parts = measure(resolve(subject.model, offline=call.offline).folder, plan, placement)
     if call.out.json_mode:

@@ -8,7 +8,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.load import KINDS, announce_build, parse_dtype, parse_kv
+from mycli.cli.load import KINDS, announce_build, announce_placement, parse_dtype, parse_kv
 from mycli.cli.measures import rows
 from mycli.cli.stages import stages
 
@@ -108,8 +108,7 @@ def evaluate(
     configs = [describe(source.folder)[0] for source in sources]
     placements = [place(config, device, parse_dtype(dtype)) for config in configs]
     placements[0] = replace(placements[0], kv=kind)
-    for note in placements[0].notes:
-        call.out.note(note)
+    announce_placement(call, placements[0])
     cuts = [
         measuring.cut(content, Tokenizer.load(source.folder, config.vocab_size), ctx, tokens)
         for source, config in zip(sources, configs, strict=True)

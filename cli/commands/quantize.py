@@ -9,10 +9,11 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.load import announce_placement
 from mycli.cli.measures import rows
 from mycli.cli.output import gib
 from mycli.cli.stages import stages
-from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from mycli.quant.model_card import Layer
@@ -306,8 +307,7 @@ def quantize(
     if dry_run:
         _show_plan(call, work, target)
         return
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     with stages(call.out) as progress:
         outcome = pipeline.quantize(
             work,
@@ -324,8 +324,6 @@ def quantize(
     _show_outcome(call, outcome)
     breach = _breach(outcome, max_kl, max_fallback)
     if breach is not None:
-        if call.out.json_mode:
-            raise SystemExit(ExitCode.GATE)  # the one object is out
         raise breach
     if output is None and not call.out.json_mode:
         call.out.note(f"talk with it: mycli chat {target.name}")
