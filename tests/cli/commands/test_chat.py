@@ -25,7 +25,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
     environment.pop("COLUMNS")  # it would hide the terminal's own width
 
     def start(*arguments: str, columns: int = 80, script: bool = False, **extra: str) -> "pexpect.spawn[str]":
-        program = [str(ROOT / "tests" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
+        program = [str(ROOT / "tests" / "support" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
         child: pexpect.spawn[str] = pexpect.spawn(
             sys.executable,
             [*program, "chat", "pico", "-t", "0", "--device", "cpu", *arguments],
