@@ -119,7 +119,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     assert "You are a pirate." in say(chat, "/system") and "You are a pirate." in say(chat, "/show")
     say(chat, "/system none")
     say(chat, "/set temperature 0.5")
-    assert re.search(r"temperature +0\.5", say(chat, "/show"))
+    shown = say(chat, "/show")
+    assert re.search(r"temperature +0\.5", shown) and re.search(r"seed +random", shown)
+    assert "None" not in shown and "()" not in shown
     for wrong, message in {
         "/read": "needs a file",
         "/save": "saved to",  # to the session's file
