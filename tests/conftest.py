@@ -43,7 +43,7 @@ def _is_installed() -> bool:
     return ROOT.as_uri() in [json.loads(record)["url"] for record in records if record]
 
 
-# What a person types is what tests run: the installed command, without PYTHONPATH, in a folder that is not the checkout.
+# What a person types is what tests run: the installed command, without PYTHONPATH, outside of the checkout.
 # A second worktree and a GPU machine have nothing installed; there the links show Python the same files.
 INSTALLED = _is_installed()
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "mycli")] if INSTALLED else [sys.executable, "-m", "mycli.cli"]

@@ -39,9 +39,7 @@ def install(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_every_main_command_works_where_it_is_installed(
-    kind: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Path, environment: dict[str, str]) -> None:
     program, elsewhere = install(kind, tmp_path), tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
@@ -54,8 +52,9 @@ def test_every_main_command_works_where_it_is_installed(
         return done.stdout
 
     where = "import mycli.runtime.pico as pico; print(*pico.__path__)"
-    found = subprocess.run([program.parent / "python", "-c", where], cwd=elsewhere, env=environment, capture_output=True)
-    assert (Path(found.stdout.decode().strip()) / "pico").samefile(PICO) is (kind == "editable"), "it is this install"
+    python = [str(program.parent / "python"), "-c", where]
+    found = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
+    assert (Path(found) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
 
     (elsewhere / "prompts.txt").write_text(QUESTION + "\n")
     mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
