@@ -17,11 +17,11 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@mkdir -p .links/mycli
 	@for part in cli runtime quant; do ln -sfn ../../$$part .links/mycli/$$part; done
 
-demo: $(VENV)/.ready .links/mycli
-	@BIN=$(BIN) bash .ci/demo
+demo: $(VENV)/.ready
+	@BIN=$(CURDIR)/$(BIN) bash .ci/demo
 
 test: check
-	$(RUN) -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto
 
 check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .

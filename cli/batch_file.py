@@ -168,7 +168,7 @@ def run_batch(call: Call, path: str, out: Path | None, answer: Callable[[Prompt]
                 result = _answer(item, answer)
                 failed += "error" in result
                 if file is None:
-                    call.out.json({"id": item.id, **result})
+                    call.out.json_record({"id": item.id, **result})
                 else:
                     file.write((json_line({"id": item.id, **result}) + "\n").encode())
                     file.flush()

@@ -45,8 +45,7 @@ def load(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
         draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
     folder = ModelFolder.open(source.folder)
     placement = engine.place(folder.config)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     context = plan_memory(folder, placement, engine, draft)
     if engine.context is None and context < folder.config.max_context:
         call.out.note(f"context {context} of the model's {folder.config.max_context} tokens: --ctx asks for more")
@@ -84,6 +83,14 @@ def _load(
     session = SpeculativeSession(loaded.runner, engine.context, drafter, Adaptive(drafter.weight, call.out.note))
     session.warm_up()
     return loaded, session
+
+
+def announce_placement(call: Call, placement: "Placement") -> None:
+    """Say where the model runs, as far as that is not what a person expects."""
+    for note in placement.notes:
+        call.out.note(note)
+    for detail in placement.details:
+        call.out.detail(detail)
 
 
 def announce_build(call: Call, placement: "Placement") -> None:

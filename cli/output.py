@@ -124,6 +124,7 @@ class Output:
         self._stdout = sys.stdout if stdout is None else stdout
         self._stderr = sys.stderr if stderr is None else stderr
         self._environment = environment
+        self._answer: Mapping[str, Any] | None = None  # what `json` was given and has yet to be written
 
     @property
     def interactive(self) -> bool:
@@ -166,7 +167,11 @@ class Output:
         return LiveMarkdown(self._stdout, plain=not self.decorated(self._stdout))
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """The answer, or one line of it, as an object with `schema_version`."""
+        """The answer as an object. It is written when the command ends, with the error where it ends with one."""
+        self._answer = value
+
+    def json_record(self, value: Mapping[str, Any]) -> None:
+        """One line of an answer of many, or the whole, at once: an object with `schema_version`."""
         line = json_line(value, self._stdout.encoding or "utf-8")
         if self._stdout.isatty() and line != sanitize(line):
             line = json_line(value, "ascii")
@@ -257,13 +262,15 @@ class Output:
     def error(self, error: UserError, cause: BaseException | None = None) -> None:
         """One line of cause, one of what to do; in JSON an object on stdout, so that a program gets its answer.
 
-        With --debug, first the traceback of `cause` (the error itself).
+        That object also holds the answer, where there is one: a gate that fails has measured something. With --debug,
+        first the traceback of `cause` (the error itself).
         """
         if self._debug:
             lines = traceback.format_exception(cause or error)
             self._stderr.write(sanitize("".join(lines)))
         if self.json_mode:
-            self.json({"error": error_fields(error)})
+            answer, self._answer = self._answer or {}, None
+            self.json_record({**answer, "error": error_fields(error)})
             return
         self._stderr.write(f"error: {one_line(error.message)}\n")
         hint = remedy(error)
@@ -276,9 +283,15 @@ class Output:
         what = f"internal error: {type(error).__name__}: {error}"
         self.error(UserError(what, "run again with --debug and report it"), error)
 
+    def _write_answer(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self.json_record(answer)
+
     def flush(self) -> None:
-        """Write out what is buffered. Raises BrokenPipeError where nobody reads, ResourceError where nothing fits."""
+        """Write out what is held. Raises BrokenPipeError where nobody reads, ResourceError where nothing fits."""
         try:
+            self._write_answer()
             self._stdout.flush()
         except BrokenPipeError:
             raise
@@ -287,6 +300,8 @@ class Output:
 
     def release(self) -> None:
         """The last act: what cannot be written is dropped, so that the interpreter does not complain at its exit."""
+        with suppress(OSError):
+            self._write_answer()
         for stream in (self._stdout, self._stderr):
             try:
                 stream.flush()

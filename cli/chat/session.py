@@ -74,7 +74,7 @@ class Chat:
                 self.conversation.reading.clear()
         self.last = reply
         if self.call.out.json_mode:
-            self.call.out.json({"model": self.loaded.source.name, **describe(reply, text)})
+            self.call.out.json_record({"model": self.loaded.source.name, **describe(reply, text)})
         else:
             self.call.out.footer(self.statistics(reply))
         if self.session_file is not None:

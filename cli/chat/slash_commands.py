@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mycli.cli.chat.session import Chat, thinking
@@ -101,13 +101,15 @@ class SlashCommands:
     def show(self, argument: str) -> None:
         """show the model and the settings"""
         loaded, conversation = self.chat.loaded, self.chat.conversation
-        config = loaded.model.runner.config
+        config, settings = loaded.model.runner.config, vars(self.chat.sampling)
+        if settings["seed"] is None:
+            settings = {**settings, "seed": "random"}
         rows = [
             ("model", loaded.source.name),
             ("family", f"{config.model_type}, {config.parameters():,} parameters"),
             ("runs on", f"{loaded.placement.device}, {str(loaded.placement.dtype).removeprefix('torch.')}"),
             ("system", conversation.system or "none"),
-            *((f.name, str(getattr(self.chat.sampling, f.name))) for f in fields(self.chat.sampling)),
+            *((name, str(value)) for name, value in settings.items() if value != ()),
             *((name, "on" if wanted else "off") for name, wanted in self.chat.arguments.items()),
             ("overflow", self.chat.overflow),
             ("session", str(self.chat.session_file or "not kept")),

@@ -15,7 +15,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.commands.bench_speculative import bench_draft
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import announce_build
+from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.output import SCHEMA_VERSION
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.utils.json_fields import Fields, read_object
@@ -96,8 +96,7 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
     folder = ModelFolder.open(source.folder)
     config = folder.config
     placement = engine.place(config)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     for trial in trials:
         if trial.context > config.max_context:
             problem = f"{trial.name} needs {trial.context} positions, {model} has {config.max_context}"
@@ -134,7 +133,7 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
         call.out.json({"results": list(rows)})
     elif style == "jsonl":
         for row in rows:
-            call.out.json(row)
+            call.out.json_record(row)
     elif style == "csv":
         text = io.StringIO()
         flat = [{**row, "samples": " ".join(map(str, row["samples"]))} for row in rows]

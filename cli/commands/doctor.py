@@ -101,7 +101,7 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
 
     pico = ModelFolder.open(resolve("pico", offline=True).folder)
     placement = EngineConfig(device=device).place(pico.config)
-    for note in placement.notes:
+    for note in (*placement.notes, *placement.details):
         call.out.note(note)
     announce_build(call, placement)
     name, bandwidth = measure_device(placement.device, state())

@@ -10,6 +10,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
+from mycli.cli.load import announce_placement
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
@@ -233,8 +234,7 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
     from mycli.runtime.diagnostics.memory_check import check, measure
 
     placement = engine.place(subject.folder.config)
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
     parts = measure(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
     if call.out.json_mode:

@@ -10,7 +10,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import KV, LoadFlags
 from mycli.cli.format import quality
-from mycli.cli.load import announce_build
+from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.progress import stages
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -110,8 +110,7 @@ def evaluate(
         engine.place(folders[0].config),
         *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
     ]
-    for note in placements[0].notes:
-        call.out.note(note)
+    announce_placement(call, placements[0])
     cuts = [
         measuring.cut(content, Tokenizer.load(folder.path, folder.config.vocab_size), ctx, tokens) for folder in folders
     ]

@@ -10,8 +10,9 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.format import quality
+from mycli.cli.load import announce_placement
 from mycli.cli.progress import stages
-from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
@@ -307,8 +308,7 @@ def quantize(
     if dry_run:
         _show_plan(call, work, target)
         return
-    for note in placement.notes:
-        call.out.note(note)
+    announce_placement(call, placement)
     with stages(call.out.progress) as progress:
         outcome = pipeline.quantize(
             work,
@@ -325,8 +325,6 @@ def quantize(
     _show_outcome(call, outcome)
     breach = _breach(outcome, max_kl, max_fallback)
     if breach is not None:
-        if call.out.json_mode:
-            raise SystemExit(ExitCode.GATE)  # the one object is out
         raise breach
     if output is None and not call.out.json_mode:
         call.out.note(f"talk with it: mycli chat {target.name}")

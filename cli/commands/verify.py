@@ -6,7 +6,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.runtime.errors import ExitCode, GateError
+from mycli.runtime.errors import GateError
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli verify pico-rtn-int4-g128",
@@ -40,11 +40,10 @@ def verify(
         call.out.json(
             {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
         )
-        if bad:
-            raise SystemExit(ExitCode.GATE)  # the one object is out
-        return
-    rows = [(file.name, str(file.nbytes), file.state) for file in checked]
-    call.out.table(("file", "bytes", "state"), rows, right=(1,))
+    else:
+        call.out.table(
+            ("file", "bytes", "state"), [(file.name, str(file.nbytes), file.state) for file in checked], right=(1,)
+        )
     if bad:
         again = "quantize it again" if source.repo is None else f"mycli pull {model}"
         if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.models.config import Dtype, Kv, ModelConfig
@@ -26,7 +27,8 @@ def dtype_info(dtype: torch.dtype) -> DtypeInfo:
 class Placement:
     """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind.
 
-    `dense_prefill_copy`: packed weights of the blocks are also kept in `dtype`, for prompts.
+    `dense_prefill_copy`: packed weights of the blocks are also kept in `dtype`, for prompts. `details` explain what
+    goes without saying: why the CPU is used where there is no GPU.
     """
 
     device: torch.device
@@ -34,6 +36,7 @@ class Placement:
     notes: tuple[str, ...] = ()
     kv: Kv = "auto"
     dense_prefill_copy: bool = False
+    details: tuple[str, ...] = ()
 
     @property
     def dtype_name(self) -> Dtype:
@@ -57,7 +60,16 @@ def _cuda_problem() -> str | None:
     return None
 
 
+def _has_gpu() -> bool:
+    """Whether this machine shows a GPU to this process, whatever torch can do with it."""
+    try:
+        return bool(gpus())
+    except ResourceError:  # a driver is there and does not answer
+        return True
+
+
 def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
+    """The device, and where "auto" falls back to the CPU the reason."""
     if request == "cpu":
         return torch.device("cpu"), ()
     problem = _cuda_problem()
@@ -88,7 +100,8 @@ def place(
     Raises UsageError for a device that is none, ResourceError for one that is not there: an explicit "cuda" never falls
     back.
     """
-    chosen, notes = _choose_device(device)
+    chosen, reasons = _choose_device(device)
+    notes, details = (reasons, ()) if reasons and _has_gpu() else ((), reasons)
     if dense_prefill_copy and chosen.type == "cpu":
         raise UsageError(
             "a 16-bit copy is for GPUs: a CPU multiplies prompts packed no slower", code="leave-out-shadow"
@@ -99,7 +112,7 @@ def place(
     old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)
     if dtype is None and old and wanted == torch.bfloat16:
         wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
-    return Placement(chosen, wanted, notes, kv, dense_prefill_copy)
+    return Placement(chosen, wanted, notes, kv, dense_prefill_copy, details)
 
 
 def free_memory(device: torch.device) -> int:

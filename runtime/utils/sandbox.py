@@ -2,6 +2,7 @@
 
 Knows pipes, limits and deadlines. Does not know what is asked: `serve` is given a handler, `ask` returns its JSON.
 The helper runs this package's own code with an almost empty environment (no tokens, no keys) and imports no torch.
+It finds that code wherever this process found it: in a wheel, an editable install, a zip file or a bare checkout.
 """
 
 import contextlib
@@ -14,10 +15,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from mycli.runtime.errors import ResourceError
+
 START_SECONDS = 60.0  # our own imports only; long because a busy machine is not the model's fault
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); from {} import main; main()"
+# The namespace `mycli` is given, not searched: an editable install finds it through an import hook, which this isolated
+# interpreter has only where the hook was set up by its own site-packages.
+_BOOT = """
+import json, sys, types
+sys.path[:], home = json.loads(sys.stdin.buffer.readline())
+sys.modules["mycli"] = namespace = types.ModuleType("mycli")
+namespace.__path__ = [home]
+from {} import main
+main()
+"""
+_HOME = Path(__file__).parents[2]  # the folder that holds the package `runtime`
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
 
 
@@ -39,6 +53,19 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
+def _search_path() -> list[str]:
+    """Where this process finds modules, each entry as it stands: one may be a name that only an import hook knows.
+
+    Without the working folder, which Python puts in front for `-c` and `-m`: whose files lie there, nobody knows.
+    """
+    first, *others = sys.path
+    try:
+        unknown = first == os.getcwd() != str(_HOME.parent)
+    except FileNotFoundError:  # the working folder was removed
+        unknown = False
+    return [entry for entry in (others if unknown else sys.path) if entry]
+
+
 class Child:
     """One helper process running `module`.main(), started at the first question and kept between questions.
 
@@ -54,7 +81,10 @@ class Child:
         self._lock = threading.Lock()
 
     def ask(self, request: object, seconds: float) -> Any:
-        """The handler's answer to `request`. Raises ChildError; after it the next question gets a new helper."""
+        """The handler's answer to `request`.
+
+        Raises ChildError, after which the next question gets a new helper, and ResourceError where none can be started.
+        """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
@@ -83,8 +113,11 @@ class Child:
             start_new_session=True,  # Ctrl-C is for the person's process, which then ends this one
         )
         weakref.finalize(self, _stop, process)
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
-        self._exchange(process, path + "\n" + self._first, START_SECONDS)
+        try:
+            self._exchange(process, json.dumps([_search_path(), str(_HOME)]) + "\n" + self._first, START_SECONDS)
+        except ChildError as error:  # no request was seen yet, so no model is to blame
+            problem = f"the helper process for {self._module} did not start ({error.kind})"
+            raise ResourceError(problem, "see whether memory is limited, or install this program again") from None
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, Any]:

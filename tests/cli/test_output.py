@@ -8,7 +8,7 @@ import pyte
 import pytest
 
 from mycli.cli.output import Output
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.utils.units import gib
 
 
@@ -63,6 +63,23 @@ def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:
     assert first == {"schema_version": 1, "error": {"message": "bad", "hint": "try", "exit_code": 3}}
     assert second["error"]["exit_code"] == 1 and "boom" in second["error"]["message"]
     assert err.getvalue() == ""
+
+
+def test_a_gate_that_fails_adds_its_error_to_the_answer() -> None:
+    """One object, whenever the answer was given; as text the object and the error go their own ways."""
+    out, err = streams()
+    output = Output(json_mode=True, stdout=out, stderr=err)
+    output.json({"kl": 0.5})
+    output.error(GateError("too far", "more bits"))
+    output.flush(), output.release()
+    error = {"message": "too far", "hint": "more bits", "exit_code": 6}
+    assert json.loads(out.getvalue()) == {"schema_version": 1, "kl": 0.5, "error": error} and err.getvalue() == ""
+    out, err = streams()
+    output = Output(stdout=out, stderr=err)
+    output.json({"kl": 0.5})
+    output.error(GateError("too far", "more bits"))
+    output.release()
+    assert json.loads(out.getvalue()) == {"schema_version": 1, "kl": 0.5} and err.getvalue().startswith("error: too")
 
 
 def test_in_json_mode_text_keeps_off_stdout() -> None:
@@ -206,7 +223,7 @@ def test_json_is_json_whatever_it_holds() -> None:
     value = {"text": "é\x1b\x7f\x9b2J\u202e", "perplexity": math.inf, "list": [math.nan, (1.5,)]}
     for terminal in (False, True):
         out, _ = streams(terminal)
-        Output(json_mode=True, stdout=out).json(value)
+        Output(json_mode=True, stdout=out).json_record(value)
         found = json.loads(out.getvalue(), parse_constant=lambda name: pytest.fail(name))
         assert found == {"schema_version": 1, **value, "perplexity": None, "list": [None, [1.5]]}
         assert not terminal or not set(out.getvalue()) & set("\x1b\x7f\x9b\u202e")

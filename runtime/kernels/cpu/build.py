@@ -132,7 +132,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str
             continue
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
         if "Free Software Foundation" in version:
-            return path, version
+            return os.path.abspath(path), version  # it is started in another folder
     raise BuildError("no GNU C++ compiler found (install g++, or set CXX)")
 
 

@@ -89,6 +89,9 @@ def test_regression_gate(tmp_path: Path, before: float, code: ExitCode, capsys: 
     path = record(tmp_path / "before.json", before)
     assert call(*SHORT, "--compare", str(path), "--fail-on-regress", "5%") == code
     assert ("slower than before: pico tg2" in capsys.readouterr().err) is (code == ExitCode.GATE)
+    assert call(*SHORT, "--compare", str(path), "--fail-on-regress", "5%", "--json") == code
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["results"]) == 2 and answer.get("error", {}).get("exit_code", 0) == code
 
 
 @pytest.mark.parametrize(

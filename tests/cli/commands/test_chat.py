@@ -25,7 +25,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
     environment.pop("COLUMNS")  # it would hide the terminal's own width
 
     def start(*arguments: str, columns: int = 80, script: bool = False, **extra: str) -> "pexpect.spawn[str]":
-        program = [str(ROOT / "tests" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
+        program = [str(ROOT / "tests" / "support" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
         child: pexpect.spawn[str] = pexpect.spawn(
             sys.executable,
             [*program, "chat", "pico", "-t", "0", "--device", "cpu", *arguments],
@@ -119,7 +119,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     assert "You are a pirate." in say(chat, "/system") and "You are a pirate." in say(chat, "/show")
     say(chat, "/system none")
     say(chat, "/set temperature 0.5")
-    assert re.search(r"temperature +0\.5", say(chat, "/show"))
+    shown = say(chat, "/show")
+    assert re.search(r"temperature +0\.5", shown) and re.search(r"seed +random", shown)
+    assert "None" not in shown and "()" not in shown
     for wrong, message in {
         "/read": "needs a file",
         "/save": "saved to",  # to the session's file

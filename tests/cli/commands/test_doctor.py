@@ -59,6 +59,9 @@ def test_a_wrong_reply_fails(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setattr(doctor, "golden_reply", lambda *_: "The capital of Japan is Paris.")
     assert call() == ExitCode.GATE
     assert "instead of" in capsys.readouterr().err
+    assert call("--json") == ExitCode.GATE
+    answer = json.loads(capsys.readouterr().out)
+    assert "Paris" in answer["reply"] and "instead of" in answer["error"]["message"]
 
 
 def test_a_wrong_kernel_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     broken = mycli("verify", REPO)
     assert broken.returncode == 6 and "model.safetensors" in broken.stderr and "--drop" in broken.stderr
     answer = mycli("verify", REPO, "--drop", "--json")
-    assert answer.returncode == 6 and json.loads(answer.stdout)["dropped"] == ["model.safetensors"]
+    told = json.loads(answer.stdout)
+    assert answer.returncode == 6 and told["dropped"] == ["model.safetensors"] and not told["ok"]
+    assert "model.safetensors" in told["error"]["message"]
     partial = mycli("run", REPO, "Hi", "--offline")
     assert partial.returncode == 4 and "missing model.safetensors" in partial.stderr
     assert mycli("pull", REPO, "-q").returncode == mycli("verify", REPO, "-q").returncode == 0

@@ -113,7 +113,9 @@ def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys:
     assert code == 6 and "above --max-kl 0.1" in err and "KL divergence" in out
     assert (tmp_path / "out" / "config.json").exists()
     code, out, _ = call(capsys, *arguments, "--json")
-    assert code == 6 and parsed(out)["card"]["divergence"]["kl"]["value"] > 0.1
+    answer = parsed(out)
+    assert code == 6 and answer["card"]["divergence"]["kl"]["value"] > 0.1
+    assert "above --max-kl 0.1" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("fault", ["E1-all-layers"])

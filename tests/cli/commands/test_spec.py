@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.cli.main import reorder
+from mycli.cli.commands import spec_verify
+from mycli.cli.main import main, reorder
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.prompts import prompts
@@ -79,6 +80,18 @@ def test_verify_passes_on_the_shipped_pair(mycli: Mycli, tmp_path: Path) -> None
     answer = json.loads(mycli(*call, "-n", "12", "--draws", "500", "--json", *CPU).stdout)
     assert answer["prompts"] == 2 and answer["divergences"] == []
     assert answer["chi_squared"]["p_value"] > 1e-4 and answer["chi_squared"]["freedom"] > 5
+
+
+def test_verify_fails_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(spec_verify, "SMALLEST_P", 2.0)
+    (tmp_path / "prompts.txt").write_text("Tell me a story.\n")
+    call = ["spec", "verify", "pico", "pico-draft", "--prompts", str(tmp_path / "prompts.txt"), "-n", "4"]
+    with pytest.raises(SystemExit) as end:
+        main([*call, "--draws", "100", "--json", *CPU])
+    answer = json.loads(capsys.readouterr().out)
+    assert end.value.code == 6 and answer["prompts"] == 1 and "distribution differs" in answer["error"]["message"]
 
 
 def test_verify_needs_two_models(mycli: Mycli) -> None:

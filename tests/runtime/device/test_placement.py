@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device import placement
+from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.placement import place
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
 
@@ -20,6 +22,8 @@ def machine(
     monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, driver: bool = True, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """One with a GPU of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough."""
+    shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1", None)
+    monkeypatch.setattr(placement, "gpus", lambda: [shown])
 
     def available() -> bool:
         if not driver:
@@ -56,6 +60,21 @@ def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
             place(CONFIG, request)
         assert caught.value.exit_code == ExitCode.RESOURCES
     assert place(CONFIG, "cpu").notes == (), "asked for: nothing to announce"
+
+
+def test_a_machine_without_a_gpu_is_not_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in detail, on request. A driver that does not answer is no such machine."""
+    machine(monkeypatch, cuda=False)
+    monkeypatch.setattr(placement, "gpus", list)
+    found = place(replace(CONFIG, dtype="float16"))
+    assert [note for note in found.notes if "CUDA" in note] == [] and len(found.notes) == 1
+    assert found.details == ("running on the CPU: this build of torch has no CUDA",)
+
+    def broken() -> list[Gpu]:
+        raise ResourceError("the NVIDIA driver does not answer")
+
+    monkeypatch.setattr(placement, "gpus", broken)
+    assert "no CUDA" in place(CONFIG).notes[0]
 
 
 def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mycli.runtime.errors import ResourceError
 from mycli.runtime.utils.sandbox import Child, ChildError
 
 
@@ -86,3 +90,41 @@ def test_ends_with_its_owner() -> None:
     assert process is not None
     del owner
     process.wait(10)
+
+
+PROBE = """
+import sys
+from mycli.runtime.utils import sandbox
+
+def main():
+    sandbox.serve(lambda setup: lambda request: [sys.path, sandbox.__file__])
+"""
+
+
+def test_finds_modules_as_its_owner_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zip file and the name of an import hook go over as they stand; the working folder does not go over."""
+    work, eggs = tmp_path / "work", tmp_path / "probe.egg"
+    work.mkdir()
+    (work / "probe.py").write_text("raise ValueError('not this one')")
+    with zipfile.ZipFile(eggs, "w") as file:
+        file.writestr("probe.py", PROBE)
+    monkeypatch.chdir(work)
+    hook = "__editable__.some_package.finder.__path_hook__"
+    for first in ("", str(work)):  # as under `-c`, as under `-m`
+        monkeypatch.setattr(sys, "path", [first, str(eggs), hook, *sys.path])
+        found, program = Child("probe", None, 256 << 20, reply_bytes=100_000).ask(None, 20.0)
+        assert found == [str(eggs), hook, *found[2:]] and not {"", str(work)} & set(found)
+        assert program == sys.modules[Child.__module__].__file__, "the code of the owner, not another install"
+
+
+def test_the_working_folder_may_be_gone(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    work.rmdir()
+    assert ask(child, "a") == ["a"]
+
+
+def test_one_that_does_not_start_is_no_fault_of_the_model() -> None:
+    with pytest.raises(ResourceError, match="did not start"):
+        Child("mycli.runtime.none", None, 256 << 20, reply_bytes=100).ask(None, 20.0)

@@ -1,0 +1,82 @@
+"""The command a person types, installed from a wheel and from an editable checkout, in a folder that is neither.
+
+Nothing is fetched: the new environments find the dependencies where this interpreter has them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.conftest import PICO, ROOT
+
+QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
+
+
+def install(kind: str, folder: Path) -> Path:
+    """The `mycli` of a fresh environment under `folder`. Sources are linked: a build leaves nothing in the checkout."""
+    source, target = folder / "source", folder / "environment"
+    source.mkdir()
+    for name in ("cli", "runtime", "quant", "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).symlink_to(ROOT / name)
+    venv.create(target, symlinks=True)
+    (packages,) = target.glob("lib/python*/site-packages")
+    theirs = [entry for entry in sys.path if entry.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(theirs))  # no .pth file in there is read
+    pip = [sys.executable, "-m", "pip", "--python", str(target / "bin" / "python"), "install", "--quiet"]
+    pip += ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*pip, *(["-e"] if kind == "editable" else []), str(source)], env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return target / "bin" / "mycli"
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    program, elsewhere = install(kind, tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
+    environment["MYCLI_DEVICE"] = "cpu"
+
+    def mycli(*arguments: str) -> str:
+        command = [str(program), *arguments]
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    where = "import mycli.runtime.pico as pico; print(*pico.__path__)"
+    python = [str(program.parent / "python"), "-c", where]
+    found = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
+    assert (Path(found) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
+
+    (elsewhere / "prompts.txt").write_text(QUESTION + "\n")
+    mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
+    assert json.loads(mycli("estimate", "./small", "--json"))["fits"]
+    assert json.loads(mycli("run", "./small", QUESTION, "--json", "-n", "4"))["text"]
+    assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
+    verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100")
+    assert json.loads(mycli(*verify, "--json"))["prompts"] == 1
+    assert ANSWER in json.loads(mycli("doctor", "--json"))["reply"]
+    chat: pexpect.spawn[str] = pexpect.spawn(
+        str(program),
+        ["chat", "pico", "-t", "0"],
+        cwd=str(elsewhere),
+        env={**environment, "TERM": "xterm"},  # type: ignore[arg-type]  # a dict is a mapping
+        encoding="utf-8",
+        timeout=60,
+    )
+    chat.expect_exact(">>> ")
+    chat.sendline(QUESTION)
+    chat.expect_exact(ANSWER)
+    chat.expect_exact(">>> ")
+    chat.sendeof()
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 0
