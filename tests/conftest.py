@@ -2,16 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.command_line import Completed, Mycli, run_here, run_process
+from tests.support.paths import PICO, ROOT
+
 if TYPE_CHECKING:  # most tests need neither torch nor native code
     from mycli.runtime.kernels.cpu.build import Native
+
+__all__ = ["PICO", "ROOT", "Mycli"]
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,9 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).parent.parent
-PICO = ROOT / "runtime" / "pico" / "pico"
-
 # What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
 VARIANTS = {
     "native": (),
@@ -30,8 +30,6 @@ VARIANTS = {
     "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O1"),
     "plain": ("-march=x86-64", "-O1"),
 }
-
-Mycli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -53,24 +51,23 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def _bound(run: Callable[..., Completed], environment: dict[str, str]) -> Mycli:
+    def call(*arguments: str, input: str | bytes | None = None, env: dict[str, str] | None = None) -> Completed:
+        return run(arguments, {**environment, **(env or {})}, input)
+
+    return call
+
+
 @pytest.fixture
 def mycli(environment: dict[str, str]) -> Mycli:
-    """Run the command line: mycli("run", "pico", "Hi", input=..., env=...)."""
+    """Run the command line inside this process: mycli("run", "pico", "Hi", input=..., env=...)."""
+    return _bound(run_here, environment)
 
-    def run(
-        *arguments: str, input: str | None = None, env: dict[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "mycli.cli", *arguments],
-            input=input,
-            stdin=subprocess.DEVNULL if input is None else None,
-            env={**environment, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
 
-    return run
+@pytest.fixture
+def mycli_process(environment: dict[str, str]) -> Mycli:
+    """`mycli` as a process of its own, for what only a process shows. It takes two seconds with torch."""
+    return _bound(run_process, environment)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -26,8 +26,8 @@ from mycli.quant.work_folder import Solved
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.models.config import ModelConfig, load_config, parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.models import CPU
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 SHAPE: dict[str, object] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

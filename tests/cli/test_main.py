@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, option_keys
-from tests.conftest import PICO, Mycli
+from tests.support.command_line import Mycli
+from tests.support.paths import PICO
 
 HEAVY = ("torch", "huggingface_hub", "tokenizers", "transformers", "rich", "numpy")
 

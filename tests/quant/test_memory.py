@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from mycli.quant.memory import Work, choose, need
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.models.config import load_config, parse_config
+from mycli.runtime.models.config import parse_config
 from mycli.runtime.utils.json_fields import Fields
-from tests.conftest import PICO, ROOT
-from tests.quant.test_pipeline import SMALL
+from tests.support.models import SMALL, random_model
+from tests.support.paths import ROOT
 
 SHAPE = {**SMALL, "hidden_size": 512, "num_hidden_layers": 1, "tie_word_embeddings": True}
 WIDE = {**SHAPE, "intermediate_size": 3072, "max_position_embeddings": 512}
@@ -94,17 +92,7 @@ def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object], report: str
 ) -> None:
     """Against the peak of the resident set of a whole run, beyond what the process held before; see `machine`."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(shape))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (torch.randn(size, generator=generator) * 0.02 + (len(size) == 1)).bfloat16()
-        for name, size in load_config(source).tensors()
-    }
-    save_file(tensors, source / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (source / name).write_bytes((PICO / name).read_bytes())
+    source = random_model(tmp_path / "source", 0.02, **shape)
     command = [sys.executable, "-c", PROGRAM, str(source), json.dumps(recipe), str(tmp_path / "out"), report]
 
     def run() -> float:

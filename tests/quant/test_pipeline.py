@@ -24,54 +24,26 @@ from mycli.quant.solvers import rtn
 from mycli.runtime.checkpoint.formats import describe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
-from tests.conftest import PICO
+from tests.support.models import CPU, random_model, write_config
+from tests.support.paths import PICO
 
 GROUP_32 = Recipe("rtn", group=32)
 DATA = Recipe("gptq", group=32, samples=8, seq=48)
-CPU = Placement(torch.device("cpu"), torch.float32)
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
     """A random model with a head of its own, and files beside it to copy and not to copy."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_config(folder)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
-        for name, shape in load_config(folder).tensors()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(PICO / name, folder / name)
+    folder = random_model(tmp_path / "source")
+    shutil.copy(PICO / "generation_config.json", folder / "generation_config.json")
     (folder / "LICENSE").write_text("as is")
     (folder / "README.md").write_text("about the original")
     return Source("someone/small", folder, "someone/small", "0" * 40)
-
-
-def write_config(folder: Path, **changes: Any) -> None:
-    (folder / "config.json").write_text(json.dumps({**SMALL, **changes}))
 
 
 def rewrite(source: Source, name: str, change: Any) -> None:

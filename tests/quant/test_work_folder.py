@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mycli.quant import blockwise, pipeline
@@ -27,18 +26,14 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.config import load_config
 from mycli.runtime.quantization.scheme import Packing
-from tests.conftest import PICO, ROOT
-from tests.quant.test_pipeline import SMALL
+from tests.support.models import CPU, random_model
+from tests.support.paths import DRAFT
 
-DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
 SOURCE = Source("pico-draft", DRAFT, None, None)
 RECIPE = Recipe(bits=4, group=64, samples=8, seq=32)
-CPU = Placement(torch.device("cpu"), torch.float32)
 RUN = {"recipe": {"bits": 4}, "versions": {"torch": "2"}}
 USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the environment of a test may make
 
@@ -132,21 +127,6 @@ def test_the_work_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
 
 
-def a_model(folder: Path) -> Path:
-    """Random, tiny, of many blocks, with the tokenizer of pico."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**SMALL, "hidden_size": 64, "num_hidden_layers": 12}))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
-        for name, shape in load_config(folder).tensors()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PICO / name, folder / name)
-    return folder
-
-
 def blocks(folder: Path) -> dict[str, tuple[int, int]]:
     """The finished blocks there are; one that is written again is not the same."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("block-*.safetensors")}
@@ -160,7 +140,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
 
     A block is on disk before the next is begun, so at most one is lost. A target that exists is whole at any moment.
     """
-    source, target = a_model(tmp_path / "source"), tmp_path / "out"
+    # Tiny, of many blocks.
+    source, target = random_model(tmp_path / "source", hidden_size=64, num_hidden_layers=12), tmp_path / "out"
     arguments = ["quantize", str(source), "--group", "32", "--samples", "64", "--report", "none", "--overwrite", "-q"]
     command = [sys.executable, "-m", "mycli.cli", *arguments, "--seq", "64", "-o", str(target)]
     work, chance = default_work_folder(target), random.Random(0)

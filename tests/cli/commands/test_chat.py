@@ -12,7 +12,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.conftest import PICO, ROOT, Mycli
+from tests.support.command_line import Mycli
+from tests.support.paths import PICO, ROOT
 
 Terminal = Callable[..., "pexpect.spawn[str]"]
 PROMPT = ">>> "
@@ -25,7 +26,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
     environment.pop("COLUMNS")  # it would hide the terminal's own width
 
     def start(*arguments: str, columns: int = 80, script: bool = False, **extra: str) -> "pexpect.spawn[str]":
-        program = [str(ROOT / "tests" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
+        program = [str(ROOT / "tests" / "support" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
         child: pexpect.spawn[str] = pexpect.spawn(
             sys.executable,
             [*program, "chat", "pico", "-t", "0", "--device", "cpu", *arguments],
