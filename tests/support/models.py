@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from mycli.quant import pipeline, planning
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.models.config import load_config
 from tests.support.paths import PICO
@@ -47,3 +49,9 @@ def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / name)
     return folder
+
+
+def shorten_report(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Copies are measured on `tokens` tokens: enough to see that it is done, not for figures to publish."""
+    for module in (planning, pipeline):
+        patch.setattr(module, "QUICK_TOKENS", tokens)
