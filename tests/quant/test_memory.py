@@ -75,20 +75,30 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
         choose(work(), True, 4096, None, 1 << 20)
 
 
+NARROW = {**WIDE, "intermediate_size": 1024}
+
+
 @pytest.mark.parametrize(
     ("shape", "recipe", "report"),
     [
-        (WIDE, {"group": 64, "samples": 128, "seq": 256}, "none"),
-        ({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}, "quick"),
-        ({**WIDE, "vocab_size": 4096}, {"group": 64, "samples": 8, "seq": 512, "tune": True}, "none"),
-        ({**WIDE, "vocab_size": 32768}, {"group": 64, "samples": 8, "seq": 256, "tune": True}, "none"),
-        (
-            {**WIDE, "intermediate_size": 1024, "num_hidden_layers": 4},
+        pytest.param(NARROW, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving"),
+        pytest.param({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}, "quick", id="measuring"),
+        pytest.param(NARROW, {"group": 64, "samples": 8, "seq": 512, "tune": True}, "none", id="tuning-a-block"),
+        pytest.param(
+            {**WIDE, "vocab_size": 32768},
+            {"group": 64, "samples": 8, "seq": 256, "tune": True},
+            "none",
+            id="tuning-scales",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**NARROW, "num_hidden_layers": 4},
             {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
             "none",
+            id="sensitivity",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["solving", "measuring", "tuning-a-block", "tuning-scales", "sensitivity"],
 )
 def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object], report: str
