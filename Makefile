@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test check fix docs test-gpu bench-gpu test-vllm clean
+.PHONY: demo test test-all check fix docs test-gpu bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -20,8 +20,14 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 demo: $(VENV)/.ready
 	@BIN=$(CURDIR)/$(BIN) bash .ci/demo
 
+# A worker that has done its share takes of another's rest, so that fixtures of a file are mostly made once.
+TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
+
 test: check
-	$(BIN)/python -m pytest -q -n auto
+	$(TESTS)
+
+test-all: check
+	$(TESTS) -m "slow or not slow"
 
 check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .

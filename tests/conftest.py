@@ -1,16 +1,16 @@
 """What several test files need: the shipped model, and mycli as a process of its own."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import INSTALLED, Completed, Mycli, run_here, run_process
+from tests.support.paths import PICO, ROOT
+
+__all__ = ["PICO", "ROOT", "Mycli"]
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,22 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).parent.parent
-PICO = ROOT / "runtime" / "pico" / "pico"
-
-Mycli = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def _is_installed() -> bool:
-    """Whether this interpreter has an editable install of this checkout, and not of another."""
-    records = [one.read_text("direct_url.json") for one in metadata.distributions(name="mycli-llm")]
-    return ROOT.as_uri() in [json.loads(record)["url"] for record in records if record]
-
-
-# What a person types is what tests run: the installed command, without PYTHONPATH, outside of the checkout.
-# A second worktree and a GPU machine have nothing installed; there the links show Python the same files.
-INSTALLED = _is_installed()
-COMMAND = [str(Path(sysconfig.get_path("scripts")) / "mycli")] if INSTALLED else [sys.executable, "-m", "mycli.cli"]
+SHORT_TEXT = 50_000  # characters
 
 
 @pytest.fixture
@@ -57,23 +42,29 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def _bound(run: Callable[..., Completed], environment: dict[str, str]) -> Mycli:
+    def call(*arguments: str, input: str | bytes | None = None, env: dict[str, str] | None = None) -> Completed:
+        return run(arguments, {**environment, **(env or {})}, input)
+
+    return call
+
+
 @pytest.fixture
-def mycli(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Mycli:
-    """Run the command line: mycli("run", "pico", "Hi", input=..., env=...)."""
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
+def mycli(environment: dict[str, str]) -> Mycli:
+    """Run the command line inside this process: mycli("run", "pico", "Hi", input=..., env=...)."""
+    return _bound(run_here, environment)
 
-    def run(
-        *arguments: str, input: str | None = None, env: dict[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            cwd=elsewhere,
-            input=input,
-            stdin=subprocess.DEVNULL if input is None else None,
-            env={**environment, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
 
-    return run
+@pytest.fixture
+def mycli_process(environment: dict[str, str]) -> Mycli:
+    """`mycli` as a process of its own, for what only a process shows. It takes two seconds with torch."""
+    return _bound(run_process, environment)
+
+
+@pytest.fixture
+def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration sees the beginning of its texts: to encode them whole takes longer than to solve a small model."""
+    from mycli.quant.calibration import sampler
+
+    whole = sampler._bundled
+    monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])

@@ -29,13 +29,12 @@ from mycli.quant.pipeline import allocated, plan, quantize
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 CHILD = Path(__file__).with_name("compressor_child.py")
 TYPES = ["Q8_0", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS"]
 MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of mixtures of llama.cpp

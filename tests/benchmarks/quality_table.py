@@ -33,12 +33,10 @@ from mycli.quant.solvers import Scheme, Solution, rtn
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-
-PICO = Path(__file__).parents[2] / "runtime" / "pico" / "pico"
-CPU = Placement(torch.device("cpu"), torch.float32)
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
 
 class PlainGptq:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 pytest.importorskip("gguf")
 
 from tests.benchmarks import gguf as peer  # noqa: E402
-from tests.conftest import PICO  # noqa: E402  # only where gguf is there
+from tests.support.paths import PICO  # noqa: E402  # only where gguf is there
 
 
 def test_written_and_read_back_is_the_same_model(tmp_path: Path) -> None:

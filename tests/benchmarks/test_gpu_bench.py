@@ -100,6 +100,7 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     assert [row["case"] for row in json.loads((tmp_path / "r.json").read_text())["parts"]["a"]] == ["1"]
 
 
+@pytest.mark.slow
 def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
     """In a process of its own, as `make bench-gpu` runs it; every row has its fields, and nothing failed."""
     command = [sys.executable, "-m", "tests.gpu.bench", "--device", "cpu", "--tiny"]

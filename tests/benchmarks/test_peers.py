@@ -7,9 +7,7 @@ import torch
 
 from mycli.quant.recipe import Recipe
 from tests.benchmarks.peers import Shown, ours, packed_bits
-from tests.conftest import ROOT
-
-DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
+from tests.support.paths import DRAFT
 
 
 @pytest.mark.parametrize(("bits", "group", "expected"), [(4, 64, 4.25), (3, 128, 3.125), (2, 32, 2.5)])

@@ -27,8 +27,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.models import CPU
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 SHAPE: dict[str, object] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

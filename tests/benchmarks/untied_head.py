@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.quant.evaluate import cut, evaluate, held_out_text
@@ -16,12 +15,11 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import plan, quantize
 from mycli.quant.recipe import Head, Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 HEADS: tuple[Head, ...] = ("keep", "int8", "int4")
 
 

@@ -24,12 +24,11 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 TIE = 0.15  # of a logit: some steps of bf16 at the size of pico's logits
 PROMPTS, PROMPT, REPLY = 8, 48, 32
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}

@@ -13,7 +13,7 @@ import pytest
 from mycli.cli.command import explain
 from mycli.cli.main import GLOBAL, reorder
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
-from tests.conftest import Mycli
+from tests.support.command_line import Mycli
 
 # A command of its own in a process of its own: `do` is what it does with its Call.
 PROBE = """

@@ -9,7 +9,7 @@ import pytest
 
 from mycli.cli.config_file import config_path, option_key, read_settings
 from mycli.runtime.errors import UsageError
-from tests.conftest import Mycli
+from tests.support.command_line import Mycli
 
 # command -> key -> parameter
 KEYS = {"chat": {"device": "device", "top_p": "top_p"}, "run": {"device": "device", "max_tokens": "limit"}}

@@ -3,7 +3,7 @@
 from mycli.cli.docs import page
 from mycli.cli.main import COMMANDS
 from mycli.runtime.errors import ExitCode
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 
 def test_the_page_is_fresh() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, main
+from tests.support.models import shorten_report
 
 NETWORK = "# needs the network"  # or a model that comes from there
 
@@ -34,6 +35,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    shorten_report(monkeypatch, 1024)
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,7 +1,13 @@
-"""Faults while a model runs, from where they arise to the exit code (F5, F12)."""
+"""Faults from where they arise to the exit code, and that every fault of the table has a test somewhere."""
 
 import io
 import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,21 @@ from mycli.cli.main import main
 from mycli.cli.output import Output
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.layers.transformer import Transformer
+from tests.support.command_line import Mycli
+from tests.support.hub_server import Fault, HubServer, hub_server
+from tests.support.paths import DRAFT, ROOT
+
+REPO = "org/model"
+FILES = {path.name: path.read_bytes() for path in DRAFT.iterdir()}
+# The table: weight files, configurations, tokenizers and templates, disk and processes, quantization, generation.
+FAULTS = {"A": 33, "B": 19, "C": 22, "D": 21, "E": 11, "F": 17}
+
+
+def test_every_fault_has_a_test_that_names_it() -> None:
+    """In the id of a case, in the name of the test, or in what is said about it."""
+    number = re.compile(r"(?:\b|test_)([A-F]\d{1,2}|[a-f]\d{1,2}(?=_))")
+    named = {word.upper() for path in (ROOT / "tests").rglob("*.py") for word in number.findall(path.read_text())}
+    assert {f"{part}{index + 1}" for part, last in FAULTS.items() for index in range(last)} <= named
 
 
 @pytest.mark.parametrize("fault", ["F12-device-assert", "F12-gpu-lost"])
@@ -62,3 +83,94 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     with pytest.raises(SystemExit) as stop:
         main(["run", "pico", "Who are you?"])
     assert stop.value.code == ExitCode.MODEL and "not a number" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server(environment: dict[str, str]) -> Iterator[HubServer]:
+    for name in [name for name in environment if name.lower().endswith("_proxy")]:
+        del environment[name]
+    with hub_server() as running:
+        environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
+        yield running
+
+
+@pytest.mark.parametrize("fault", ["D6-two-processes-pull"])
+def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
+    fault: str, server: HubServer, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(REPO, FILES)
+    take, waited = server.take, threading.Event()
+
+    def held(host: str, path: str) -> Fault:
+        """No file comes before the second process waits for the first."""
+        assert host == "hub" or waited.wait(60)
+        return take(host, path)
+
+    monkeypatch.setattr(server, "take", held)
+
+    def start() -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "mycli.cli", "pull", REPO]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = start()
+    while first.poll() is None and not server.requests("storage:"):
+        time.sleep(0.01)
+    second = start()
+    assert second.stderr is not None
+    lines = iter(second.stderr.readline, "")
+    assert any(f"by process {first.pid}: waiting" in line for line in lines)
+    waited.set()
+    folders = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert folders[0] == folders[1] and Path(folders[0].strip()).is_dir()
+    fetched = [request.path for request in server.requests("storage:") if request.method == "GET"]
+    assert len(fetched) == len(set(fetched)), "nothing arrived twice"
+
+
+@pytest.mark.parametrize("fault", ["D10-branch-moves"])
+def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
+    fault: str, server: HubServer, mycli_process: Mycli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch moves as the first file is asked for; all files are of the commit before, and it is recorded."""
+    before = server.add(REPO, FILES)
+    after: list[str] = []
+    take = server.take
+
+    def moving(host: str, path: str) -> Fault:
+        if "/resolve/" in path and not after:
+            after.append(server.add(REPO, {**FILES, "config.json": b"{}", "tokenizer.json": b"{}"}))
+        return take(host, path)
+
+    monkeypatch.setattr(server, "take", moving)
+    pulled = mycli_process("pull", REPO)
+    folder = Path(pulled.stdout.strip())
+    assert pulled.returncode == 0 and after and folder.name == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir()}.items() <= FILES.items()
+    planned = json.loads(mycli_process("pull", REPO, "--dry-run", "--json").stdout)
+    assert planned["new_bytes"] > 0, "the next pull is of the branch as it is now"
+    told = json.loads(mycli_process("show", REPO, "--offline", "--json").stdout)
+    assert (told["commit"], told["repo"]) == (before, REPO)
+
+
+@pytest.mark.parametrize("fault", ["A33-bit-flip"])
+def test_verify_finds_one_bit_anywhere_in_what_was_quantized(fault: str, mycli: Mycli, tmp_path: Path) -> None:
+    """Beside a whole copy, which passes: in the header, in the first tensor, in the last byte, in another file."""
+    folder = tmp_path / "copy"
+    made = mycli(
+        "quantize", "pico-draft", "--method", "rtn", "--report", "none", "-q", "--group", "64", "-o", str(folder)
+    )
+    assert made.returncode == 0, made.stderr
+    assert mycli("verify", str(folder)).returncode == 0
+    weights = folder / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    places = [(weights, 9), (weights, header), (weights, weights.stat().st_size - 1), (folder / "tokenizer.json", 99)]
+    for file, place in places:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        found = mycli("verify", str(folder), "--json")
+        states = {one["name"]: one["state"] for one in json.loads(found.stdout)["files"]}
+        assert found.returncode == ExitCode.GATE, (file.name, place)
+        assert {name for name, state in states.items() if state != "ok"} == {file.name}
+        assert states[file.name] == "damaged"
+        file.write_bytes(whole)
+    assert mycli("verify", str(folder)).returncode == 0

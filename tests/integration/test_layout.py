@@ -8,11 +8,13 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.import_graph import arrows, floors
+from tests.support.paths import ROOT
 
 PARTS = ("cli", "quant", "runtime")
 MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"}, "runtime": {"runtime"}}
@@ -24,6 +26,15 @@ PIPES = {
     "cli/batch_file.py": "reads prompts from standard input",
     "cli/input.py": "reads the prompt from standard input",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
+}
+MOST_ROOMS, MOST_FLOORS = 18, 9
+# Public names that several modules define on purpose: each is read by one reader, from any module of its kind.
+SHARED_NAMES = {
+    "EXAMPLES",  # of a command's help
+    "read",  # of a config, one family each
+    "solve",  # of a solver
+    "NEEDS_HESSIAN",
+    "main",
 }
 # A command that does not run a model starts without these.
 HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
@@ -46,6 +57,7 @@ LIGHT = (
 )
 
 
+@cache
 def sources() -> list[Path]:
     """Every module of the three packages."""
     files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
@@ -56,6 +68,7 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -70,19 +83,50 @@ def imports(module: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names if not node.level)
 
 
-@pytest.mark.parametrize("path", sources(), ids=name)
-def test_imports_point_one_way(path: Path) -> None:
-    found = list(imports(tree(path)))
-    assert not [one for one in found if one.startswith(".")], "imports are absolute"
-    assert not [one for one in found if one.split(".")[0] in PARTS], "the packages are called mycli.cli, ..."
-    ours = {one.split(".")[1] for one in found if one.startswith("mycli.")}
-    assert ours <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
-    assert not [one for one in found if one.split(".")[0] in ("click", "transformers", "compressed_tensors")]
+def test_imports_point_one_way() -> None:
+    for path in sources():
+        found = list(imports(tree(path)))
+        assert not [one for one in found if one.startswith(".")], f"{name(path)}: imports are absolute"
+        assert not [one for one in found if one.split(".")[0] in PARTS], f"{name(path)}: it is called mycli.cli, ..."
+        ours = {one.split(".")[1] for one in found if one.startswith("mycli.")}
+        assert ours <= MAY_IMPORT[path.relative_to(ROOT).parts[0]], name(path)
+        foreign = [one for one in found if one.split(".")[0] in ("click", "transformers", "compressed_tensors")]
+        assert not foreign, name(path)
 
 
-@pytest.mark.parametrize("path", sources(), ids=name)
-def test_every_module_says_what_it_does(path: Path) -> None:
-    assert ast.get_docstring(tree(path))
+def test_every_module_says_what_it_does() -> None:
+    assert not [name(path) for path in sources() if not ast.get_docstring(tree(path))]
+
+
+def test_the_rooms_of_runtime_stand_on_floors() -> None:
+    """No circle (`floors` raises), and no more rooms, or rooms on top of each other, than a newcomer can hold."""
+    graph = arrows()
+    assert len(graph) <= MOST_ROOMS and len(floors(graph)) <= MOST_FLOORS
+
+
+def _public(path: Path) -> set[str]:
+    """Classes, functions and constants at the top of a module that other modules may use."""
+    found: set[str] = set()
+    for node in tree(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {one for one in found if not one.startswith("_")}
+
+
+@pytest.mark.xfail(reason="some names are still to be told apart", strict=False)
+def test_no_public_name_is_defined_twice() -> None:
+    """One name for one thing: who searches for a definition finds one."""
+    where: dict[str, list[str]] = {}
+    for path in sources():
+        for one in _public(path) - SHARED_NAMES:
+            # A command is called as the function that does its work.
+            if not (path.parent.name == "commands" and one == path.stem):
+                where.setdefault(one, []).append(name(path))
+    assert not {one: paths for one, paths in where.items() if len(paths) > 1}
 
 
 def _speaks(node: ast.AST) -> bool:
@@ -98,42 +142,37 @@ def imports_of(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
 
 
-@pytest.mark.parametrize("path", [p for p in sources() if name(p) not in {PRINTER, *PIPES}], ids=name)
-def test_only_the_printer_speaks(path: Path) -> None:
-    lines = [node.lineno for node in ast.walk(tree(path)) if _speaks(node)]  # type: ignore[attr-defined]  # all have one
-    assert not lines, f"{name(path)}:{lines}: say it through mycli.cli.output.Output"
+def test_only_the_printer_speaks() -> None:
+    for path in (path for path in sources() if name(path) not in {PRINTER, *PIPES}):
+        lines = [node.lineno for node in ast.walk(tree(path)) if _speaks(node)]  # type: ignore[attr-defined]  # all have one
+        assert not lines, f"{name(path)}:{lines}: say it through mycli.cli.output.Output"
 
 
-@pytest.mark.parametrize("path", sources(), ids=name)
-def test_no_module_keeps_a_growing_state(path: Path) -> None:
+def test_no_module_keeps_a_growing_state() -> None:
     """A heuristic: no `global`, and no empty container at the top of a module that only a later write can fill."""
-    module = tree(path)
-    assert not [node for node in ast.walk(module) if isinstance(node, ast.Global)]
-    for node in module.body:
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        empty = isinstance(value, ast.Dict) and not value.keys or isinstance(value, ast.List) and not value.elts
-        assert not empty, f"{name(path)}:{node.lineno}"
+    for path in sources():
+        assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)], name(path)
+        for node in tree(path).body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            empty = isinstance(value, ast.Dict) and not value.keys or isinstance(value, ast.List) and not value.elts
+            assert not empty, f"{name(path)}:{node.lineno}"
 
 
-def _registered() -> list[str]:
-    from mycli.cli.main import COMMANDS
-
-    return [line for line in LIGHT if line.split()[0].startswith("-") or line.split()[0] in COMMANDS]
-
-
-@pytest.mark.parametrize("line", _registered())
-def test_light_commands_import_nothing_heavy(line: str, environment: dict[str, str]) -> None:
+def test_light_commands_import_nothing_heavy(environment: dict[str, str]) -> None:
+    """All in one process, which names the first that does."""
     code = (
         "import sys\n"
         "from mycli.cli.main import main\n"
-        "try:\n"
-        f"    main({line.split()!r})\n"
-        "finally:\n"
-        f"    sys.stderr.write('HEAVY ' + ' '.join(m for m in {HEAVY!r} if m in sys.modules))\n"
+        f"for line in {LIGHT!r}:\n"
+        "    try:\n"
+        "        main(line.split())\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, line\n"
+        f"    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "    assert not heavy, (line, heavy)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith("HEAVY ")
 
 
 def test_pyproject_lists_every_package() -> None:
@@ -165,10 +204,8 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     assert "mycli = mycli.cli.main:main" in zipfile.ZipFile(wheel).read(points).decode()
 
 
-@pytest.mark.parametrize(
-    "path", [p for part in PARTS for p in sorted((ROOT / part).rglob("*.py"))], ids=lambda p: p.name
-)
-def test_nothing_forks(path: Path) -> None:
+def test_nothing_forks() -> None:
     """D20: a fork of a process with CUDA or threads is a trap; helper processes are started anew."""
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not names & {"fork", "forkpty", "get_context", "Process"} or DATA in path.parents
+    for path in sources():
+        names = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+        assert not names & {"fork", "forkpty", "get_context", "Process"}, name(path)

@@ -16,15 +16,12 @@ from mycli.quant.rounding.grid import Grid, dequantize, round_to_grid
 from mycli.quant.solvers import Solution, gptq
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
-from tests.conftest import ROOT
-from tests.quant.solvers.test_gptq import problem
-
-DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
-CPU = Placement(torch.device("cpu"), torch.float32)
+from tests.support.models import CPU
+from tests.support.paths import DRAFT
+from tests.support.rounding import problem
 
 
 @pytest.fixture(scope="module")

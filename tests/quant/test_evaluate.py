@@ -22,7 +22,7 @@ from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
 

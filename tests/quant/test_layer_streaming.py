@@ -16,7 +16,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
 

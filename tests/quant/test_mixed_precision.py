@@ -17,14 +17,11 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import BITS
-from tests.conftest import ROOT
-
-DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
-CPU = Placement(torch.device("cpu"), torch.float32)
+from tests.support.models import CPU
+from tests.support.paths import DRAFT
 
 
 def share(loss: float, weights: int = 1000) -> Share:

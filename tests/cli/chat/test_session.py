@@ -21,7 +21,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.sampling.sampler import Sampling
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.quantization.scheme import Packing
-from tests.conftest import ROOT
 from tests.support.hub_server import HubServer, hub_server
+from tests.support.paths import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
 

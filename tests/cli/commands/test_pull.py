@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PICO, Mycli
+from tests.support.command_line import Mycli
 from tests.support.hub_server import Fault, HubServer, hub_server
+from tests.support.paths import PICO
 
 FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
 REPO = "org/pico-copy"
@@ -25,6 +26,12 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
         running.add(REPO, FILES)
         environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
         yield running
+
+
+@pytest.fixture
+def mycli(mycli_process: Mycli) -> Mycli:
+    """A process each: huggingface_hub reads the environment when it is imported."""
+    return mycli_process
 
 
 def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from mycli.cli.main import main
 from mycli.quant.solvers import gptq
 from mycli.runtime.errors import ExitCode
 from tests.support.hub_server import hub_server
+from tests.support.models import shorten_report
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -31,6 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    shorten_report(monkeypatch, 2048)
     return tmp_path / "home"
 
 

@@ -17,9 +17,9 @@ from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.benchmark import Subject, compare, textbook
 from mycli.runtime.speculative.proposers import DraftModel, Lookup
 from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
-from tests.conftest import PICO, Mycli
+from tests.support.command_line import Mycli
+from tests.support.paths import DRAFT, PICO
 
-DRAFT = PICO.parent / "pico-draft"
 CPU = ("--device", "cpu", "-q")
 
 

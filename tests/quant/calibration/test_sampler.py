@@ -13,7 +13,7 @@ from mycli.quant.evaluate import held_out_text
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO, ROOT
+from tests.support.paths import PICO, ROOT
 
 VOCABULARY = 4096
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext-2"

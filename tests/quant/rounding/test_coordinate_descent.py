@@ -8,7 +8,7 @@ from mycli.quant.rounding.coordinate_descent import descend, move_codes, refit_s
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales
 from mycli.quant.solvers import gptq, rtn
 from mycli.runtime.quantization.scheme import Packing
-from tests.quant.solvers.test_gptq import output_error, problem
+from tests.support.rounding import output_error, problem
 
 
 def start(bits: int, columns: int = 160, group: int | None = 32) -> tuple[Tensor, Tensor, Grid, Quantized]:

@@ -4,20 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales, round_to_grid
+from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.solvers import gptq, rtn
 from mycli.runtime.quantization.scheme import Packing
-
-
-def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Heavy-tailed weights [rows, columns], and the Hessian fp32 of correlated inputs of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
-    weight *= 1 + torch.rand(rows, columns, generator=generator).pow(20) * 5
-    mixing = torch.randn(columns, columns, generator=generator) * torch.logspace(0, -2, columns)
-    spread = torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
-    inputs = torch.randn(4 * columns, columns, generator=generator) @ mixing * spread
-    return weight, inputs.T @ inputs
+from tests.support.rounding import output_error, problem
 
 
 def reference(weight: Tensor, scales: Tensor, hessian: Tensor, half: int) -> Tensor:
@@ -38,11 +28,6 @@ def reference(weight: Tensor, scales: Tensor, hessian: Tensor, half: int) -> Ten
             shift = torch.linalg.solve(damped[left][:, left], damped[left, column])
             target[:, left] += torch.outer(error, shift)
     return codes
-
-
-def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
-    lost = dequantize(quantized, grid).double() - weight.double()
-    return float((lost @ hessian.double() * lost).sum())
 
 
 @pytest.mark.parametrize(("bits", "columns", "group"), [(8, 96, 32), (4, 160, None), (3, 192, 64), (2, 160, 32)])

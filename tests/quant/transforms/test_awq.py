@@ -17,7 +17,7 @@ from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.layer_spec import OutputRows
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
-from tests.quant.solvers.test_gptq import problem
+from tests.support.rounding import problem
 
 TOKENS = 12
 

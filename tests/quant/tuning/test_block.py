@@ -18,8 +18,9 @@ from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.quant.solvers.test_gptq import problem
-from tests.quant.tuning.test_parameters import CPU, DRAFT, GRID, rounded, stored
+from tests.support.models import CPU
+from tests.support.paths import DRAFT
+from tests.support.rounding import GRID, problem, rounded, stored
 
 LAYER = 1
 

@@ -17,7 +17,9 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
-from tests.quant.tuning.test_parameters import CPU, DRAFT, rounded
+from tests.support.models import CPU
+from tests.support.paths import DRAFT
+from tests.support.rounding import rounded
 
 SOURCE = Source("pico-draft", DRAFT, None, None)
 WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))

@@ -3,37 +3,11 @@
 import torch
 
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize
-from mycli.quant.solvers import rtn
 from mycli.quant.tuning.parameters import TunableBlock
-from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
-from mycli.runtime.layers.block import Block
-from mycli.runtime.quantization.scheme import Packing
-from tests.conftest import ROOT
-
-DRAFT = ROOT / "runtime" / "pico" / "pico-draft"
-CPU = Placement(torch.device("cpu"), torch.float32)
-GRID = Grid(Packing(3, 64), torch.bfloat16)
-
-
-def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solved]:
-    """A block rounded to nearest."""
-    specs = [spec for group in model.config.block_linears(layer).values() for spec in group]
-    weights = model.weights(specs)
-    linears: dict[str, Quantized] = {name: rtn.solve(weight, GRID).quantized for name, weight in weights.items()}
-    return dict.fromkeys(linears, GRID.packing), Solved(linears, {}, ())
-
-
-def stored(model: StreamedModel, solved: Solved) -> Block:
-    """The block of layer 1 as a reader would have it."""
-    block = model.block(1)
-    for linear in block.products.values():
-        linear.replace(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs]))
-    for norm in block.norms:
-        norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
-    return block
+from tests.support.models import CPU
+from tests.support.paths import DRAFT
+from tests.support.rounding import rounded, stored
 
 
 def test_what_is_trained_is_what_will_be_stored() -> None:

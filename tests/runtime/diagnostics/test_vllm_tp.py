@@ -11,7 +11,7 @@ from mycli.runtime.memory.fit import Scheme
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
 

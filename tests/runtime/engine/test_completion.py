@@ -9,15 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.sampler import Sampling
 from mycli.runtime.tokenizer.chat_template import Message
-from tests.conftest import PICO
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 STORY = [Message("user", "Tell me a story.")]
 
 

@@ -221,7 +221,7 @@ def narrowed(capture: str) -> int:
     return step.calls
 
 
-@pytest.mark.parametrize("capture", ["none", "runs-when-captured"])
+@pytest.mark.parametrize("capture", ["runs-when-captured", pytest.param("none", marks=pytest.mark.slow)])
 def test_cuts_are_made_in_the_loop_with_the_values_of_the_reply(capture: str, interpret: Interpret) -> None:
     assert interpret(narrowed, capture) >= 9 * 8
 
@@ -272,7 +272,7 @@ def fused() -> list[list[list[int]]]:
 
     found = []
     for kind in ("loop", "host"):
-        model, _ = models(Case({"layers": 1}, sequences=2, int8=True))
+        model, _ = models(Case({"layers": 1, "heads": 2, "kv_heads": 1, "hidden_size": 64}, sequences=2, int8=True))
         step = DecodeStep.make(model)
         assert isinstance(step, DecodeStep)
         fast = FastPaths(loop=DeviceLoop(step, None)) if kind == "loop" else FastPaths(Replay(step, None))

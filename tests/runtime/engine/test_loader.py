@@ -1,7 +1,6 @@
 """Memory is planned before it is taken."""
 
 import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import loader as load
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, estimate
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
-PICO = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 FOLDER = ModelFolder.open(PICO)
-CPU = Placement(torch.device("cpu"), torch.float32)
 
 
 def needed(context: int, batch: int = 1) -> int:

@@ -14,7 +14,7 @@ from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.sampler import Sampling
 from mycli.runtime.tokenizer.chat_template import Message
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 
 @pytest.fixture(scope="module")

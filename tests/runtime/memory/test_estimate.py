@@ -30,7 +30,7 @@ from mycli.runtime.models.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import GIB, gib
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
 INT4 = Packing(4, 128)

@@ -16,7 +16,7 @@ from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import GIB, gib
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
 

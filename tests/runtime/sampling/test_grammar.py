@@ -22,7 +22,7 @@ from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import Fixed
 from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO, ROOT
+from tests.support.paths import PICO, ROOT
 
 SHARED = ROOT.parent / "shared" / "data" / "tokenizers"
 END = {"pico": "<|im_end|>", "llama-3": "<|eot_id|>", "qwen2": "<|im_end|>"}

@@ -11,9 +11,8 @@ import pytest
 from mycli.runtime.errors import ExitCode, ModelError
 from mycli.runtime.tokenizer.compatibility import check_vocabularies, compare_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.conftest import PICO
+from tests.support.paths import DRAFT, PICO
 
-DRAFT = PICO.parent / "pico-draft"
 ROWS = 4096
 
 
