@@ -125,7 +125,7 @@ def make_session(
     """
     from mycli.runtime.engine.generate import Session
     from mycli.runtime.speculative.decode import SpeculativeSession
-    from mycli.runtime.speculative.draft_length import Adaptive
+    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
     from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
 
     if draft is None and not ngram:
@@ -133,7 +133,7 @@ def make_session(
     drafter: Drafter = Lookup()
     if draft is not None:
         drafter = load_draft(draft.folder, assistant.tokenizer, assistant.model, capacity)
-    session = SpeculativeSession(assistant.model, capacity, drafter, Adaptive(drafter.weight, call.out.note))
+    session = SpeculativeSession(assistant.model, capacity, drafter, AdaptiveDraftLength(drafter.weight, call.out.note))
     session.warm_up()
     return session
 

@@ -13,7 +13,12 @@ from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession, judge
-from mycli.runtime.speculative.draft_length import Adaptive, Fixed, Pace, expected_tokens
+from mycli.runtime.speculative.draft_length import (
+    AdaptiveDraftLength,
+    DraftLengthPolicy,
+    FixedDraftLength,
+    expected_tokens,
+)
 from mycli.runtime.speculative.proposers import Drafter, Proposal
 
 TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
@@ -30,7 +35,7 @@ class Subject:
     stop: frozenset[int]
     capacity: int
 
-    def session(self, pace: Callable[[Drafter], Pace]) -> SpeculativeSession:
+    def session(self, pace: Callable[[Drafter], DraftLengthPolicy]) -> SpeculativeSession:
         """A new one, with empty caches, warmed up."""
         drafter = self.new_drafter()
         session = SpeculativeSession(self.model, self.capacity, drafter, pace(drafter))
@@ -95,7 +100,7 @@ def compare(
     """
     notes: list[str] = []
     plain = Session(subject.model, subject.capacity)
-    drafted = subject.session(lambda drafter: Adaptive(drafter.weight, notes.append))
+    drafted = subject.session(lambda drafter: AdaptiveDraftLength(drafter.weight, notes.append))
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}
     records = []
@@ -108,7 +113,7 @@ def compare(
             records.append(drafted.timing.record)
     fixed = {}
     for length in lengths:
-        session = subject.session(lambda drafter, length=length: Fixed(length))  # type: ignore[misc]  # a default binds
+        session = subject.session(lambda drafter, length=length: FixedDraftLength(length))  # type: ignore[misc]  # a default binds
         found = []
         for prompt in prompts:
             subject.reply(session, prompt, limit)

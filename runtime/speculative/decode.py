@@ -17,7 +17,7 @@ from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling, leading
-from mycli.runtime.speculative.draft_length import Pace
+from mycli.runtime.speculative.draft_length import DraftLengthPolicy
 from mycli.runtime.speculative.proposers import Drafter, Proposal
 
 
@@ -76,7 +76,7 @@ class SpeculativeSession(Session):
     tokens follow the same distribution, but a seed gives other ones, as it does not know which drafts will pay.
     """
 
-    def __init__(self, model: Transformer, capacity: int, drafter: Drafter, pace: Pace) -> None:
+    def __init__(self, model: Transformer, capacity: int, drafter: Drafter, pace: DraftLengthPolicy) -> None:
         super().__init__(model, capacity)
         self.drafter = drafter
         self.pace = pace
@@ -145,23 +145,19 @@ class SpeculativeSession(Session):
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
         lag = self.drafter.lag(len(text))
         wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
-        began = drafted = time.perf_counter()
-        proposal = None
-        if wanted:
-            proposal = self.drafter.draft(text, wanted, sampler)
-            drafted = time.perf_counter()
+        began = time.perf_counter()
+        proposal = self.drafter.draft(text, wanted, sampler) if wanted else None
+        drafted = time.perf_counter()
         if proposal is None or not proposal.tokens:
             self._last = sampler.sample(self._forward(self._last, logits=True))
             tokens = [int(self._last)]
-            if wanted:
-                self.pace.wasted(drafted - began)
-            self.pace.plain(time.perf_counter() - drafted)
+            self.pace.observe_plain(time.perf_counter() - drafted, wasted=drafted - began)
             return tokens
         tokens = judge(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
         count, kept = len(proposal.tokens), len(tokens) - 1
         self._keep(len(text) + kept)
         self.drafter.keep(len(text) + kept)
-        self.pace.judged(count, kept, lag, time.perf_counter() - began)
+        self.pace.observe_draft(count, kept, lag, time.perf_counter() - began)
         record.add(count, kept)
         self._last = torch.tensor([tokens[-1:]], device=self.model.device)
         return tokens

@@ -13,7 +13,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.speculative.benchmark import Subject
 from mycli.runtime.speculative.decode import judge
-from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 
 TOLERANCE = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
@@ -34,7 +34,7 @@ def greedy_divergences(
 ) -> Iterator[Divergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
     plain = Session(subject.model, subject.capacity)
-    drafted = subject.session(lambda drafter: Fixed(length))
+    drafted = subject.session(lambda drafter: FixedDraftLength(length))
     for number, prompt in enumerate(prompts):
         ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
         if ours == theirs:

@@ -33,7 +33,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import load_config
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed, expected_tokens
+from mycli.runtime.speculative.draft_length import FixedDraftLength, expected_tokens
 from mycli.runtime.speculative.proposers import DraftModel
 
 TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -102,7 +102,7 @@ class Clock:
         return out
 
 
-class Timed(Fixed):
+class Timed(FixedDraftLength):
     """A fixed length that keeps the seconds of each step of this length, and of the model's passes in it."""
 
     def __init__(self, count: int, clocks: Sequence[Clock]) -> None:
@@ -110,8 +110,8 @@ class Timed(Fixed):
         self._clocks = clocks
         self.steps: list[tuple[float, float]] = []
 
-    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
-        """As `Pace.judged`."""
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+        """As `DraftLengthPolicy.observe_draft`."""
         if drafted == self._count:
             self.steps.append((seconds, sum(clock.seconds for clock in self._clocks)))
         for clock in self._clocks:

@@ -18,7 +18,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Constraint, Grammar
 from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.conftest import PICO, ROOT
@@ -235,7 +235,7 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
     prompt = pico.encode("abbb abbb abbb a", add_special=True)
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
         replies = []
-        for session in (Session(model, 128), SpeculativeSession(model, 128, drafter, Fixed(4))):
+        for session in (Session(model, 128), SpeculativeSession(model, 128, drafter, FixedDraftLength(4))):
             grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
             sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
             replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])

@@ -16,7 +16,7 @@ from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.speculative.decode import SpeculativeSession, judge
-from mycli.runtime.speculative.draft_length import Adaptive, Fixed
+from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, FixedDraftLength
 from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup, Proposal
 from tests.support.prefix_model import (
     CPU,
@@ -97,7 +97,7 @@ def check_every_outcome(sampling: Sampling, kind: str, length: int) -> None:
     drafter = drafters(target)[kind]
 
     def run(choose: Choose) -> tuple[int, ...]:
-        session = SpeculativeSession(target, 64, drafter, Fixed(4))
+        session = SpeculativeSession(target, 64, drafter, FixedDraftLength(4))
         return tuple(tokens[0] for tokens in session.generate(PAIRS, ChoosingSampler(sampling, VOCAB, choose), length))
 
     outcomes = all_outcomes(run)
@@ -154,7 +154,7 @@ def test_greedy_tokens_are_the_same_whatever_the_lengths(
     """F15, F16: also with a draft that is longer than the room left, and one whose context is the shorter."""
     target = target_model(seed)
     drafter = drafters(target, seed if alike else seed + 1, draft_context)[kind]
-    session = SpeculativeSession(target, capacity, drafter, Fixed(length))
+    session = SpeculativeSession(target, capacity, drafter, FixedDraftLength(length))
     plain = Session(target, capacity)
     sampling = Sampling(repetition_penalty=penalty)
     expected = reply(plain, PROMPT, limit, sampling)
@@ -184,7 +184,7 @@ def cached(session: Session) -> list[int]:
 def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kind: str, taken: int) -> None:
     target = target_model()
     drafter = drafters(target, seed=0)[kind]  # always right, so that tokens wait in the middle of a pass
-    session = SpeculativeSession(target, 64, drafter, Fixed(5))
+    session = SpeculativeSession(target, 64, drafter, FixedDraftLength(5))
     stream: Iterator[list[int]] = session.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 20)
     start = [tokens[0] for tokens in islice(stream, taken)]
     stream.close()  # type: ignore[attr-defined]  # a generator
@@ -199,7 +199,7 @@ def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kin
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
     target = target_model(3)
-    session = SpeculativeSession(target, 64, drafters(target, seed=3)["draft"], Fixed(8))
+    session = SpeculativeSession(target, 64, drafters(target, seed=3)["draft"], FixedDraftLength(8))
     plain = Session(target, 64)
     expected = reply(plain, PROMPT, 12)
     stop = frozenset((expected[place],))
@@ -213,7 +213,7 @@ def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
 
 def test_a_right_draft_saves_passes_and_the_record_says_so() -> None:
     target = target_model()
-    session = SpeculativeSession(target, 64, drafters(target, seed=0)["draft"], Fixed(4))
+    session = SpeculativeSession(target, 64, drafters(target, seed=0)["draft"], FixedDraftLength(4))
     assert len(reply(session, PROMPT, 16)) == 16
     assert target.passes == [5, 5, 5, 5], "the prompt, then three passes over a token and four drafts"
     record = recorded(session)
@@ -246,7 +246,7 @@ class Wrong:
 def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
     target = target_model()
     drafter = drafters(target)["draft"]
-    session = SpeculativeSession(target, capacity, drafter, Fixed(4))
+    session = SpeculativeSession(target, capacity, drafter, FixedDraftLength(4))
     session.warm_up()
     assert cached(session) == [] and drafter.lag(1) == 1
     assert reply(session, [1, 2], 9) == reply(Session(target, capacity), [1, 2], 9)
@@ -254,7 +254,7 @@ def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
 
 def test_wrong_drafts_change_nothing() -> None:
     target = target_model()
-    session = SpeculativeSession(target, 64, Wrong(target), Fixed(4))
+    session = SpeculativeSession(target, 64, Wrong(target), FixedDraftLength(4))
     assert reply(session, PROMPT, 12) == reply(Session(target, 64), PROMPT, 12)
     assert recorded(session).acceptance == 0 and recorded(session).mean_length == 1
 
@@ -269,14 +269,14 @@ def test_a_draft_that_is_not_a_number_is_skipped(sampling: Sampling) -> None:
     """F15."""
     target = target_model()
     draft = DraftModel(PrefixModel(broken(random_function(0, VOCAB), 9), VOCAB), 64, 1)
-    session = SpeculativeSession(target, 64, draft, Fixed(3))
+    session = SpeculativeSession(target, 64, draft, FixedDraftLength(3))
     found = reply(session, PROMPT, 16, sampling)
     assert len(found) == 16
     if sampling.greedy:
         assert found == reply(Session(target, 64), PROMPT, 16)
     assert recorded(session).passes >= 3, "it goes on after the bad step"
     nothing = DraftModel(PrefixModel(lambda text: torch.full((VOCAB,), math.nan), VOCAB), 64, 1)
-    session = SpeculativeSession(target, 64, nothing, Fixed(3))
+    session = SpeculativeSession(target, 64, nothing, FixedDraftLength(3))
     assert len(reply(session, PROMPT, 16, sampling)) == 16 and recorded(session).passes == 0
 
 
@@ -284,7 +284,10 @@ def test_a_draft_that_is_not_a_number_is_skipped(sampling: Sampling) -> None:
 def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_speculation(when: int) -> None:
     target = PrefixModel(broken(random_function(0, VOCAB), when), VOCAB)
     counts = []
-    for session in (Session(target, 64), SpeculativeSession(target, 64, drafters(target, 0)["draft"], Fixed(4))):
+    for session in (
+        Session(target, 64),
+        SpeculativeSession(target, 64, drafters(target, 0)["draft"], FixedDraftLength(4)),
+    ):
         found = []
         with pytest.raises(ModelError, match="not a number"):
             for tokens in session.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 20):
@@ -294,7 +297,7 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
 
 
 def test_the_same_errors_as_without_speculation() -> None:
-    session = SpeculativeSession(target_model(), 4, Lookup(), Fixed(2))
+    session = SpeculativeSession(target_model(), 4, Lookup(), FixedDraftLength(2))
     with pytest.raises(UsageError, match="5 tokens.*room for 4"):
         reply(session, PROMPT, 3)
 
@@ -303,7 +306,7 @@ def test_adaptive_lengths_change_no_token() -> None:
     """F16: on, off, and switching between."""
     target = target_model()
     drafter = drafters(target, seed=0)["draft"]
-    session = SpeculativeSession(target, 64, drafter, Adaptive(0.1))
+    session = SpeculativeSession(target, 64, drafter, AdaptiveDraftLength(0.1))
     assert reply(session, PROMPT, 50) == reply(Session(target, 64), PROMPT, 50)
 
 

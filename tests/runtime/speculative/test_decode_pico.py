@@ -18,7 +18,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.conftest import PICO
@@ -70,7 +70,7 @@ def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[
     wanted = [greedy(plain, prompt) for prompt in prompts(count)]
     found = []
     for length in lengths:
-        session = SpeculativeSession(model, CAPACITY, drafter(kind, kv), Fixed(length))
+        session = SpeculativeSession(model, CAPACITY, drafter(kind, kv), FixedDraftLength(length))
         replies = [greedy(session, prompt) for prompt in prompts(count)]
         found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
     return found
@@ -119,7 +119,7 @@ def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float
             for token, chance in following((*prompt, *text)).items()
         }
     guess: Drafter = Lookup() if kind == "ngram" else DraftModel(remembered("pico-draft"), CAPACITY, 1)
-    session = SpeculativeSession(target, CAPACITY, guess, Fixed(length))
+    session = SpeculativeSession(target, CAPACITY, guess, FixedDraftLength(length))
     counts: Counter[tuple[int, ...]] = Counter()
     judged = 0
     for seed in range(draws):
