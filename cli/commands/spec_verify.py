@@ -40,17 +40,17 @@ def spec_verify(
     """
     loaded = load(call, model, device=device, dtype=dtype, context=context, draft=draft)
     from mycli.runtime.diagnostics.prompts import prompts as built_in
+    from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
+    from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
     from mycli.runtime.sampling.sampler import Sampling
-    from mycli.runtime.speculative.benchmark import Subject
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel
-    from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
 
     tokenizer, session = loaded.assistant.tokenizer, loaded.session
     if not isinstance(session, SpeculativeSession) or not isinstance(session.drafter, DraftModel):
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
     drafter = session.drafter
-    subject = Subject(
+    subject = SpeculationSubject(
         loaded.assistant.model,
         lambda: drafter,
         loaded.assistant.vocabulary_size,

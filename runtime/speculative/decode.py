@@ -1,11 +1,8 @@
-"""Speculative decoding: several drafted tokens are judged by one pass of the model, and the output is the model's own.
+"""Speculative decoding: one pass of the model over several drafted tokens, of which those stand that it would make itself.
 
-Follows Leviathan et al. (arXiv 2211.17192): a proposal d drawn from q stands with probability min(1, p(d) / q(d)); at
-the first refusal the token is drawn from max(0, p - q), normalized; if all stand, one more is drawn from p. Greedy, a
-proposal stands where it is the likeliest token. Knows drafters and paces; does not know text or whom it writes for.
+Knows proposers, policies of draft lengths and clocks; does not know text or whom it writes for.
 """
 
-import math
 import time
 from collections.abc import Generator, Sequence
 
@@ -16,57 +13,10 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.sampling.sampler import Sampler, Sampling, leading
+from mycli.runtime.sampling.sampler import Sampler, Sampling
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
-from mycli.runtime.speculative.proposers import Drafter, Proposal
-
-
-def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """The tokens that follow: the part of the proposal that stands, and one of the model's own.
-
-    logits fp32 [1 + proposed, vocab or more]: row i comes after the first i proposed tokens. `sampler` has observed
-    the text before, and takes in what is returned. Raises ModelError where the first row is not a number.
-    """
-    tokens = (
-        _judge_greedy(logits, proposal, sampler) if sampler.plain_greedy else _judge_drawn(logits, proposal, sampler)
-    )
-    if not tokens:
-        return [int(sampler.sample(logits[:1]))]
-    sampler.take(logits, tokens)
-    return tokens
-
-
-def _judge_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `judge`; none where there are numbers for no more than the first row."""
-    own = sampler.best(logits)
-    drafted = proposal.tokens[: max(len(own) - 1, 0)]
-    kept = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-    return own[: kept + 1]
-
-
-def _judge_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `judge`; none where there are numbers for no more than the first row."""
-    target = sampler.probabilities(logits, proposal.tokens)
-    rows = leading(map(math.isfinite, target[:, 0].tolist()))
-    if rows < 2:
-        return []
-    drafted = proposal.tokens[: rows - 1]
-    index = torch.tensor(drafted, device=target.device)[:, None]
-    chances = target[: len(drafted)].gather(1, index)
-    if proposal.probabilities is not None:
-        chances = chances / proposal.probabilities[: len(drafted)].gather(1, index)
-    kept = sampler.accept(chances[:, 0])
-    if kept == len(drafted):
-        return [*drafted, int(sampler.draw(target[kept][None]))]
-    if proposal.probabilities is None:
-        weights = target[kept].clone()
-        weights[drafted[kept]] = 0
-    else:
-        weights = (target[kept] - proposal.probabilities[kept]).clamp_(min=0)
-    token = int(sampler.draw(weights[None]))
-    if token == len(weights):  # p and q differ by less than rounding: a refusal is chance, p is right
-        token = int(sampler.draw(target[kept][None]))
-    return [*drafted[:kept], token]
+from mycli.runtime.speculative.proposers import Drafter
+from mycli.runtime.speculative.rejection_sampling import judge
 
 
 class SpeculativeSession(Session):

@@ -10,12 +10,12 @@ import torch
 from mycli.cli.main import join, reorder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.prompts import prompts
+from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
+from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
 from mycli.runtime.engine.completion import Assistant
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.sampler import Sampler, Sampling
-from mycli.runtime.speculative.benchmark import Subject, compare, textbook
 from mycli.runtime.speculative.proposers import DraftModel, Lookup
-from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
 from tests.conftest import PICO, Mycli
 
 DRAFT = PICO.parent / "pico-draft"
@@ -32,11 +32,11 @@ def draft() -> Assistant:
     return Assistant.load(DRAFT, Placement(torch.device("cpu"), torch.float32))
 
 
-def subject(target: Assistant, draft: Assistant | None) -> Subject:
+def subject(target: Assistant, draft: Assistant | None) -> SpeculationSubject:
     def drafter() -> DraftModel | Lookup:
         return Lookup() if draft is None else DraftModel(draft.model, 300, target.model.nbytes)
 
-    return Subject(target.model, drafter, target.vocabulary_size, target.stop_ids, 300)
+    return SpeculationSubject(target.model, drafter, target.vocabulary_size, target.stop_ids, 300)
 
 
 @pytest.fixture
@@ -108,17 +108,17 @@ def test_a_wrong_distribution_is_found(assistant: Assistant, draft: Assistant, m
 
 
 def test_the_textbook_is_reproduced() -> None:
-    for acceptance, drafted, expected, found in textbook():
-        assert expected == pytest.approx((1 - acceptance ** (drafted + 1)) / (1 - acceptance))
-        assert found == pytest.approx(expected, rel=0.06)
+    for one in textbook():
+        assert one.expected == pytest.approx((1 - one.acceptance ** (one.drafted + 1)) / (1 - one.acceptance))
+        assert one.found == pytest.approx(one.expected, rel=0.06)
 
 
 def test_compare_measures_both_ways(assistant: Assistant, draft: Assistant) -> None:
     asked = prompts(assistant.tokenizer)["stories"][:1]
-    found = compare(subject(assistant, draft), asked, 24, 1)
+    found = measure_speculation(subject(assistant, draft), asked, 24, 1)
     assert found.plain > 0 and found.drafted > 0
-    assert found.lengths[4].acceptance > 0.5 and 1 < found.lengths[4].mean_length <= 5
-    assert found.lengths[8].drafted / found.lengths[8].passes <= 8
+    assert [one.drafted for one in found.lengths] == [4, 8]
+    assert all(one.acceptance > 0.5 and 1 < one.found <= 1 + one.drafted for one in found.lengths)
 
 
 def test_bench_says_whether_it_pays(mycli: Mycli) -> None:

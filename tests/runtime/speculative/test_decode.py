@@ -15,9 +15,10 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
-from mycli.runtime.speculative.decode import SpeculativeSession, judge
+from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, FixedDraftLength
 from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup, Proposal
+from mycli.runtime.speculative.rejection_sampling import judge
 from tests.support.prefix_model import (
     CPU,
     Choose,

@@ -1,9 +1,9 @@
-"""Is speculation worth it? The same prompts with and without, and the textbook's numbers from the loop's own judge.
+"""Is speculation worth it? The same prompts with and without it, and the textbook's numbers from the loop's own code.
 
 Knows sessions, drafters and clocks. Does not print, and does not know where prompts come from.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import Sampler, Sampling
-from mycli.runtime.speculative.decode import SpeculativeSession, judge
+from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import (
     AdaptiveDraftLength,
     DraftLengthPolicy,
@@ -20,13 +20,14 @@ from mycli.runtime.speculative.draft_length import (
     expected_tokens,
 )
 from mycli.runtime.speculative.proposers import Drafter, Proposal
+from mycli.runtime.speculative.rejection_sampling import judge
 
 TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
 SIMULATED_PASSES = 1500
 
 
 @dataclass(frozen=True)
-class Subject:
+class SpeculationSubject:
     """What is tried: a model and what drafts for it, with room for `capacity` tokens."""
 
     model: Transformer
@@ -35,10 +36,10 @@ class Subject:
     stop: frozenset[int]
     capacity: int
 
-    def session(self, pace: Callable[[Drafter], DraftLengthPolicy]) -> SpeculativeSession:
+    def session(self, policy: Callable[[Drafter], DraftLengthPolicy]) -> SpeculativeSession:
         """A new one, with empty caches, warmed up."""
         drafter = self.new_drafter()
-        session = SpeculativeSession(self.model, self.capacity, drafter, pace(drafter))
+        session = SpeculativeSession(self.model, self.capacity, drafter, policy(drafter))
         session.warm_up()
         return session
 
@@ -50,13 +51,23 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One kind of text. `plain`, `drafted`: tokens per second of decoding; `lengths`: records of fixed lengths."""
+class TokensPerPass:
+    """Tokens that a pass over `drafted` ones made: `expected` by the textbook at this acceptance rate, and `found`."""
+
+    drafted: int
+    acceptance: float
+    expected: float
+    found: float
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """One kind of text. `plain`, `drafted`: tokens per second of decoding; `lengths`: what fixed lengths made."""
 
     plain: float
     drafted: float
     record: SpeculationStats
-    lengths: dict[int, SpeculationStats]
+    lengths: tuple[TokensPerPass, ...]
     notes: tuple[str, ...]
 
     @property
@@ -80,23 +91,22 @@ class _Clock:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def _total(records: Sequence[SpeculationStats | None]) -> SpeculationStats:
+def _total(records: Iterable[SpeculationStats | None]) -> SpeculationStats:
     total = SpeculationStats()
-    for record in records:
-        if record is not None:
-            total.passes += record.passes
-            total.drafted += record.drafted
-            total.judged += record.judged
-            total.kept += record.kept
+    for record in filter(None, records):
+        total.passes += record.passes
+        total.drafted += record.drafted
+        total.judged += record.judged
+        total.kept += record.kept
     return total
 
 
-def compare(
-    subject: Subject, prompts: Sequence[Sequence[int]], limit: int, repetitions: int, lengths: Sequence[int] = (4, 8)
-) -> Comparison:
+def measure_speculation(
+    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, repetitions: int, lengths: Sequence[int] = (4, 8)
+) -> SpeculationResult:
     """Each prompt without and with speculation in turn, so that a busy machine troubles both.
 
-    The pace is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
+    The policy is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
     """
     notes: list[str] = []
     plain = Session(subject.model, subject.capacity)
@@ -111,19 +121,27 @@ def compare(
                 subject.reply(session, prompt, limit)
                 clocks[session is drafted].add(session)
             records.append(drafted.timing.record)
-    fixed = {}
-    for length in lengths:
-        session = subject.session(lambda drafter, length=length: FixedDraftLength(length))  # type: ignore[misc]  # a default binds
-        found = []
-        for prompt in prompts:
-            subject.reply(session, prompt, limit)
-            found.append(session.timing.record)
-        fixed[length] = _total(found)
-    return Comparison(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
+    fixed = tuple(found for length in lengths for found in _fixed(subject, prompts, limit, length))
+    return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
 
-def textbook() -> Iterator[tuple[float, int, float, float]]:
-    """(acceptance, drafted, expected tokens per pass, found) with proposals that the loop's own judge accepts so often.
+def _fixed(subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int) -> Iterator[TokensPerPass]:
+    """What drafts of one length made; nothing where a lookup found nothing."""
+    session = subject.session(lambda _: FixedDraftLength(length))
+    records = []
+    for prompt in prompts:
+        subject.reply(session, prompt, limit)
+        records.append(session.timing.record)
+    record = _total(records)
+    if record.passes:
+        mean = record.drafted / record.passes  # shorter near the end of a reply
+        below, above = (expected_tokens(record.acceptance, int(mean) + more) for more in (0, 1))
+        expected = below + (above - below) * (mean - int(mean))
+        yield TokensPerPass(length, record.acceptance, expected, record.mean_length)
+
+
+def textbook() -> Iterator[TokensPerPass]:
+    """Proposals that are accepted so often as the textbook says, through the loop's own rejection sampling.
 
     The target gives the proposed token the probability `acceptance`, the draft gives it 1.
     """
@@ -132,4 +150,4 @@ def textbook() -> Iterator[tuple[float, int, float, float]]:
         logits = torch.tensor([acceptance, 1 - acceptance]).log().expand(drafted + 1, -1)
         proposal = Proposal([0] * drafted, torch.tensor([1.0, 0.0]).expand(drafted, -1))
         made = sum(len(judge(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
-        yield acceptance, drafted, expected_tokens(acceptance, drafted), made / SIMULATED_PASSES
+        yield TokensPerPass(drafted, acceptance, expected_tokens(acceptance, drafted), made / SIMULATED_PASSES)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
-from mycli.runtime.speculative.benchmark import Subject
-from mycli.runtime.speculative.decode import judge
+from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
+from mycli.runtime.speculative.rejection_sampling import judge
 
-TOLERANCE = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
+TIE_ROUNDINGS = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
 
 
 @dataclass(frozen=True)
-class Divergence:
+class ReplyDivergence:
     """Where two replies part. `margin`: the lead of the likeliest logit over the second; `tie`: not beyond rounding."""
 
     prompt: int
@@ -30,8 +30,8 @@ class Divergence:
 
 
 def greedy_divergences(
-    subject: Subject, prompts: Sequence[Sequence[int]], limit: int, length: int
-) -> Iterator[Divergence | None]:
+    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
+) -> Iterator[ReplyDivergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
     plain = Session(subject.model, subject.capacity)
     drafted = subject.session(lambda drafter: FixedDraftLength(length))
@@ -46,7 +46,7 @@ def greedy_divergences(
         first, second = logits.topk(2).values.tolist()
         rounding = float(torch.finfo(subject.model.dtype).eps) * float(logits.abs().max())
         lead = first - second
-        yield Divergence(number, position, lead, lead <= TOLERANCE * rounding)
+        yield ReplyDivergence(number, position, lead, lead <= TIE_ROUNDINGS * rounding)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Rows:
         return self._known[tokens]
 
 
-def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The prompt after which most tokens are likely: where a wrong distribution shows."""
     session = Session(subject.model, subject.capacity)
 
@@ -88,9 +88,9 @@ def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequenc
 
 
 def chi_squared(
-    subject: Subject, draft: DraftModel, prompt: Sequence[int], sampling: Sampling, draws: int
+    subject: SpeculationSubject, draft: DraftModel, prompt: Sequence[int], sampling: Sampling, draws: int
 ) -> ChiSquared:
-    """Draws the first two tokens after `prompt` through the judge with two drafted ones, and counts pairs.
+    """Draws the first two tokens after `prompt` through rejection sampling with two drafted ones, and counts pairs.
 
     `sampling` should leave few tokens (top-k), as both models are asked once for each, and have no penalty.
     """
