@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.engine.generate import Session
     from mycli.runtime.hub.resolve import Source
     from mycli.runtime.models.generation_config import GenerationDefaults
-    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.sampling.params import SamplingParams
 
 DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -126,25 +126,27 @@ def make_session(
     from mycli.runtime.engine.generate import Session
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
-    from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
+    from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
 
     if draft is None and not ngram:
         return Session(assistant.model, capacity)
-    drafter: Drafter = Lookup()
+    proposer: Proposer = PromptLookup()
     if draft is not None:
-        drafter = load_draft(draft.folder, assistant.tokenizer, assistant.model, capacity)
-    session = SpeculativeSession(assistant.model, capacity, drafter, AdaptiveDraftLength(drafter.weight, call.out.note))
+        proposer = load_draft(draft.folder, assistant.tokenizer, assistant.model, capacity)
+    session = SpeculativeSession(
+        assistant.model, capacity, proposer, AdaptiveDraftLength(proposer.relative_cost, call.out.note)
+    )
     session.warm_up()
     return session
 
 
 def choose_sampling(
     defaults: "GenerationDefaults", **flags: float | int | tuple[tuple[int, float], ...] | None
-) -> "Sampling":
-    """Flags over the model's generation_config over greedy. `flags` are named as the fields of Sampling."""
-    from mycli.runtime.sampling.sampler import Sampling
+) -> "SamplingParams":
+    """Flags over the model's generation_config over greedy. `flags` are named as the fields of SamplingParams."""
+    from mycli.runtime.sampling.params import SamplingParams
 
-    chosen = Sampling()
+    chosen = SamplingParams()
     if defaults.do_sample is not False:
         # A file that recommends only top-p or top-k samples at temperature 1, as transformers does.
         recommended = {

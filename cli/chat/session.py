@@ -21,7 +21,7 @@ from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Reply
     from mycli.runtime.engine.stats import Timing
-    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.sampling.params import SamplingParams
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
@@ -40,7 +40,7 @@ def speculation(timing: "Timing") -> list[str]:
     if not timing.record.passes:
         return ["draft off"]
     gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
-    return [f"draft {timing.record.acceptance:.0%}{gain}"]
+    return [f"draft {timing.record.acceptance_rate:.0%}{gain}"]
 
 
 def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
@@ -57,7 +57,7 @@ class Chat:
 
     call: Call
     loaded: Loaded
-    sampling: "Sampling"
+    sampling: "SamplingParams"
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
     escapes: bool = False

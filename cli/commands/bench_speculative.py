@@ -48,7 +48,7 @@ def _result(kind: str, found: "SpeculationResult") -> dict[str, Any]:
         "plain_tokens_per_second": found.plain,
         "draft_tokens_per_second": found.drafted,
         "speedup": found.speedup,
-        "acceptance": found.record.acceptance if found.record.judged else None,
+        "acceptance": found.record.acceptance_rate if found.record.compared else None,
         "mean_length": found.record.mean_length,
         "passes": found.record.passes,
         "verdict": verdict(found.speedup),
@@ -68,21 +68,21 @@ def _subject(
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.speculative.decode import SpeculativeSession
-    from mycli.runtime.speculative.proposers import DraftModel, Lookup
+    from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
 
     loaded = load(call, model, device=device, dtype=dtype, kv=kv, context=None, draft=draft)
     assistant, session = loaded.assistant, loaded.session
     if not isinstance(session, SpeculativeSession):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
-    drafter = session.drafter
+    proposer = session.proposer
 
-    def new_drafter() -> DraftModel | Lookup:
-        if isinstance(drafter, DraftModel):
-            return DraftModel(drafter.model, session.capacity, assistant.model.nbytes)
-        return Lookup()
+    def new_proposer() -> DraftModel | PromptLookup:
+        if isinstance(proposer, DraftModel):
+            return DraftModel(proposer.model, session.capacity, assistant.model.nbytes)
+        return PromptLookup()
 
     subject = SpeculationSubject(
-        assistant.model, new_drafter, assistant.vocabulary_size, assistant.stop_ids, session.capacity
+        assistant.model, new_proposer, assistant.vocabulary_size, assistant.stop_ids, session.capacity
     )
     return subject, prompts(assistant.tokenizer)
 

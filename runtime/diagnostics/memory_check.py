@@ -22,7 +22,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, cache_positions, estimate
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 DECODED = 4  # tokens: the first may allocate what the others use again
 TOUCHED = 256  # positions of the cache at a time
@@ -114,7 +115,7 @@ def _run(model: Transformer, cache: StaticCache, rope: Rope, tokens: int, batch:
     start = cache.capacity - tokens - DECODED
     cache.advance(start)
     prompt = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
-    sampler = Sampler(Sampling(temperature=1.0, top_p=0.9, seed=0), model.config.vocab_size, model.device, batch)
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9, seed=0), model.config.vocab_size, model.device, batch)
     logits = model(Batch(prompt, start), rope, cache)
     for _ in range(DECODED):
         drawn = sampler.sample(logits[:, -1])

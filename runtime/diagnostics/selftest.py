@@ -19,7 +19,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
@@ -107,4 +107,4 @@ def golden_reply(placement: Placement) -> str:
     assistant = Assistant.load(Path(str(files("mycli.runtime"))) / "pico" / "pico", placement)
     prompt = assistant.tokenizer.chat([Message("user", QUESTION)])
     session = Session(assistant.model, 128)
-    return "".join(Reply(assistant, session, prompt, Sampling(), limit=32))
+    return "".join(Reply(assistant, session, prompt, SamplingParams(), limit=32))

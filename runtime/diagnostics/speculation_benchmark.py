@@ -1,6 +1,6 @@
 """Is speculation worth it? The same prompts with and without it, and the textbook's numbers from the loop's own code.
 
-Knows sessions, drafters and clocks. Does not print, and does not know where prompts come from.
+Knows sessions, proposers and clocks. Does not print, and does not know where prompts come from.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,8 @@ import torch
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import (
     AdaptiveDraftLength,
@@ -19,8 +20,8 @@ from mycli.runtime.speculative.draft_length import (
     FixedDraftLength,
     expected_tokens,
 )
-from mycli.runtime.speculative.proposers import Drafter, Proposal
-from mycli.runtime.speculative.rejection_sampling import judge
+from mycli.runtime.speculative.proposers import Proposal, Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
 TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
 SIMULATED_PASSES = 1500
@@ -28,24 +29,24 @@ SIMULATED_PASSES = 1500
 
 @dataclass(frozen=True)
 class SpeculationSubject:
-    """What is tried: a model and what drafts for it, with room for `capacity` tokens."""
+    """What is tried: a model and what proposes tokens to it, with room for `capacity` tokens."""
 
     model: Transformer
-    new_drafter: Callable[[], Drafter]
+    new_proposer: Callable[[], Proposer]
     vocabulary_size: int
     stop: frozenset[int]
     capacity: int
 
-    def session(self, policy: Callable[[Drafter], DraftLengthPolicy]) -> SpeculativeSession:
+    def session(self, policy: Callable[[Proposer], DraftLengthPolicy]) -> SpeculativeSession:
         """A new one, with empty caches, warmed up."""
-        drafter = self.new_drafter()
-        session = SpeculativeSession(self.model, self.capacity, drafter, policy(drafter))
+        proposer = self.new_proposer()
+        session = SpeculativeSession(self.model, self.capacity, proposer, policy(proposer))
         session.warm_up()
         return session
 
     def reply(self, session: Session, prompt: Sequence[int], limit: int) -> list[int]:
         """The greedy tokens."""
-        sampler = Sampler(Sampling(), self.vocabulary_size, self.model.device)
+        sampler = Sampler(SamplingParams(), self.vocabulary_size, self.model.device)
         limit = min(limit, session.capacity - len(prompt) + 1)
         return [tokens[0] for tokens in session.generate(prompt, sampler, limit, self.stop)]
 
@@ -96,13 +97,17 @@ def _total(records: Iterable[SpeculationStats | None]) -> SpeculationStats:
     for record in filter(None, records):
         total.passes += record.passes
         total.drafted += record.drafted
-        total.judged += record.judged
-        total.kept += record.kept
+        total.compared += record.compared
+        total.accepted += record.accepted
     return total
 
 
 def measure_speculation(
-    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, repetitions: int, lengths: Sequence[int] = (4, 8)
+    subject: SpeculationSubject,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    repetitions: int,
+    lengths: Sequence[int] = (4, 8),
 ) -> SpeculationResult:
     """Each prompt without and with speculation in turn, so that a busy machine troubles both.
 
@@ -110,7 +115,7 @@ def measure_speculation(
     """
     notes: list[str] = []
     plain = Session(subject.model, subject.capacity)
-    drafted = subject.session(lambda drafter: AdaptiveDraftLength(drafter.weight, notes.append))
+    drafted = subject.session(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}
     records = []
@@ -125,7 +130,9 @@ def measure_speculation(
     return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
 
-def _fixed(subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int) -> Iterator[TokensPerPass]:
+def _fixed(
+    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
+) -> Iterator[TokensPerPass]:
     """What drafts of one length made; nothing where a lookup found nothing."""
     session = subject.session(lambda _: FixedDraftLength(length))
     records = []
@@ -135,9 +142,9 @@ def _fixed(subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit:
     record = _total(records)
     if record.passes:
         mean = record.drafted / record.passes  # shorter near the end of a reply
-        below, above = (expected_tokens(record.acceptance, int(mean) + more) for more in (0, 1))
+        below, above = (expected_tokens(record.acceptance_rate, int(mean) + more) for more in (0, 1))
         expected = below + (above - below) * (mean - int(mean))
-        yield TokensPerPass(length, record.acceptance, expected, record.mean_length)
+        yield TokensPerPass(length, record.acceptance_rate, expected, record.mean_length)
 
 
 def textbook() -> Iterator[TokensPerPass]:
@@ -145,9 +152,9 @@ def textbook() -> Iterator[TokensPerPass]:
 
     The target gives the proposed token the probability `acceptance`, the draft gives it 1.
     """
-    sampler = Sampler(Sampling(temperature=1.0, seed=0), 2, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0), 2, torch.device("cpu"))
     for acceptance, drafted in TEXTBOOK:
         logits = torch.tensor([acceptance, 1 - acceptance]).log().expand(drafted + 1, -1)
         proposal = Proposal([0] * drafted, torch.tensor([1.0, 0.0]).expand(drafted, -1))
-        made = sum(len(judge(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
+        made = sum(len(rejection_sample(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
         yield TokensPerPass(drafted, acceptance, expected_tokens(acceptance, drafted), made / SIMULATED_PASSES)

@@ -1,6 +1,6 @@
 """Does speculation change nothing? Greedy replies compared token by token, and draws tested against the target.
 
-Knows sessions, drafters and statistics. Does not print, and does not know where prompts come from.
+Knows sessions, proposers and statistics. Does not print, and does not know where prompts come from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
-from mycli.runtime.speculative.rejection_sampling import judge
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
 TIE_ROUNDINGS = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
 
@@ -34,7 +36,7 @@ def greedy_divergences(
 ) -> Iterator[ReplyDivergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
     plain = Session(subject.model, subject.capacity)
-    drafted = subject.session(lambda drafter: FixedDraftLength(length))
+    drafted = subject.session(lambda proposer: FixedDraftLength(length))
     for number, prompt in enumerate(prompts):
         ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
         if ours == theirs:
@@ -88,7 +90,7 @@ def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]])
 
 
 def chi_squared(
-    subject: SpeculationSubject, draft: DraftModel, prompt: Sequence[int], sampling: Sampling, draws: int
+    subject: SpeculationSubject, draft: DraftModel, prompt: Sequence[int], sampling: SamplingParams, draws: int
 ) -> ChiSquared:
     """Draws the first two tokens after `prompt` through rejection sampling with two drafted ones, and counts pairs.
 
@@ -113,7 +115,7 @@ def chi_squared(
         two = int(sampler.draw(second_guess))
         # The row after both is for a third token, which is not counted: the row before stands in.
         logits = torch.stack([target(), target(one), target(one)])
-        tokens = judge(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
+        tokens = rejection_sample(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
         pair = (tokens[0], tokens[1] if len(tokens) > 1 else int(sampler.draw(after[tokens[0]])))
         counts[pair] = counts.get(pair, 0) + 1
     return _pearson(counts, expected, draws)

@@ -19,7 +19,8 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import Plan, bytes_per_step
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
 T_975 = (
@@ -108,7 +109,7 @@ class _Runner:
         self._vocab = model.config.vocab_size
         self._random = random.Random(seed)
         self._session = Session(model, trial.capacity, trial.batch)
-        self._sampler = Sampler(Sampling(), self._vocab, model.device, trial.batch)
+        self._sampler = Sampler(SamplingParams(), self._vocab, model.device, trial.batch)
         self._depth = self._tokens(trial.depth)
         if self._depth:
             self._session.prefill(self._depth)

@@ -17,7 +17,8 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import load_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config, stop_ids
-from mycli.runtime.sampling.sampler import Constraint, Recorder, Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Constraint, Recorder, Sampler
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -63,7 +64,7 @@ class Reply:
         assistant: Assistant,
         session: Session,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         limit: int | None = None,
         stops: Sequence[str] = (),

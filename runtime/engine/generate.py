@@ -121,7 +121,7 @@ class Session:
 
         The cache then holds all but the last that was asked for.
         """
-        choice, launches = sampler.choice(), None
+        choice, launches = sampler.device_sampling(), None
         if self.model.loop is not None and choice is not None:
             launches = self.model.loop.launches(token, choice, self._rope, self.cache, count)
         if launches is not None:

@@ -10,7 +10,8 @@ from mycli.runtime.engine.completion import Assistant, FinishReason
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 
 
@@ -28,7 +29,7 @@ def draw_samples(
     assistant: Assistant,
     session: Session,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     count: int,
     limit: int,
     *,

@@ -23,7 +23,7 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.sampling.sampler import Choice
+from mycli.runtime.sampling.sampler import DeviceSampling
 
 LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
 
@@ -40,7 +40,7 @@ class Loop(Protocol):
     """Makes several tokens without the host; see `runtime.engine.device_loop`."""
 
     def launches(
-        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
+        self, token: Tensor, choice: DeviceSampling, rope: Rope, cache: StaticCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens of each sequence after `token` [sequences, 1], by launches with their seconds."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mycli.runtime.sampling.params import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 
 
 def add_bias(logits: Tensor, biases: Sequence[tuple[int, float]]) -> Tensor:
@@ -48,7 +48,7 @@ def keep_min_p(logits: Tensor, share: float) -> Tensor:
     return logits.masked_fill(probabilities < floor, -math.inf)
 
 
-def process(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+def process(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Logits [rows, vocab] after bias, penalty and, unless greedy, temperature, top-k, top-p, min-p, in this order."""
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
@@ -67,7 +67,7 @@ def process(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> T
     return logits
 
 
-def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+def distribution(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Probabilities [rows, vocab] in the dtype of `logits`: of a token drawn with `sampling`.
 
     Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row

@@ -14,7 +14,7 @@ MAX_BIAS = 100
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
 
     `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.

@@ -1,4 +1,4 @@
-"""From logits to a token: draws from the distribution that the chain of logits processors gives, or takes the likeliest.
+"""From logits to a token: drawn from the distribution that the logits processors leave, or the likeliest.
 
 Knows random numbers, and the tokens that a penalty counts. Does not know models, text or why a reply ends.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.kernels.cpu.sample import softmax_draw
 from mycli.runtime.sampling.logits_processors import distribution, process
-from mycli.runtime.sampling.params import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 
 RANDOM_NUMBERS = 256  # made at a time
 
@@ -46,8 +46,8 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """All that a device must know to choose tokens by itself; see `Sampler.choice`. Temperature 0: the likeliest."""
+class DeviceSampling:
+    """What a device must know to sample by itself; see `Sampler.device_sampling`. Temperature 0: the likeliest."""
 
     vocab_size: int
     temperature: float
@@ -73,7 +73,7 @@ class Sampler:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         vocab_size: int,
         device: torch.device,
         sequences: int = 1,
@@ -121,9 +121,9 @@ class Sampler:
             logits = self._constraint.apply(logits)
         if self.plain_greedy:
             best, token = logits.max(dim=-1, keepdim=True)
-            self._check(best)
+            self._require_numbers(best)
         else:
-            self._check(logits.amax(dim=-1))  # NaN and infinity win every maximum
+            self._require_numbers(logits.amax(dim=-1))  # NaN and infinity win every maximum
             token = self.draw(distribution(logits, self.sampling, self._seen))
         self.observe(token)
         if self._constraint is not None:
@@ -132,7 +132,7 @@ class Sampler:
             self._recorder.record(raw, token)
         return token
 
-    def choice(self) -> Choice | None:
+    def device_sampling(self) -> DeviceSampling | None:
         """The next draws as a device can do them by itself (`runtime.kernels.triton.sample`), None if it cannot.
 
         It can where a token depends on its own logits alone: without bias, penalty or constraint. Drawn tokens follow
@@ -143,9 +143,9 @@ class Sampler:
             return None
         seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
         if given.greedy:
-            return Choice(self._vocab_size, 0.0, seed)
+            return DeviceSampling(self._vocab_size, 0.0, seed)
         top_k = given.top_k if given.top_k < self._vocab_size else 0
-        return Choice(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
+        return DeviceSampling(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
 
     # For speculation (`runtime.speculative.decode`): one sequence, and rows that are positions of it.
 
@@ -159,7 +159,7 @@ class Sampler:
         """Whether what may come depends on the text in a way that `probabilities` does not know."""
         return self._constraint is not None
 
-    def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
+    def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
         if self._seen is None and self._recorder is None:
             return
@@ -175,16 +175,16 @@ class Sampler:
         found: list[int] = tokens.tolist()
         return found[: leading(map(math.isfinite, largest.tolist()))]
 
-    def room(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """For the distributions of `count` guesses, [count, vocab]; None where the likeliest is taken."""
+    def probability_rows(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """For the distributions of `count` drafted tokens, [count, vocab]; None where the likeliest is taken."""
         if self.plain_greedy:
             return None
         return torch.empty(count, self._vocab_size, dtype=dtype, device=self._device)
 
-    def guess(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
+    def sample_draft(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
         """A token after logits [1, vocab or more] and `following`; to `out` [1, vocab] what it was drawn from.
 
-        None where the logits are not numbers. `out` comes from `room`. Nothing is observed.
+        None where the logits are not numbers. `out` comes from `probability_rows`. Nothing is observed.
         """
         if out is None:
             found = self.best(logits)
@@ -240,10 +240,10 @@ class Sampler:
         return self._numbers[self._used - count : self._used]
 
     def accept(self, chances: Tensor) -> int:
-        """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
+        """How many proposals are accepted: each with its chance (of chances [n]), up to the first refused."""
         found: list[float] = chances.tolist()
         return leading(coin < chance for coin, chance in zip(self._random(len(found)), found, strict=True))
 
-    def _check(self, best: Tensor) -> None:
+    def _require_numbers(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):
             raise not_numbers()

@@ -1,4 +1,4 @@
-"""Speculative decoding: one pass of the model over several drafted tokens, of which those stand that it would make itself.
+"""Speculative decoding: the target model's own output, with one pass over several drafted tokens at a time.
 
 Knows proposers, policies of draft lengths and clocks; does not know text or whom it writes for.
 """
@@ -13,10 +13,11 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
-from mycli.runtime.speculative.proposers import Drafter
-from mycli.runtime.speculative.rejection_sampling import judge
+from mycli.runtime.speculative.proposers import Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
 
 class SpeculativeSession(Session):
@@ -26,26 +27,26 @@ class SpeculativeSession(Session):
     tokens follow the same distribution, but a seed gives other ones, as it does not know which drafts will pay.
     """
 
-    def __init__(self, model: Transformer, capacity: int, drafter: Drafter, pace: DraftLengthPolicy) -> None:
+    def __init__(self, model: Transformer, capacity: int, proposer: Proposer, policy: DraftLengthPolicy) -> None:
         super().__init__(model, capacity)
-        self.drafter = drafter
-        self.pace = pace
+        self.proposer = proposer
+        self.policy = policy
         self._last = torch.zeros(1, 1, dtype=torch.int64, device=model.device)  # drawn, not yet in the cache
 
     @property
     def nbytes(self) -> int:
-        """With the drafter's."""
-        return super().nbytes + self.drafter.nbytes
+        """With the proposer's."""
+        return super().nbytes + self.proposer.nbytes
 
     def warm_up(self) -> None:
         """Two passes with drafts, so that the first of a reply need not choose kernels. Leaves both caches empty."""
         text = [0] * min(4, self.capacity // 2)
-        sampler = Sampler(Sampling(), self.model.config.vocab_size, self.model.device)
+        sampler = Sampler(SamplingParams(), self.model.config.vocab_size, self.model.device)
         for count in (1, min(4, self.capacity - len(text))):
-            self.drafter.draft(text, count, sampler)
+            self.proposer.propose(text, count, sampler)
             self._verify([0] * count)
             self.forget()
-            self.drafter.keep(0)
+            self.proposer.truncate(0)
 
     def generate(
         self,
@@ -60,7 +61,7 @@ class SpeculativeSession(Session):
         logits = self.prefill(prompt)
         record = self.timing.record = SpeculationStats()
         sampler.observe(torch.tensor([prompt], device=self.model.device))
-        self.drafter.begin(prompt)
+        self.proposer.begin(prompt)
         if limit < 1:
             return
         text = list(prompt)
@@ -86,29 +87,29 @@ class SpeculativeSession(Session):
                 tokens = self._step(text, sampler, left - 1, record)
         finally:
             # As without speculation: the last token drawn is not in the cache.
-            record.step_seconds = self.pace.step_seconds
+            record.step_seconds = self.policy.step_seconds
             valid = len(text) - (0 if self.stopped else 1)
             self._keep(min(self.cache.length, valid))
-            self.drafter.keep(valid)
+            self.proposer.truncate(valid)
 
     def _step(self, text: Sequence[int], sampler: Sampler, room: int, record: SpeculationStats) -> list[int]:
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
-        lag = self.drafter.lag(len(text))
-        wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
+        lag = self.proposer.lag(len(text))
+        wanted = self.policy.length(room, lag) if room > 0 and not sampler.constrained else 0
         began = time.perf_counter()
-        proposal = self.drafter.draft(text, wanted, sampler) if wanted else None
+        proposal = self.proposer.propose(text, wanted, sampler) if wanted else None
         drafted = time.perf_counter()
         if proposal is None or not proposal.tokens:
             self._last = sampler.sample(self._forward(self._last, logits=True))
             tokens = [int(self._last)]
-            self.pace.observe_plain(time.perf_counter() - drafted, wasted=drafted - began)
+            self.policy.observe_plain(time.perf_counter() - drafted, wasted=drafted - began)
             return tokens
-        tokens = judge(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
-        count, kept = len(proposal.tokens), len(tokens) - 1
-        self._keep(len(text) + kept)
-        self.drafter.keep(len(text) + kept)
-        self.pace.observe_draft(count, kept, lag, time.perf_counter() - began)
-        record.add(count, kept)
+        tokens = rejection_sample(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
+        count, accepted = len(proposal.tokens), len(tokens) - 1
+        self._keep(len(text) + accepted)
+        self.proposer.truncate(len(text) + accepted)
+        self.policy.observe_draft(count, accepted, lag, time.perf_counter() - began)
+        record.add(count, accepted)
         self._last = torch.tensor([tokens[-1:]], device=self.model.device)
         return tokens
 

@@ -8,7 +8,6 @@ without. Knows numbers of tokens and seconds; does not know models or clocks.
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens of a draft; few, as kernels are chosen anew for each
 START_BUDGET, BUDGET_PER_TOKEN = 0.8, 0.01  # with one wrong expectation: 3 % from 80 tokens on
@@ -21,14 +20,14 @@ PRIOR_ACCEPTANCE, PASS_COST, TOKEN_COST = (3.0, 4.0), 1.04, 0.02
 FREE_LAG, READ_COST = 32, 1 / 16  # unread tokens that cost what one does; the cost of each beyond, in drafted tokens
 
 
-class DraftLengthPolicy(Protocol):
-    """Decides how many tokens to draft, and is told what came of it."""
+class DraftLengthPolicy:
+    """Decides how many tokens to draft, and is told what came of it. This one never drafts; others derive from it."""
 
     step_seconds: float | None = None  # of a plain step, None before one was measured
 
     def length(self, room: int, lag: int) -> int:
         """Tokens to draft next, at most `room`; 0: none. `lag`: tokens that the proposer has to read first."""
-        ...
+        return 0
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
         """A token was made without a draft in `seconds`, after the proposer found nothing in `wasted` seconds."""

@@ -17,7 +17,7 @@ from mycli.runtime.engine.completion import Assistant, Reply
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from tests.conftest import PICO
 
@@ -35,7 +35,7 @@ def chat(assistant: Assistant) -> Chat:
         assistant,
         Session(assistant.model, 96),
     )
-    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), loaded, Sampling())
+    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), loaded, SamplingParams())
 
 
 @pytest.mark.parametrize(

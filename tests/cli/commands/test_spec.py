@@ -14,8 +14,9 @@ from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, 
 from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
 from mycli.runtime.engine.completion import Assistant
 from mycli.runtime.errors import UsageError
-from mycli.runtime.sampling.sampler import Sampler, Sampling
-from mycli.runtime.speculative.proposers import DraftModel, Lookup
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
 from tests.conftest import PICO, Mycli
 
 DRAFT = PICO.parent / "pico-draft"
@@ -33,10 +34,10 @@ def draft() -> Assistant:
 
 
 def subject(target: Assistant, draft: Assistant | None) -> SpeculationSubject:
-    def drafter() -> DraftModel | Lookup:
-        return Lookup() if draft is None else DraftModel(draft.model, 300, target.model.nbytes)
+    def proposer() -> DraftModel | PromptLookup:
+        return PromptLookup() if draft is None else DraftModel(draft.model, 300, target.model.nbytes)
 
-    return SpeculationSubject(target.model, drafter, target.vocabulary_size, target.stop_ids, 300)
+    return SpeculationSubject(target.model, proposer, target.vocabulary_size, target.stop_ids, 300)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_divergences_are_found_with_their_lead(
     asked = prompts(assistant.tokenizer)["stories"][:2]
     assert list(greedy_divergences(subject(assistant, draft), asked, 10, 4)) == [None, None]
     best = Sampler.best
-    # A judge that takes the second likeliest token of a third row.
+    # Verification that takes the second likeliest token of a third row.
     monkeypatch.setattr(Sampler, "best", lambda self, logits: [*best(self, logits)[:2], *logits[2:].topk(2)[1][:, 1]])
     found = list(greedy_divergences(subject(assistant, draft), asked, 10, 4))
     assert all(one is not None and one.margin > 0.001 and not one.tie and 0 < one.position < 10 for one in found)
@@ -100,7 +101,7 @@ def test_divergences_are_found_with_their_lead(
 def test_a_wrong_distribution_is_found(assistant: Assistant, draft: Assistant, monkeypatch: pytest.MonkeyPatch) -> None:
     both = subject(assistant, draft)
     prompt = least_certain(both, [ids for kind in prompts(assistant.tokenizer).values() for ids in kind])
-    drawn = Sampling(temperature=1.0, top_k=8, seed=1)
+    drawn = SamplingParams(temperature=1.0, top_k=8, seed=1)
     guess = DraftModel(draft.model, 300, 1)
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value > 1e-3
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))

@@ -12,7 +12,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Assistant, Reply
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.conftest import PICO
 
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 def reply(assistant: Assistant, messages: list[Message], **options: object) -> Reply:
     prompt = assistant.tokenizer.chat(messages)
-    return Reply(assistant, Session(assistant.model, 256), prompt, Sampling(), **options)  # type: ignore[arg-type]
+    return Reply(assistant, Session(assistant.model, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
 
 
 def test_streamed_text_is_the_text_of_the_tokens(pico: Assistant) -> None:
@@ -60,7 +60,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: Assistant) -> None:
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.chat(STORY)
-    full = Reply(pico, Session(pico.model, len(prompt) + 6), prompt, Sampling())
+    full = Reply(pico, Session(pico.model, len(prompt) + 6), prompt, SamplingParams())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
@@ -69,10 +69,10 @@ def test_the_end_of_the_limit_and_of_the_context(pico: Assistant) -> None:
 
 def test_a_consumer_that_leaves_does_not_spoil_the_session(pico: Assistant) -> None:
     session, prompt = Session(pico.model, 256), pico.tokenizer.chat(STORY)
-    stream = iter(Reply(pico, session, prompt, Sampling()))
+    stream = iter(Reply(pico, session, prompt, SamplingParams()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
-    again = Reply(pico, session, prompt, Sampling())
+    again = Reply(pico, session, prompt, SamplingParams())
     assert "".join(again) == "".join(reply(pico, STORY))
 
 

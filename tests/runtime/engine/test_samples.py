@@ -12,7 +12,7 @@ from mycli.runtime.engine.samples import draw_samples
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.conftest import PICO
 
@@ -29,8 +29,8 @@ def prompt(pico: Assistant, text: str) -> list[int]:
 def test_greedy_samples_are_the_greedy_reply(pico: Assistant) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
     session = Session(pico.model, 128)
-    for sample in draw_samples(pico, session, ids, Sampling(), 3, 40, top=1):
-        reply = Reply(pico, session, ids, Sampling(), limit=40)
+    for sample in draw_samples(pico, session, ids, SamplingParams(), 3, 40, top=1):
+        reply = Reply(pico, session, ids, SamplingParams(), limit=40)
         assert ("".join(reply), reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
         assert [one.token for one in sample.logprobs] == sample.tokens
         assert all(one.top[0] == (one.token, one.logprob) for one in sample.logprobs)
@@ -47,7 +47,7 @@ def test_the_prompt_is_prefilled_once(pico: Assistant, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Session, "_forward", counting)
     ids = prompt(pico, "Tell me a story.")
-    draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=1), 4, 5)
+    draw_samples(pico, Session(pico.model, 64), ids, SamplingParams(1.0, seed=1), 4, 5)
     assert shapes == [(1, len(ids))] + [(4, 1)] * 5
 
 
@@ -56,7 +56,7 @@ def test_samples_differ_end_alone_and_repeat_by_seed(pico: Assistant) -> None:
 
     def draw(seed: int) -> list[tuple[str, str | None]]:
         samples = draw_samples(
-            pico, Session(pico.model, 256), ids, Sampling(1.0, seed=seed), 4, 60, stops=("was", "had"), top=0
+            pico, Session(pico.model, 256), ids, SamplingParams(1.0, seed=seed), 4, 60, stops=("was", "had"), top=0
         )
         for sample in samples:
             assert len(sample.logprobs) == len(sample.tokens) <= 60
@@ -71,7 +71,7 @@ def test_samples_differ_end_alone_and_repeat_by_seed(pico: Assistant) -> None:
 def test_constrained_samples_each_obey(pico: Assistant) -> None:
     grammar = Grammar.from_regex("(red|green|blue){1,3}", pico.tokenizer, pico.stop_ids)
     ids = prompt(pico, "Name a colour.")
-    samples = draw_samples(pico, Session(pico.model, 64), ids, Sampling(1.0, seed=2), 5, 30, grammar=grammar)
+    samples = draw_samples(pico, Session(pico.model, 64), ids, SamplingParams(1.0, seed=2), 5, 30, grammar=grammar)
     for sample in samples:
         rest = sample.text
         for word in ("red", "green", "blue"):
@@ -82,7 +82,7 @@ def test_constrained_samples_each_obey(pico: Assistant) -> None:
 def test_a_prompt_that_does_not_fit_is_refused(pico: Assistant) -> None:
     """F1."""
     with pytest.raises(UsageError, match="room for 4"):
-        draw_samples(pico, Session(pico.model, 4), prompt(pico, "Hello!"), Sampling(), 2, 8)
+        draw_samples(pico, Session(pico.model, 4), prompt(pico, "Hello!"), SamplingParams(), 2, 8)
 
 
 def test_logprobs_are_of_the_model_before_settings() -> None:

@@ -8,7 +8,7 @@ import pytest
 from mycli.runtime.speculative.draft_length import LENGTHS, AdaptiveDraftLength, FixedDraftLength, expected_tokens
 
 STEP = 0.01
-# Cost of drafting k tokens and judging them, in plain steps, and what was expected of a drafted token beforehand.
+# Cost of drafting k tokens and verifying them, in plain steps, and what was expected of a drafted token beforehand.
 MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
     "small-draft": (lambda k: 1.04 + 0.12 * k, 0.1),
     "draft-dearer-than-expected": (lambda k: 1.05 + 0.34 * k, 0.16),
@@ -38,10 +38,10 @@ class Machine:
                 seconds, made = seconds + STEP, made + 1
                 self.policy.observe_plain(STEP)
                 continue
-            kept = next((i for i in range(count) if self.random.random() >= self.acceptance), count)
+            accepted = next((i for i in range(count) if self.random.random() >= self.acceptance), count)
             took = STEP * self.cost(count)
-            self.policy.observe_draft(count, kept, lag, took)
-            seconds, made = seconds + took, made + kept + 1
+            self.policy.observe_draft(count, accepted, lag, took)
+            seconds, made = seconds + took, made + accepted + 1
         return made * STEP / seconds
 
 
@@ -114,7 +114,7 @@ def test_an_interruption_does_not_end_speculation() -> None:
     assert machine.make(200) > 2
 
 
-def test_a_drafter_without_proposals_is_asked_ever_less_if_asking_costs() -> None:
+def test_a_proposer_without_proposals_is_asked_ever_less_if_asking_costs() -> None:
     policy = AdaptiveDraftLength(0.1)
     asked = 0
     for _ in range(1000):
