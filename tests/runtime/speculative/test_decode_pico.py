@@ -91,6 +91,7 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
     assert differences(200, kind, range(1, 9)) == []
 
 
+@cache
 def remembered(name: str) -> PrefixModel:
     """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
     model = assistant(name).model
