@@ -14,7 +14,7 @@ from mycli.runtime.models.config import Dtype, Kv
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.models.generation_config import GenerationDefaults
-    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.sampling.params import SamplingParams
 
 DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KV: tuple[Kv, ...] = ("auto", "bf16", "int8")
@@ -69,9 +69,9 @@ class SamplingFlags:
         """The texts that end a reply."""
         return tuple(self.stop or ())
 
-    def resolve(self, defaults: "GenerationDefaults") -> "Sampling":
+    def resolve(self, defaults: "GenerationDefaults") -> "SamplingParams":
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
-        from mycli.runtime.sampling.sampler import Sampling
+        from mycli.runtime.sampling.params import SamplingParams
 
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         recommended: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class SamplingFlags:
         given = {name: getattr(self, name) for name in (*names, "seed")}
         if self.logit_bias:
             given["logit_bias"] = options.parse_biases(self.logit_bias)
-        chosen = Sampling()
+        chosen = SamplingParams()
         for values in (recommended, given):
             chosen = replace(chosen, **{name: value for name, value in values.items() if value is not None})
         return chosen

@@ -19,7 +19,7 @@ def speculation(timing: "Timing") -> list[str]:
     if not timing.record.passes:
         return ["draft off"]
     gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
-    return [f"draft {timing.record.acceptance:.0%}{gain}"]
+    return [f"draft {timing.record.acceptance_rate:.0%}{gain}"]
 
 
 def _plus_minus(estimate: "Estimate", digits: str) -> str:

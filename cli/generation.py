@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
-    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.sampling.params import SamplingParams
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_LIMIT = 512
@@ -25,7 +25,7 @@ DEFAULT_LIMIT = 512
 class GenerationOptions:
     """How every prompt of a command is answered. `top`: logprobs of so many tokens a place, None for no logprobs."""
 
-    sampling: "Sampling"
+    sampling: "SamplingParams"
     limit: int | None = None
     stops: tuple[str, ...] = ()
     system: str | None = None
@@ -150,8 +150,8 @@ def draft_fields(timing: "Timing", record: "SpeculationStats") -> dict[str, Any]
     return {
         "passes": record.passes,
         "drafted": record.drafted,
-        "kept": record.kept,
-        "acceptance": round(record.acceptance, 4),
+        "kept": record.accepted,
+        "acceptance": round(record.acceptance_rate, 4),
         "mean_length": round(record.mean_length, 3),
         "speedup": None if timing.speedup is None else round(timing.speedup, 3),
     }

@@ -68,8 +68,8 @@ def _load(
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.generate import Session
     from mycli.runtime.speculative.decode import SpeculativeSession
-    from mycli.runtime.speculative.draft_length import Adaptive
-    from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
+    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+    from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
 
     assert engine.context is not None
     loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite)
@@ -77,10 +77,11 @@ def _load(
         call.out.warn(warning)
     if engine.draft is None:
         return loaded, Session(loaded.runner, engine.context)
-    drafter: Drafter = Lookup()
+    proposer: Proposer = PromptLookup()
     if draft is not None:
-        drafter = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
-    session = SpeculativeSession(loaded.runner, engine.context, drafter, Adaptive(drafter.weight, call.out.note))
+        proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
+    policy = AdaptiveDraftLength(proposer.relative_cost, call.out.note)
+    session = SpeculativeSession(loaded.runner, engine.context, proposer, policy)
     session.warm_up()
     return loaded, session
 

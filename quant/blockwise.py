@@ -20,7 +20,7 @@ from mycli.quant.progress import Progress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
 from mycli.quant.transforms import Transform
-from mycli.quant.tuning.block import close_calls, tune_block
+from mycli.quant.tuning.block import preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import trim
@@ -59,7 +59,7 @@ class Solver:
         """weights [N, K] by name, stacked and solved as one, for the moments of most windows and of those held apart.
 
         Where a linear came out worse than plain rounding with the same scales, it is rounded instead. Last come the
-        `close_calls` by name, if a block is tuned.
+        `preferred_shifts` by name, if a block is tuned.
         """
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
@@ -95,7 +95,7 @@ class Solver:
                 )
             )
             if self.tunes:
-                calls[name] = close_calls(wanted, solved[name], grid, hessian)
+                calls[name] = preferred_shifts(wanted, solved[name], grid, hessian)
             start = rows.stop
         return solved, layers, calls
 
@@ -200,7 +200,7 @@ def _solve_block(
     solver: Solver,
     context: PassContext,
 ) -> tuple[Solved, dict[str, Tensor]]:
-    """The block, and its `close_calls` if it is to be tuned."""
+    """The block, and its `preferred_shifts` if it is to be tuned."""
     linears: dict[str, Quantized] = {}
     layers: list[Layer] = []
     calls: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
-    from mycli.runtime.sampling.sampler import Sampling
+    from mycli.runtime.sampling.params import SamplingParams
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
@@ -43,7 +43,7 @@ class Chat:
 
     call: Call
     loaded: LoadedSession
-    sampling: "Sampling"
+    sampling: "SamplingParams"
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
     escapes: bool = False

@@ -41,19 +41,19 @@ def spec_verify(
     """
     opened = load(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in
-    from mycli.runtime.sampling.sampler import Sampling
-    from mycli.runtime.speculative.benchmark import Subject
+    from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
+    from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
+    from mycli.runtime.sampling.params import SamplingParams
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel
-    from mycli.runtime.speculative.verification import chi_squared, greedy_divergences, least_certain
 
     loaded, session = opened.model, opened.session
-    if not isinstance(session, SpeculativeSession) or not isinstance(session.drafter, DraftModel):
+    if not isinstance(session, SpeculativeSession) or not isinstance(session.proposer, DraftModel):
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
-    drafter = session.drafter
-    subject = Subject(
+    proposer = session.proposer
+    subject = SpeculationSubject(
         loaded.runner,
-        lambda: drafter,
+        lambda: proposer,
         loaded.vocabulary_size,
         loaded.stop_ids,
         session.context,
@@ -72,8 +72,8 @@ def spec_verify(
             bar.advance(1)
             if divergence is not None:
                 divergences.append(divergence)
-    drawn = Sampling(temperature=1.0, top_k=TOP_K, seed=0)
-    test = chi_squared(subject, drafter, least_certain(subject, asked), drawn, draws)
+    drawn = SamplingParams(temperature=1.0, top_k=TOP_K, seed=0)
+    test = chi_squared(subject, proposer, least_certain(subject, asked), drawn, draws)
     if call.out.json_mode:
         call.out.json(
             {

@@ -21,14 +21,14 @@ from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
 from mycli.runtime.quantization.scheme import Packing
 
-EPOCHS = 4
+BLOCK_EPOCHS = 4
 # Of Adam, falling to zero along a half cosine: steps of the grid, and shares of a scale (docs/quality.md).
 ROUNDING_RATE = 0.007
 SCALE_RATE = 3e-3
 PULL = 0.9  # of the way towards the neighbour a level begins, so that none begins at a tie
 
 
-def close_calls(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> Tensor:
+def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> Tensor:
     """How far each level would move if it were free and all others stayed: fp32 [N, K] steps, at most half of one,
     times `PULL`.
 
@@ -53,8 +53,8 @@ def tune_block(
 ) -> Solved:
     """`solved`, trained to turn `stream`, which enters the layer, into `wanted`, both [windows, context, hidden].
 
-    `shifts` by linear: `close_calls`, which are taken over. Every layer's record says by how much the error of windows
-    held apart fell.
+    `shifts` by linear: `preferred_shifts`, which are taken over. Every layer's record says by how much the error of
+    windows held apart fell.
     """
     context = model.context(stream.shape[1], exact=True)
     block = model.block(layer)
@@ -65,8 +65,8 @@ def tune_block(
     def loss(rows: Tensor) -> Tensor:
         return (trained(stream[rows].to(device), context) - wanted[rows].to(device)).float().square().mean()
 
-    rates = [(trained.shifts(), ROUNDING_RATE), (trained.stretches(), SCALE_RATE)]
-    gained = train(rates, loss, len(stream), BATCH, EPOCHS, layer, device)
+    rates = [(trained.shifts(), ROUNDING_RATE), (trained.scale_changes(), SCALE_RATE)]
+    gained = train(rates, loss, len(stream), BATCH, BLOCK_EPOCHS, layer, device)
     tuned = trained.solved() if gained.after < gained.before else solved
     share = gained.after / gained.before if gained.before > 0 else 1.0
     return replace(tuned, layers=tuple(replace(each, tuned=share) for each in tuned.layers))

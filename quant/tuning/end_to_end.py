@@ -29,7 +29,7 @@ from mycli.runtime.device.system import trim
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 
-EPOCHS = 4
+SCALE_EPOCHS = 4
 RATE = 1e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
 
 
@@ -88,7 +88,7 @@ class _Student:
             self._head.replace(head.to(model.placement.device, model.placement.dtype))
 
     def leaves(self) -> list[Tensor]:
-        return [leaf for block in self.blocks for leaf in block.stretches()] + [self.gain.change]
+        return [leaf for block in self.blocks for leaf in block.scale_changes()] + [self.gain.change]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """[windows, context, hidden] after the last norm."""
@@ -128,7 +128,7 @@ def tune_scales(
 
     at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))
     device = model.placement.device
-    gained = train([(student.leaves(), RATE)], loss, len(windows), at_once, EPOCHS, seed, device, progress)
+    gained = train([(student.leaves(), RATE)], loss, len(windows), at_once, SCALE_EPOCHS, seed, device, progress)
     if gained.after == gained.before:
         return Tuned(list(blocks), gained)
     tuned = [block.solved() for block in student.blocks]

@@ -40,12 +40,12 @@ def train(
     fitted, held = (~apart).nonzero().flatten(), apart.nonzero().flatten()
 
     @torch.no_grad()
-    def judged() -> float:
+    def held_out_loss() -> float:
         with rough_products(device):
             return sum(len(part) * float(loss(part)) for part in torch.split(held, at_once)) / len(held)
 
     trim(apart=4 << 20)  # what one step asks for, the next asks for again, in other sizes between
-    before = best = judged()
+    before = best = held_out_loss()
     if not before > 0:
         return Tuning(before, before)
     kept = [leaf.detach().clone() for leaf in leaves]
@@ -65,7 +65,7 @@ def train(
         optimizer.step((1 + math.cos(math.pi * (done - 1) / len(batches))) / 2)
         progress("tuning", done, len(batches))
         if done % between == 0 or done == len(batches):
-            found = judged()
+            found = held_out_loss()
             if found < best:
                 best, kept = found, [leaf.detach().clone() for leaf in leaves]
     with torch.no_grad():

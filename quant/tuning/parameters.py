@@ -32,11 +32,11 @@ class TunableWeight:
         self._grid = grid
         self._codes = quantized.codes.to(device)
         self._scales = quantized.scales.float().to(device)
-        self.stretch = torch.zeros_like(self._scales, requires_grad=True)
+        self.scale_change = torch.zeros_like(self._scales, requires_grad=True)
         self.shift = None if shift is None else shift.to(device).requires_grad_()
 
     def _stored_scales(self) -> Tensor:
-        wanted = self._scales * (1 + self.stretch)
+        wanted = self._scales * (1 + self.scale_change)
         return straight_through(wanted, storable(wanted.detach(), self._grid))
 
     def weight(self) -> Tensor:
@@ -123,9 +123,9 @@ class TunableBlock:
             linear.replace(None)
         return y
 
-    def stretches(self) -> list[Tensor]:
+    def scale_changes(self) -> list[Tensor]:
         """Changes of scales and gains, leaves."""
-        return [weight.stretch for weight in self.weights.values()] + [gain.change for gain in self.gains]
+        return [weight.scale_change for weight in self.weights.values()] + [gain.change for gain in self.gains]
 
     def shifts(self) -> list[Tensor]:
         """What moves the codes, leaves; none where they stay."""

@@ -21,7 +21,8 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.estimate import Plan, cache_positions, estimate
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 DECODED = 4  # tokens: the first may allocate what the others use again
 TOUCHED = 256  # positions of the cache at a time
@@ -113,7 +114,7 @@ def _run(runner: ModelRunner, cache: StaticCache, tokens: int) -> None:
     start = cache.capacity - tokens - DECODED
     cache.advance(start)
     prompt = torch.zeros(cache.sequences, tokens, dtype=torch.int64, device=runner.device)
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=0)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     sampler = Sampler(sampling, runner.config.vocab_size, runner.device, cache.sequences)
     logits = runner.run(Batch(prompt, start), cache)
     for _ in range(DECODED):

@@ -18,7 +18,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
@@ -105,4 +105,4 @@ def golden_reply(pico: ModelFolder, placement: Placement) -> str:
     """What `pico` answers to `QUESTION`, greedily; it must be `ANSWER` on any device in any precision."""
     loaded = LoadedModel.load(pico, placement)
     prompt = loaded.tokenizer.chat([Message("user", QUESTION)])
-    return "".join(Completion(loaded, Session(loaded.runner, 128), prompt, Sampling(), limit=32))
+    return "".join(Completion(loaded, Session(loaded.runner, 128), prompt, SamplingParams(), limit=32))

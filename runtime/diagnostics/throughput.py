@@ -24,7 +24,8 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.estimate import Plan, bytes_per_step
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 MEASURED_BYTES = 1 << 30  # larger than any cache; less where memory is short
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
@@ -116,7 +117,7 @@ class _Test:
         self._vocab = runner.config.vocab_size
         self._random = random.Random(seed)
         self._session = Session(runner, trial.context, trial.sequences)
-        self._sampler = Sampler(Sampling(), self._vocab, runner.device, trial.sequences)
+        self._sampler = Sampler(SamplingParams(), self._vocab, runner.device, trial.sequences)
         self._depth = self._tokens(trial.depth)
         if self._depth:
             self._session.prefill(self._depth)

@@ -18,7 +18,8 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -97,7 +98,7 @@ class Completion:
         loaded: LoadedModel,
         session: Session,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         limit: int | None = None,
         stops: Sequence[str] = (),
@@ -164,7 +165,7 @@ def draw_samples(
     loaded: LoadedModel,
     session: Session,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     count: int,
     limit: int,

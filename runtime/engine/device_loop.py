@@ -25,7 +25,7 @@ from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
-from mycli.runtime.sampling.sampler import Choice
+from mycli.runtime.sampling.sampler import DeviceSampling
 
 STEPS = 4
 _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, drawn, and from what
@@ -68,7 +68,7 @@ class DeviceLoop:
         self._held: WeakKeyDictionary[StaticCache, _Held] = WeakKeyDictionary()
 
     def launches(
-        self, token: Tensor, choice: Choice, rope: Rope, cache: StaticCache, count: int
+        self, token: Tensor, choice: DeviceSampling, rope: Rope, cache: StaticCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens after `token` [sequences, 1], by launches: [steps][sequences], and the seconds they took.
 
@@ -81,7 +81,7 @@ class DeviceLoop:
         return self._run(token, choice, tables, cache, count)
 
     def _run(
-        self, token: Tensor, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, count: int
+        self, token: Tensor, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: StaticCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]]:
         held = self._held.get(cache)
         if held is None:
@@ -104,7 +104,7 @@ class DeviceLoop:
             began = time.perf_counter()
 
     @torch.inference_mode()
-    def _begin(self, to: SamplingBuffers, token: Tensor, choice: Choice, length: int) -> None:
+    def _begin(self, to: SamplingBuffers, token: Tensor, choice: DeviceSampling, length: int) -> None:
         to.tokens.copy_(token)
         to.lengths.fill_(length + 1)
         to.seed.fill_(choice.seed)
@@ -115,7 +115,7 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def _launch(
-        self, held: _Held, choice: Choice, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
+        self, held: _Held, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
     ) -> _Launch:
         to, drawn = held.feedback, choice.temperature > 0
         filters = Filters(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)

@@ -121,7 +121,7 @@ class Session:
 
         The cache then holds all but the last that was asked for.
         """
-        launches = self.runner.launches(token, sampler.choice(), self.cache, count)
+        launches = self.runner.launches(token, sampler.device_sampling(), self.cache, count)
         if launches is not None:
             yield from self._launched(launches, int(token[0, 0]))
             return

@@ -1,7 +1,7 @@
 """A loaded model and its ways of running: launch by launch, by replayed passes, or several tokens a launch.
 
 Whoever runs a model hands over a `Batch` and a cache, and does not learn which way was taken. Knows the kinds of caches
-and the rotary tables that go with them; does not know text, sampling beyond a `Choice`, or whom it serves.
+and the rotary tables that go with them; does not know text, sampling beyond a `DeviceSampling`, or whom it serves.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv, ModelConfig
-from mycli.runtime.sampling.sampler import Choice
+from mycli.runtime.sampling.sampler import DeviceSampling
 
 if TYPE_CHECKING:  # Triton, which takes a second to import and is not everywhere
     from mycli.runtime.engine.cuda_graph import Replay
@@ -90,7 +90,7 @@ class ModelRunner:
         return found.to(torch.float32, copy=True)
 
     def launches(
-        self, token: Tensor, choice: Choice | None, cache: StaticCache, count: int
+        self, token: Tensor, choice: DeviceSampling | None, cache: StaticCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens of each sequence after `token` [sequences, 1], chosen on the device, by launches.
 

@@ -10,32 +10,32 @@ from dataclasses import dataclass, field
 class SpeculationStats:
     """What speculation did in one reply.
 
-    `passes` judged a draft; of the `drafted` tokens `judged` were compared, up to the first refusal, and `kept` stood.
-    `step_seconds`: of a plain step on this machine, None where none was measured.
+    `passes` verified a draft; of the `drafted` tokens `compared` were looked at, up to the first refusal, and
+    `accepted` stood. `step_seconds`: of a plain step on this machine, None where none was measured.
     """
 
     passes: int = 0
     drafted: int = 0
-    judged: int = 0
-    kept: int = 0
+    compared: int = 0
+    accepted: int = 0
     step_seconds: float | None = None
 
-    def add(self, drafted: int, kept: int) -> None:
+    def add(self, drafted: int, accepted: int) -> None:
         """One more pass."""
         self.passes += 1
         self.drafted += drafted
-        self.judged += min(kept + 1, drafted)
-        self.kept += kept
+        self.compared += min(accepted + 1, drafted)
+        self.accepted += accepted
 
     @property
-    def acceptance(self) -> float:
-        """Of the drafted tokens that were judged, the share that stood."""
-        return self.kept / self.judged if self.judged else 0.0
+    def acceptance_rate(self) -> float:
+        """The share of the compared tokens that were accepted."""
+        return self.accepted / self.compared if self.compared else 0.0
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a pass that judged a draft, its own included."""
-        return 1 + self.kept / self.passes if self.passes else 1.0
+        """Tokens of a pass that verified a draft, its own included."""
+        return 1 + self.accepted / self.passes if self.passes else 1.0
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Constrained output: at every step only tokens that can still lead to a text of a schema or expression.
 
 Built on llguidance, an optional dependency (extra `structured`). Knows tokens and grammars; does not know models,
-sampling settings or commands: `Sampler` takes a `Constraint` as an argument.
+sampling settings or commands: `Sampler` takes a `GrammarState` as its constraint.
 """
 
 import json
@@ -104,9 +104,9 @@ class Grammar:
         _check_size(pattern, "regular expression")
         return cls(_library().LLMatcher.grammar_from_regex(pattern), "regular expression", tokenizer, stop_ids)
 
-    def start(self, sequences: int = 1) -> "Constraint":
+    def start(self, sequences: int = 1) -> "GrammarState":
         """A constraint for replies from their beginning."""
-        return Constraint(self.kind, [self._start.deep_copy() for _ in range(sequences)])
+        return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
 
 
 def _check_size(text: str, source: str) -> None:
@@ -119,7 +119,7 @@ def _deeper_than(value: Any, depth: int) -> bool:
     return depth == 0 or any(_deeper_than(child, depth - 1) for child in children)
 
 
-class Constraint:
+class GrammarState:
     """Where the replies of one generation stand in a grammar: masks logits before a draw and follows what is drawn."""
 
     def __init__(self, kind: str, matchers: Sequence[Any]) -> None:

@@ -1,7 +1,6 @@
-"""From logits to a token: temperature, top-k, top-p, min-p, repetition penalty, or the likeliest.
+"""From logits to a token: drawn from the distribution that the logits processors leave, or the likeliest.
 
-`distribution` is the definition, in the order and with the formulas of transformers' logits processors; `Sampler` draws
-from it. Does not know models, text or why a reply ends.
+Knows random numbers, and the tokens that a penalty counts. Does not know models, text or why a reply ends.
 """
 
 import math
@@ -15,110 +14,10 @@ from torch import Tensor
 
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.kernels.cpu.sample import softmax_draw
+from mycli.runtime.sampling.logits_processors import distribution, process
+from mycli.runtime.sampling.params import SamplingParams
 
-GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
-MOST_BIASES = 1024
-MOST_BIAS = 100
-_NUMBERS = 256  # made at a time
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
-
-    `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
-    Raises UsageError, naming the option, for a value outside its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        bounds = {
-            "temperature": (0.0, 2.0),
-            "top_k": (0, 1 << 31),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.01, 10.0),
-        }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
-            raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
-        if len(self.logit_bias) > MOST_BIASES:
-            raise UsageError(f"logit_bias has {len(self.logit_bias)} entries", f"give at most {MOST_BIASES}")
-        for token, bias in self.logit_bias:
-            if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:  # false for NaN
-                raise UsageError(
-                    f"logit_bias {token}={bias} is out of range",
-                    f"a token id, and between -{MOST_BIAS} and {MOST_BIAS}",
-                )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature < GREEDY_BELOW
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens of `seen` (bool, the shape of logits) less likely: positive logits / penalty, negative * penalty."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits fp32 [rows, vocab] with what top-k, top-p and min-p leave out at -inf; at least one token stays."""
-    if sampling.top_k:
-        kept = min(sampling.top_k, logits.shape[-1])
-        limit = logits.topk(kept, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < limit, -math.inf)
-    if sampling.top_p < 1:
-        ascending = logits.sort(dim=-1, descending=False).values
-        # Drop the tail whose total stays within 1 - top_p: the token that crosses top_p is kept, with its equals.
-        drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        drop[:, -1] = False
-        least = ascending.masked_fill(drop, math.inf).amin(dim=-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.min_p > 0:
-        probabilities = logits.softmax(dim=-1)
-        floor = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
-        logits = logits.masked_fill(probabilities < floor, -math.inf)
-    return logits
-
-
-def adjusted(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Logits [rows, vocab] after bias, penalty and, unless greedy, temperature, top-k, top-p, min-p, in this order."""
-    if sampling.logit_bias:
-        tokens, biases = zip(*sampling.logit_bias, strict=True)
-        index = torch.tensor(tokens, device=logits.device)
-        logits = logits.index_add(1, index, logits.new_tensor(biases).expand(logits.shape[0], -1))
-    if seen is not None and sampling.repetition_penalty != 1:
-        logits = penalize(logits, seen, sampling.repetition_penalty)
-    if sampling.greedy:
-        return logits
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    return _filter(logits, sampling)
-
-
-def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Probabilities [rows, vocab] in the dtype of `logits`: of a token drawn with `sampling`.
-
-    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
-    with a logit of NaN or infinity is all NaN.
-    """
-    logits = adjusted(logits, sampling, seen)
-    if not sampling.greedy:
-        return logits.softmax(dim=-1)
-    largest, best = logits.max(dim=-1, keepdim=True)
-    nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
-    return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)
+RANDOM_NUMBERS = 256  # made at a time
 
 
 def leading(found: Iterable[bool]) -> int:
@@ -147,8 +46,8 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """All that a device must know to choose tokens by itself; see `Sampler.choice`. Temperature 0: the likeliest."""
+class DeviceSampling:
+    """What a device must know to sample by itself; see `Sampler.device_sampling`. Temperature 0: the likeliest."""
 
     vocab_size: int
     temperature: float
@@ -174,7 +73,7 @@ class Sampler:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         vocab_size: int,
         device: torch.device,
         sequences: int = 1,
@@ -222,9 +121,9 @@ class Sampler:
             logits = self._constraint.apply(logits)
         if self.plain_greedy:
             best, token = logits.max(dim=-1, keepdim=True)
-            self._check(best)
+            self._require_numbers(best)
         else:
-            self._check(logits.amax(dim=-1))  # NaN and infinity win every maximum
+            self._require_numbers(logits.amax(dim=-1))  # NaN and infinity win every maximum
             token = self.draw(distribution(logits, self.sampling, self._seen))
         self.observe(token)
         if self._constraint is not None:
@@ -233,7 +132,7 @@ class Sampler:
             self._recorder.record(raw, token)
         return token
 
-    def choice(self) -> Choice | None:
+    def device_sampling(self) -> DeviceSampling | None:
         """The next draws as a device can do them by itself (`runtime.kernels.triton.sample`), None if it cannot.
 
         It can where a token depends on its own logits alone: without bias, penalty or constraint. Drawn tokens follow
@@ -244,9 +143,9 @@ class Sampler:
             return None
         seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
         if given.greedy:
-            return Choice(self._vocab_size, 0.0, seed)
+            return DeviceSampling(self._vocab_size, 0.0, seed)
         top_k = given.top_k if given.top_k < self._vocab_size else 0
-        return Choice(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
+        return DeviceSampling(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
 
     # For speculation (`runtime.speculative.decode`): one sequence, and rows that are positions of it.
 
@@ -260,7 +159,7 @@ class Sampler:
         """Whether what may come depends on the text in a way that `probabilities` does not know."""
         return self._constraint is not None
 
-    def take(self, logits: Tensor, tokens: Sequence[int]) -> None:
+    def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
         if self._seen is None and self._recorder is None:
             return
@@ -276,16 +175,16 @@ class Sampler:
         found: list[int] = tokens.tolist()
         return found[: leading(map(math.isfinite, largest.tolist()))]
 
-    def room(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """For the distributions of `count` guesses, [count, vocab]; None where the likeliest is taken."""
+    def probability_rows(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """For the distributions of `count` drafted tokens, [count, vocab]; None where the likeliest is taken."""
         if self.plain_greedy:
             return None
         return torch.empty(count, self._vocab_size, dtype=dtype, device=self._device)
 
-    def guess(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
+    def sample_draft(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
         """A token after logits [1, vocab or more] and `following`; to `out` [1, vocab] what it was drawn from.
 
-        None where the logits are not numbers. `out` comes from `room`. Nothing is observed.
+        None where the logits are not numbers. `out` comes from `probability_rows`. Nothing is observed.
         """
         if out is None:
             found = self.best(logits)
@@ -294,7 +193,7 @@ class Sampler:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
-            given = adjusted(real, self.sampling, self._after(1, following))
+            given = process(real, self.sampling, self._after(1, following))
             drawn = softmax_draw(given, self._random(1)[0], out)
             token = int(self.draw(out.copy_(given.softmax(dim=-1)))) if isinstance(drawn, str) else drawn
         return token if token < self._vocab_size else None
@@ -335,16 +234,16 @@ class Sampler:
         Made many at a time: beside a large model's pass the call costs more than the numbers.
         """
         if self._used + count > len(self._numbers):
-            numbers = torch.rand(max(count, _NUMBERS), generator=self._generator, dtype=torch.float64)
+            numbers = torch.rand(max(count, RANDOM_NUMBERS), generator=self._generator, dtype=torch.float64)
             self._numbers, self._used = (numbers * (1 - 2**-50)).tolist(), 0
         self._used += count
         return self._numbers[self._used - count : self._used]
 
     def accept(self, chances: Tensor) -> int:
-        """How many of a row of proposals are kept: each with its chance (of chances [n]), up to the first refused."""
+        """How many proposals are accepted: each with its chance (of chances [n]), up to the first refused."""
         found: list[float] = chances.tolist()
         return leading(coin < chance for coin, chance in zip(self._random(len(found)), found, strict=True))
 
-    def _check(self, best: Tensor) -> None:
+    def _require_numbers(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):
             raise not_numbers()

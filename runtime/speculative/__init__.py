@@ -1,1 +1,1 @@
-"""Guessing tokens ahead and judging the guesses, so that the output is the model's own."""
+"""Drafting tokens ahead and verifying them in one pass, so that the output is the model's own."""

@@ -1,11 +1,8 @@
-"""Speculative decoding: several drafted tokens are judged by one pass of the model, and the output is the model's own.
+"""Speculative decoding: the target model's own output, with one pass over several drafted tokens at a time.
 
-Follows Leviathan et al. (arXiv 2211.17192): a proposal d drawn from q stands with probability min(1, p(d) / q(d)); at
-the first refusal the token is drawn from max(0, p - q), normalized; if all stand, one more is drawn from p. Greedy, a
-proposal stands where it is the likeliest token. Knows drafters and paces; does not know text or whom it writes for.
+Knows proposers, policies of draft lengths and clocks; does not know text or whom it writes for.
 """
 
-import math
 import time
 from collections.abc import Generator, Sequence
 
@@ -16,57 +13,11 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.sampling.sampler import Sampler, Sampling, leading
-from mycli.runtime.speculative.draft_length import Pace
-from mycli.runtime.speculative.proposers import Drafter, Proposal
-
-
-def judge(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """The tokens that follow: the part of the proposal that stands, and one of the model's own.
-
-    logits fp32 [1 + proposed, vocab or more]: row i comes after the first i proposed tokens. `sampler` has observed
-    the text before, and takes in what is returned. Raises ModelError where the first row is not a number.
-    """
-    tokens = (
-        _judge_greedy(logits, proposal, sampler) if sampler.plain_greedy else _judge_drawn(logits, proposal, sampler)
-    )
-    if not tokens:
-        return [int(sampler.sample(logits[:1]))]
-    sampler.take(logits, tokens)
-    return tokens
-
-
-def _judge_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `judge`; none where there are numbers for no more than the first row."""
-    own = sampler.best(logits)
-    drafted = proposal.tokens[: max(len(own) - 1, 0)]
-    kept = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-    return own[: kept + 1]
-
-
-def _judge_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `judge`; none where there are numbers for no more than the first row."""
-    target = sampler.probabilities(logits, proposal.tokens)
-    rows = leading(map(math.isfinite, target[:, 0].tolist()))
-    if rows < 2:
-        return []
-    drafted = proposal.tokens[: rows - 1]
-    index = torch.tensor(drafted, device=target.device)[:, None]
-    chances = target[: len(drafted)].gather(1, index)
-    if proposal.probabilities is not None:
-        chances = chances / proposal.probabilities[: len(drafted)].gather(1, index)
-    kept = sampler.accept(chances[:, 0])
-    if kept == len(drafted):
-        return [*drafted, int(sampler.draw(target[kept][None]))]
-    if proposal.probabilities is None:
-        weights = target[kept].clone()
-        weights[drafted[kept]] = 0
-    else:
-        weights = (target[kept] - proposal.probabilities[kept]).clamp_(min=0)
-    token = int(sampler.draw(weights[None]))
-    if token == len(weights):  # p and q differ by less than rounding: a refusal is chance, p is right
-        token = int(sampler.draw(target[kept][None]))
-    return [*drafted[:kept], token]
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.draft_length import DraftLengthPolicy
+from mycli.runtime.speculative.proposers import Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
 
 class SpeculativeSession(Session):
@@ -76,26 +27,26 @@ class SpeculativeSession(Session):
     tokens follow the same distribution, but a seed gives other ones, as it does not know which drafts will pay.
     """
 
-    def __init__(self, runner: ModelRunner, context: int, drafter: Drafter, pace: Pace) -> None:
+    def __init__(self, runner: ModelRunner, context: int, proposer: Proposer, policy: DraftLengthPolicy) -> None:
         super().__init__(runner, context)
-        self.drafter = drafter
-        self.pace = pace
+        self.proposer = proposer
+        self.policy = policy
         self._last = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)  # drawn, not yet in the cache
 
     @property
     def nbytes(self) -> int:
-        """With the drafter's."""
-        return super().nbytes + self.drafter.nbytes
+        """With the proposer's."""
+        return super().nbytes + self.proposer.nbytes
 
     def warm_up(self) -> None:
         """Two passes with drafts, so that the first of a reply need not choose kernels. Leaves both caches empty."""
         text = [0] * min(4, self.context // 2)
-        sampler = Sampler(Sampling(), self.runner.config.vocab_size, self.device)
+        sampler = Sampler(SamplingParams(), self.runner.config.vocab_size, self.device)
         for count in (1, min(4, self.context - len(text))):
-            self.drafter.draft(text, count, sampler)
+            self.proposer.propose(text, count, sampler)
             self._verify([0] * count)
             self.forget()
-            self.drafter.keep(0)
+            self.proposer.truncate(0)
 
     def generate(
         self,
@@ -110,7 +61,7 @@ class SpeculativeSession(Session):
         logits = self.prefill(prompt)
         record = self.timing.record = SpeculationStats()
         sampler.observe(torch.tensor([prompt], device=self.device))
-        self.drafter.begin(prompt)
+        self.proposer.begin(prompt)
         if limit < 1:
             return
         text = list(prompt)
@@ -136,33 +87,29 @@ class SpeculativeSession(Session):
                 tokens = self._step(text, sampler, left - 1, record)
         finally:
             # As without speculation: the last token drawn is not in the cache.
-            record.step_seconds = self.pace.step_seconds
+            record.step_seconds = self.policy.step_seconds
             valid = len(text) - (0 if self.stopped else 1)
             self._keep(min(self.cache.length, valid))
-            self.drafter.keep(valid)
+            self.proposer.truncate(valid)
 
     def _step(self, text: Sequence[int], sampler: Sampler, room: int, record: SpeculationStats) -> list[int]:
         """The next tokens, at least one and at most `room` + 1. The cache then holds all but the last of them."""
-        lag = self.drafter.lag(len(text))
-        wanted = self.pace.length(room, lag) if room > 0 and not sampler.constrained else 0
-        began = drafted = time.perf_counter()
-        proposal = None
-        if wanted:
-            proposal = self.drafter.draft(text, wanted, sampler)
-            drafted = time.perf_counter()
+        lag = self.proposer.lag(len(text))
+        wanted = self.policy.length(room, lag) if room > 0 and not sampler.constrained else 0
+        began = time.perf_counter()
+        proposal = self.proposer.propose(text, wanted, sampler) if wanted else None
+        drafted = time.perf_counter()
         if proposal is None or not proposal.tokens:
             self._last = sampler.sample(self._forward(self._last, logits=True))
             tokens = [int(self._last)]
-            if wanted:
-                self.pace.wasted(drafted - began)
-            self.pace.plain(time.perf_counter() - drafted)
+            self.policy.observe_plain(time.perf_counter() - drafted, wasted=drafted - began)
             return tokens
-        tokens = judge(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
-        count, kept = len(proposal.tokens), len(tokens) - 1
-        self._keep(len(text) + kept)
-        self.drafter.keep(len(text) + kept)
-        self.pace.judged(count, kept, lag, time.perf_counter() - began)
-        record.add(count, kept)
+        tokens = rejection_sample(self._verify([text[-1], *proposal.tokens]), proposal, sampler)
+        count, accepted = len(proposal.tokens), len(tokens) - 1
+        self._keep(len(text) + accepted)
+        self.proposer.truncate(len(text) + accepted)
+        self.policy.observe_draft(count, accepted, lag, time.perf_counter() - began)
+        record.add(count, accepted)
         self._last = torch.tensor([tokens[-1:]], device=self.device)
         return tokens
 

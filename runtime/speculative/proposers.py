@@ -1,7 +1,7 @@
-"""Who guesses the next tokens cheaply, so that the model can judge several of them in one pass.
+"""Who guesses the next tokens cheaply, so that the target model can verify several of them in one pass.
 
-Two drafters: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text.
-They propose; whether a proposal stands is decided in `runtime.speculative.decode`. Does not know the model that judges.
+Two proposers: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text.
+They propose; `runtime.speculative.rejection_sampling` decides what stands. Does not know the target model.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class Proposal:
     probabilities: Tensor | None = None
 
 
-class Drafter(Protocol):
-    """Guesses how a text goes on. `weight`: what a guess costs, in steps of the model that judges; an expectation."""
+class Proposer(Protocol):
+    """Guesses how a text goes on. `relative_cost`: of a token, in steps of the target; an expectation."""
 
-    weight: float
+    relative_cost: float
 
     @property
     def nbytes(self) -> int:
@@ -52,25 +52,25 @@ class Drafter(Protocol):
         """How many tokens of a text of `length` have yet to be read."""
         ...
 
-    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
         """Up to `count` tokens after `text`, maybe none. Drawn as `sampler` draws, which observed all of `text`."""
         ...
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget what was read beyond the first `length` tokens: proposals that were refused."""
         ...
 
 
 class DraftModel(Session):
-    """A small model with a cache of its own, on the device of the one that judges.
+    """A small model with a cache of its own, on the device of the target.
 
     Its context may be shorter than the text: it then has nothing to say.
     """
 
     def __init__(self, runner: ModelRunner, context: int, target_bytes: int) -> None:
-        """`target_bytes`: the weights of the model that judges; decoding is bound by reading them."""
+        """`target_bytes`: the weights of the target; decoding is bound by reading them."""
         super().__init__(runner, min(context, runner.config.max_context))
-        self.weight = runner.nbytes / max(target_bytes, 1)
+        self.relative_cost = runner.nbytes / max(target_bytes, 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Keep what the cache and `prompt` share."""
@@ -85,7 +85,7 @@ class DraftModel(Session):
         """Tokens not in the cache."""
         return length - self.cache.length
 
-    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
         """Each token is drawn with the settings of `sampler` from the draft's own distribution.
 
         Fewer than `count` where the context ends or the output is not a number; then what was read is forgotten, as
@@ -99,10 +99,10 @@ class DraftModel(Session):
         for start in range(0, new.shape[1], self.chunk):
             end = min(start + self.chunk, new.shape[1])
             logits = self._forward(new[:, start:end], logits=end == new.shape[1])
-        rows = sampler.room(count, logits.dtype)
+        rows = sampler.probability_rows(count, logits.dtype)
         places = [None] * count if rows is None else torch.split(rows, 1)
         while True:
-            token = sampler.guess(logits, tokens, places[len(tokens)])
+            token = sampler.sample_draft(logits, tokens, places[len(tokens)])
             if token is None:
                 self.forget()
                 break
@@ -112,7 +112,7 @@ class DraftModel(Session):
             logits = self._forward(torch.tensor([[token]], device=self.device), logits=True)
         return Proposal(tokens, None if rows is None else rows[: len(tokens)])
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Roll the cache back."""
         if length < self.cache.length:
             self._keep(length)
@@ -125,13 +125,13 @@ def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, c
     return DraftModel(load_model(folder, placement), context, target.nbytes)
 
 
-class Lookup:
+class PromptLookup:
     """Prompt lookup: finds the last place where the text's ending occurred before, and proposes what followed there.
 
-    No weights and no pass: a proposal is a certainty, and what it costs is its part of the judging pass.
+    No weights and no pass: a proposal is a certainty, and what it costs is its part of the verifying pass.
     """
 
-    weight = 0.0
+    relative_cost = 0.0
 
     def __init__(self) -> None:
         self._indexed = 0  # tokens of the text that were taken in
@@ -154,7 +154,7 @@ class Lookup:
                     self._after[tuple(text[end - size : end])] = end
         self._indexed = len(text)
 
-    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
         """What followed the longest known ending; what was just proposed counts as text, so that a loop goes on."""
         self._index(text)
         for size in NGRAMS:
@@ -166,5 +166,5 @@ class Lookup:
                 return Proposal(tokens)
         return Proposal([])
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Proposals were never taken in."""

@@ -4,7 +4,7 @@
 
 Random weights agree on nothing, so each drafted token is kept with the probability asked for; all else is the loop
 that `run` and `chat` use, drawing at temperature 1. In every round and in turn: plain steps, the two kinds of pass
-alone, and the loop. The prediction is (1 + a + ... + a^K) plain steps for one judging pass and K drafting ones
+alone, and the loop. The prediction is (1 + a + ... + a^K) plain steps for one verifying pass and K drafting ones
 (Leviathan et al., arXiv 2211.17192); the loop's cost is what a step takes beyond the models' passes, in plain steps.
 """
 
@@ -32,9 +32,10 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed, expected_tokens
+from mycli.runtime.speculative.draft_length import FixedDraftLength, expected_tokens
 from mycli.runtime.speculative.proposers import DraftModel
 
 TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -73,7 +74,7 @@ class Forced(Sampler):
     """Keeps each proposal with the same probability, whatever the models think."""
 
     def __init__(self, acceptance: float, vocab_size: int, seed: int) -> None:
-        super().__init__(Sampling(temperature=1.0, seed=seed), vocab_size, CPU.device)
+        super().__init__(SamplingParams(temperature=1.0, seed=seed), vocab_size, CPU.device)
         self._acceptance = acceptance
 
     def accept(self, chances: Tensor) -> int:
@@ -103,7 +104,7 @@ class Clock:
         return out
 
 
-class Timed(Fixed):
+class Timed(FixedDraftLength):
     """A fixed length that keeps the seconds of each step of this length, and of the model's passes in it."""
 
     def __init__(self, count: int, clocks: Sequence[Clock]) -> None:
@@ -111,8 +112,8 @@ class Timed(Fixed):
         self._clocks = clocks
         self.steps: list[tuple[float, float]] = []
 
-    def judged(self, drafted: int, kept: int, lag: int, seconds: float) -> None:
-        """As `Pace.judged`."""
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+        """As `DraftLengthPolicy.observe_draft`."""
         if drafted == self._count:
             self.steps.append((seconds, sum(clock.seconds for clock in self._clocks)))
         for clock in self._clocks:
@@ -125,21 +126,21 @@ class Trial:
     def __init__(self, target: ModelRunner, draft: ModelRunner, clocks: Sequence[Clock], length: int) -> None:
         self.length, self.vocab = length, target.config.vocab_size
         self.plain = Session(target, CAPACITY)
-        drafter = DraftModel(draft, CAPACITY, target.nbytes)
-        self.pace = Timed(length, clocks)
-        self.fast = SpeculativeSession(target, CAPACITY, drafter, self.pace)
+        proposer = DraftModel(draft, CAPACITY, target.nbytes)
+        self.policy = Timed(length, clocks)
+        self.fast = SpeculativeSession(target, CAPACITY, proposer, self.policy)
         self.fast.warm_up()
         self.small = Session(draft, CAPACITY)
 
     def plain_step(self, seed: int) -> float:
         """Seconds of a token without speculation."""
         self.plain.forget()
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed), self.vocab, CPU.device)
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), self.vocab, CPU.device)
         list(self.plain.generate(PROMPT, sampler, 24))
         return statistics.median(self.plain.timing.token_seconds[2:])
 
     def passes(self) -> tuple[float, float]:
-        """Seconds of a judging pass over the draft and one token more, and of a drafting pass, nothing drawn."""
+        """Seconds of a verifying pass over the draft and one token more, and of a drafting pass, nothing drawn."""
         judging, drafting = [], []
         token = torch.tensor([[5]])
         self.fast.prefill(PROMPT)
@@ -154,13 +155,13 @@ class Trial:
     def loop(self, acceptance: float, seed: int) -> tuple[float, float, float]:
         """(seconds, seconds beyond the models' passes, tokens) of a step of the real loop."""
         self.fast.forget()
-        self.fast.drafter.keep(0)
-        self.pace.steps.clear()
+        self.fast.proposer.truncate(0)
+        self.policy.steps.clear()
         list(self.fast.generate(PROMPT, Forced(acceptance, self.vocab, seed), 200))
         record = self.fast.timing.record
         assert record is not None
-        beyond = statistics.median(step - passes for step, passes in self.pace.steps)
-        return statistics.median(step for step, _ in self.pace.steps), beyond, record.mean_length
+        beyond = statistics.median(step - passes for step, passes in self.policy.steps)
+        return statistics.median(step for step, _ in self.policy.steps), beyond, record.mean_length
 
 
 def main() -> None:

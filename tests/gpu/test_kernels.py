@@ -17,7 +17,8 @@ from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from tests.quant.rounding.test_columns import SHAPES, agree, problem
 from tests.runtime.engine.test_decode_step import CAPACITY, CASES, Case, models
 
@@ -96,7 +97,9 @@ def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float
         runner = ModelRunner(model, fast=FastPaths(Replay(step, None), loop))
         session, replies = Session(runner, CAPACITY, case.sequences), []
         for limit, taken in ((20, 20), (40, 7), (30, 30), (99, 99)):
-            sampler = Sampler(Sampling(temperature, seed=3), model.config.vocab_size - 2, model.device, case.sequences)
+            sampler = Sampler(
+                SamplingParams(temperature, seed=3), model.config.vocab_size - 2, model.device, case.sequences
+            )
             replies.append(list(islice(session.generate([1, 5, 9], sampler, limit), taken)))
             assert session.cache.length == min(2 + taken, CAPACITY) and session.timing.generated == len(replies[-1])
         found.append(replies)

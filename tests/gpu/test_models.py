@@ -14,7 +14,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from tests.support.random_tensors import codes, normal
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_greedy_tokens_equal_the_cpu() -> None:
     drawn = []
     for device in ("cpu", "cuda"):
         session = Session(load_model(ModelFolder.open(PICO), Placement(torch.device(device), torch.float32)), 64)
-        sampler = Sampler(Sampling(), 4096, session.device)
+        sampler = Sampler(SamplingParams(), 4096, session.device)
         drawn.append(list(session.generate(PROMPT, sampler, 24)))
     assert drawn[0] == drawn[1]
 

@@ -15,7 +15,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig, RopeScaling
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -83,7 +84,7 @@ Choose = Callable[[Sequence[float]], int]
 class ChoosingSampler(Sampler):
     """Asks `choose` instead of drawing."""
 
-    def __init__(self, sampling: Sampling, vocab_size: int, choose: Choose) -> None:
+    def __init__(self, sampling: SamplingParams, vocab_size: int, choose: Choose) -> None:
         super().__init__(sampling, vocab_size, CPU)
         self.choose = choose
 
@@ -96,7 +97,7 @@ class ChoosingSampler(Sampler):
         return torch.tensor([[self.choose(found)]])
 
     def accept(self, chances: Tensor) -> int:
-        """The first n are kept with the product of their chances and the refusal of the next."""
+        """The first n are accepted with the product of their chances and the refusal of the next."""
         all_before, ways = 1.0, []
         for chance in chances.clamp(max=1).tolist():
             ways.append(all_before * (1 - chance))

@@ -19,7 +19,7 @@ from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from tests.support.paths import PICO
 
@@ -37,7 +37,7 @@ def chat(loaded: LoadedModel) -> Chat:
         loaded,
         Session(loaded.runner, 96),
     )
-    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, Sampling())
+    return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, SamplingParams())
 
 
 @pytest.mark.parametrize(

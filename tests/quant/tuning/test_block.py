@@ -13,7 +13,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.rounding.grid import Grid, dequantize
 from mycli.quant.solvers import rtn
 from mycli.quant.tuning import block as tuning
-from mycli.quant.tuning.block import PULL, close_calls, tune_block
+from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.quantization.scheme import Packing
@@ -30,7 +30,7 @@ def test_close_calls_are_the_best_single_moves() -> None:
     weight, hessian = problem(4, 32)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     quantized = rtn.solve(weight, grid).quantized
-    found = close_calls(weight, quantized, grid, hessian)
+    found = preferred_shifts(weight, quantized, grid, hessian)
     restored, step = dequantize(quantized, grid), torch.linspace(-0.5, 0.5, 2001)
     for row in range(4):
         for column in (0, 7, 31):
@@ -45,7 +45,7 @@ def test_a_dead_input_moves_nothing() -> None:
     weight, hessian = problem(4, 32)
     hessian[5], hessian[:, 5] = 0, 0
     grid = Grid(Packing(3, 32), torch.bfloat16)
-    assert not close_calls(weight, rtn.solve(weight, grid).quantized, grid, hessian)[:, 5].any()
+    assert not preferred_shifts(weight, rtn.solve(weight, grid).quantized, grid, hessian)[:, 5].any()
 
 
 def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tensor], Tensor, Tensor]:
@@ -58,7 +58,7 @@ def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tens
     model.advance(model.block(LAYER), wanted, model.context(24))
     weights = model.weights([spec for group in model.config.block_linears(LAYER).values() for spec in group])
     calls = {
-        name: close_calls(weight, solved.linears[name], GRID, torch.eye(weight.shape[1]))
+        name: preferred_shifts(weight, solved.linears[name], GRID, torch.eye(weight.shape[1]))
         for name, weight in weights.items()
     }
     return model, solved, packings, calls, stream, wanted

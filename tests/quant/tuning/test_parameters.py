@@ -18,9 +18,9 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
     context = model.context(8, exact=True)
     torch.testing.assert_close(block(x, context), stored(model, solved)(x, context))
     block(x, context).square().sum().backward()
-    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.stretches())
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.scale_changes())
     with torch.no_grad():
-        for leaf in block.stretches():  # by odd shares, which no storage dtype holds
+        for leaf in block.scale_changes():  # by odd shares, which no storage dtype holds
             leaf += 0.1234567 * torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1))
     after = block.solved()
     for name, quantized in after.linears.items():

@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.completion import Completion, LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
     prompt = loaded.tokenizer.chat(messages)
-    return Completion(loaded, Session(loaded.runner, 256), prompt, Sampling(), **options)  # type: ignore[arg-type]
+    return Completion(loaded, Session(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
 
 
 def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
@@ -60,7 +60,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.chat(STORY)
-    full = Completion(pico, Session(pico.runner, len(prompt) + 6), prompt, Sampling())
+    full = Completion(pico, Session(pico.runner, len(prompt) + 6), prompt, SamplingParams())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
@@ -69,10 +69,10 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
 
 def test_a_consumer_that_leaves_does_not_spoil_the_session(pico: LoadedModel) -> None:
     session, prompt = Session(pico.runner, 256), pico.tokenizer.chat(STORY)
-    stream = iter(Completion(pico, session, prompt, Sampling()))
+    stream = iter(Completion(pico, session, prompt, SamplingParams()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
-    again = Completion(pico, session, prompt, Sampling())
+    again = Completion(pico, session, prompt, SamplingParams())
     assert "".join(again) == "".join(reply(pico, STORY))
 
 

@@ -19,7 +19,8 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import RopeScaling
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from tests.runtime.engine.test_cuda_graph import recording
 from tests.support.prefix_model import CPU, PrefixModel, random_function
 from tests.support.triton_interpreter import Interpret, interpret
@@ -103,7 +104,7 @@ def outcome(
     limit: int,
     stop: frozenset[int] = frozenset(),
     take: int | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
 ) -> Outcome:
     """All that a caller sees of a reply of which it reads `take` tokens, and all that the next turn depends on."""
     sampler = Sampler(sampling, VOCAB, CPU, session.cache.sequences)
@@ -163,7 +164,7 @@ def failures() -> None:
         for session in sessions("does-not", broken=broken)[:2]:
             tokens = []
             with pytest.raises(ModelError, match="not a number"):
-                for row in session.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 20):
+                for row in session.generate(PROMPT, Sampler(SamplingParams(), VOCAB, CPU), 20):
                     tokens.append(row)  # noqa: PERF402  (those before the error count)
             found.append((tokens, session.cache.length, session._tokens))
         assert found[0] == found[1] and len(found[0][0]) == broken - len(PROMPT)
@@ -175,7 +176,7 @@ def test_logits_that_are_no_numbers_end_the_reply_where_they_come(interpret: Int
 
 def drawn(capture: str, limit: int, seed: int, sequences: int) -> list[list[int]]:
     looped, _, step = sessions(capture, 64, sequences)
-    found = outcome(looped, PROMPT, limit, sampling=Sampling(temperature=1.0, seed=seed))[0]
+    found = outcome(looped, PROMPT, limit, sampling=SamplingParams(temperature=1.0, seed=seed))[0]
     assert step.calls >= limit - 1
     return found
 
@@ -194,7 +195,10 @@ def test_a_seed_is_a_reply_whatever_the_limit(interpret: Interpret) -> None:
 
 def other_settings() -> int:
     looped, plain, step = sessions("none")
-    for sampling in (Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, repetition_penalty=1.3, seed=1)):
+    for sampling in (
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=1),
+    ):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
     dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
     looped.runner._ropes[looped.cache] = Rope(dynamic, 64, CPU, torch.float32)
@@ -216,7 +220,7 @@ def narrowed(capture: str) -> int:
         ({"min_p": 1.0}, {"min_p": 0.01}),
     ):
         for values, same in ((one, True), (more, False), (one, True)):
-            found = outcome(looped, PROMPT, 9, sampling=Sampling(temperature=1.5, seed=1, **values))
+            found = outcome(looped, PROMPT, 9, sampling=SamplingParams(temperature=1.5, seed=1, **values))
             assert (found == expected) is same, values
     return step.calls
 
@@ -277,7 +281,7 @@ def fused() -> list[list[list[int]]]:
         assert isinstance(step, DecodeStep)
         fast = FastPaths(loop=DeviceLoop(step, None)) if kind == "loop" else FastPaths(Replay(step, None))
         session = Session(ModelRunner(model, fast=fast), 32, 2)
-        sampler = Sampler(Sampling(), model.config.vocab_size - 3, CPU, 2)
+        sampler = Sampler(SamplingParams(), model.config.vocab_size - 3, CPU, 2)
         found.append(list(session.generate([5], sampler, 6)))
     return found
 

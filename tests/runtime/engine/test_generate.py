@@ -15,7 +15,8 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import Kv
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 KINDS: tuple[Kv, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
@@ -29,7 +30,7 @@ def pico(request: pytest.FixtureRequest) -> ModelRunner:
 
 
 def greedy(session: Session, prompt: list[int], limit: int = 12) -> list[int]:
-    sampler = Sampler(Sampling(), session.runner.config.vocab_size, session.device)
+    sampler = Sampler(SamplingParams(), session.runner.config.vocab_size, session.device)
     return [tokens[0] for tokens in session.generate(prompt, sampler, limit)]
 
 
@@ -62,7 +63,7 @@ def test_a_prompt_that_begins_alike_is_prefilled_from_where_it_differs(pico: Mod
 
 def test_a_consumer_that_stops_early_leaves_a_valid_cache(pico: ModelRunner) -> None:
     session = Session(pico, 64)
-    sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device)
+    sampler = Sampler(SamplingParams(), pico.config.vocab_size, pico.device)
     stream: Iterator[list[int]] = session.generate(PROMPT, sampler, 12)
     start = [tokens[0] for tokens in islice(stream, 3)]
     assert greedy(session, [*PROMPT, *start, 55]) == greedy(Session(pico, 64), [*PROMPT, *start, 55])
@@ -70,14 +71,14 @@ def test_a_consumer_that_stops_early_leaves_a_valid_cache(pico: ModelRunner) -> 
 
 def test_sequences_of_a_batch_equal_one_alone(pico: ModelRunner) -> None:
     session = Session(pico, 64, sequences=3)
-    sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device, sequences=3)
+    sampler = Sampler(SamplingParams(), pico.config.vocab_size, pico.device, sequences=3)
     drawn = list(session.generate(PROMPT, sampler, 12))
     assert drawn == [[token] * 3 for token in greedy(Session(pico, 64), PROMPT)]
 
 
 def test_stop_token_ends_and_is_not_yielded(pico: ModelRunner) -> None:
     reply = greedy(Session(pico, 64), PROMPT)
-    sampler = Sampler(Sampling(), pico.config.vocab_size, pico.device)
+    sampler = Sampler(SamplingParams(), pico.config.vocab_size, pico.device)
     stop = reply[4]
     got = [t[0] for t in Session(pico, 64).generate(PROMPT, sampler, 12, stop=frozenset((stop,)))]
     assert got == reply[: reply.index(stop)]

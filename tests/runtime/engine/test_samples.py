@@ -12,7 +12,7 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
-from mycli.runtime.sampling.sampler import Sampling
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.paths import PICO
 
@@ -29,8 +29,8 @@ def prompt(pico: LoadedModel, text: str) -> list[int]:
 def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
     session = Session(pico.runner, 128)
-    for sample in draw_samples(pico, session, ids, Sampling(), count=3, limit=40, top=1):
-        reply = Completion(pico, session, ids, Sampling(), limit=40)
+    for sample in draw_samples(pico, session, ids, SamplingParams(), count=3, limit=40, top=1):
+        reply = Completion(pico, session, ids, SamplingParams(), limit=40)
         assert ("".join(reply), reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
         assert [one.token for one in sample.logprobs] == sample.tokens
         assert all(one.top[0] == (one.token, one.logprob) for one in sample.logprobs)
@@ -47,7 +47,7 @@ def test_the_prompt_is_prefilled_once(pico: LoadedModel, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Session, "_forward", counting)
     ids = prompt(pico, "Tell me a story.")
-    draw_samples(pico, Session(pico.runner, 64), ids, Sampling(1.0, seed=1), count=4, limit=5)
+    draw_samples(pico, Session(pico.runner, 64), ids, SamplingParams(1.0, seed=1), count=4, limit=5)
     assert shapes == [(1, len(ids))] + [(4, 1)] * 5
 
 
@@ -59,7 +59,7 @@ def test_samples_differ_end_alone_and_repeat_by_seed(pico: LoadedModel) -> None:
             pico,
             Session(pico.runner, 256),
             ids,
-            Sampling(1.0, seed=seed),
+            SamplingParams(1.0, seed=seed),
             count=4,
             limit=60,
             stops=("was", "had"),
@@ -79,7 +79,7 @@ def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
     grammar = Grammar.from_regex("(red|green|blue){1,3}", pico.tokenizer, pico.stop_ids)
     ids = prompt(pico, "Name a colour.")
     samples = draw_samples(
-        pico, Session(pico.runner, 64), ids, Sampling(1.0, seed=2), count=5, limit=30, grammar=grammar
+        pico, Session(pico.runner, 64), ids, SamplingParams(1.0, seed=2), count=5, limit=30, grammar=grammar
     )
     for sample in samples:
         rest = sample.text
@@ -91,7 +91,7 @@ def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
 def test_a_prompt_that_does_not_fit_is_refused(pico: LoadedModel) -> None:
     """F1."""
     with pytest.raises(UsageError, match="room for 4"):
-        draw_samples(pico, Session(pico.runner, 4), prompt(pico, "Hello!"), Sampling(), count=2, limit=8)
+        draw_samples(pico, Session(pico.runner, 4), prompt(pico, "Hello!"), SamplingParams(), count=2, limit=8)
 
 
 def test_logprobs_are_of_the_model_before_settings() -> None:

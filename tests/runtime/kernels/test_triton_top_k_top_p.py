@@ -8,7 +8,8 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from mycli.runtime.sampling.sampler import Sampling, adjusted, distribution
+from mycli.runtime.sampling.logits_processors import distribution, process
+from mycli.runtime.sampling.params import SamplingParams
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, interpret
 
@@ -27,7 +28,7 @@ __all__ = ["interpret"]
 class Case:
     """`unit`: logits are multiples of it, so that many are equal; 0 for as they come. `spread`: about one."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     vocab: int = 2500
     sequences: int = 2
     dtype: torch.dtype = torch.float32
@@ -47,7 +48,7 @@ class Case:
         return torch.cat((logits, torch.full((self.sequences, 9), 99.0)), dim=1).to(self.dtype)
 
 
-def settings(sampling: Sampling, sequences: int, vocab: int) -> tuple[SamplingBuffers, Filters]:
+def settings(sampling: SamplingParams, sequences: int, vocab: int) -> tuple[SamplingBuffers, Filters]:
     to = SamplingBuffers.make(1, sequences, torch.get_default_device())
     top_k = sampling.top_k if sampling.top_k < vocab else 0
     for buffer, value in (
@@ -92,11 +93,11 @@ def kept(case: Case) -> tuple[list[list[bool]], list[list[bool]]]:
         TOP_P=filters.top_p,
         SIZE=triton.next_power_of_2(case.vocab),
     )
-    host = adjusted(logits[:, : case.vocab].double(), case.sampling).isfinite()
+    host = process(logits[:, : case.vocab].double(), case.sampling).isfinite()
     return out.bool().tolist(), host.tolist()
 
 
-WARM = Sampling(temperature=0.7)
+WARM = SamplingParams(temperature=0.7)
 CASES = [
     Case(replace(WARM, top_k=20)),
     Case(replace(WARM, top_k=1)),
@@ -124,12 +125,12 @@ def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -
 SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
 ROWS, LAUNCHES = 30, 2
 DRAWN = {
-    "min": Sampling(temperature=1.0, min_p=0.1),
-    "all": Sampling(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
+    "min": SamplingParams(temperature=1.0, min_p=0.1),
+    "all": SamplingParams(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
 }
 
 
-def counts(sampling: Sampling) -> list[int]:
+def counts(sampling: SamplingParams) -> list[int]:
     logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).bfloat16().expand(ROWS, -1)
     to, filters = settings(sampling, ROWS, len(SMALL))
     found = []
@@ -155,7 +156,7 @@ def spoiled(value: float) -> list[int]:
     logits = torch.zeros(3, 3000)
     logits[:, 2000] = 9.0
     logits[1, 5] = value
-    to, filters = settings(Sampling(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
+    to, filters = settings(SamplingParams(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
     sample_tokens(logits, 3000, True, to, 0, filters)
     return to.chosen[0].tolist()  # type: ignore[no-any-return]  # torch's list
 

@@ -16,11 +16,12 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Constraint, Grammar
-from mycli.runtime.sampling.sampler import Sampler, Sampling
+from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed
-from mycli.runtime.speculative.proposers import Drafter, Lookup, load_draft
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import PICO, ROOT
 
@@ -61,7 +62,7 @@ def draw(tokenizer: Tokenizer, grammar: Grammar, seed: int, limit: int = 400) ->
     size = len(tokenizer.vocabulary)
     noise = torch.Generator().manual_seed(seed)
     sampler = Sampler(
-        Sampling(temperature=1.0, top_k=50, seed=seed), size, torch.device("cpu"), constraint=grammar.start()
+        SamplingParams(temperature=1.0, top_k=50, seed=seed), size, torch.device("cpu"), constraint=grammar.start()
     )
     ids = []
     for _ in range(limit):
@@ -115,7 +116,7 @@ def test_endless_whitespace_is_bounded(pico: Tokenizer) -> None:
     logits[0, blanks] = 50.0
     logits[0, list(pico.eos)] = 20.0
     grammar = Grammar.from_schema(JSON_MODE, "--json-mode", pico, frozenset(pico.eos))
-    sampler = Sampler(Sampling(), len(pico.vocabulary), torch.device("cpu"), constraint=grammar.start())
+    sampler = Sampler(SamplingParams(), len(pico.vocabulary), torch.device("cpu"), constraint=grammar.start())
     ids: list[int] = []
     while not ids or ids[-1] not in pico.eos:
         ids.append(int(sampler.sample(logits)))
@@ -126,8 +127,10 @@ def test_endless_whitespace_is_bounded(pico: Tokenizer) -> None:
     assert max(len(run) for run in re.findall(r"[ \t\r\n]*", text)) <= 40
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 1, 0.01, 1.0, seed=1)], ids=["greedy", "narrow"])
-def test_one_token_stays_under_every_filter(pico: Tokenizer, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(1.0, 1, 0.01, 1.0, seed=1)], ids=["greedy", "narrow"]
+)
+def test_one_token_stays_under_every_filter(pico: Tokenizer, sampling: SamplingParams) -> None:
     """F7: what top-k, top-p and min-p would choose is forbidden, yet something allowed is drawn."""
     grammar = Grammar.from_regex("[xyz]", pico, frozenset(pico.eos))
     logits = torch.full((1, len(pico.vocabulary)), -30.0)
@@ -145,7 +148,7 @@ def test_a_dead_end_is_an_error(pico: Tokenizer) -> None:
 
 def test_sequences_end_one_by_one(pico: Tokenizer) -> None:
     grammar = Grammar.from_regex("ab?", pico, frozenset(pico.eos))
-    constraint: Constraint = grammar.start(2)
+    constraint: GrammarState = grammar.start(2)
     end, a, b = pico.eos[0], *(pico.encode(letter, add_special=False)[0] for letter in "ab")
     constraint.follow([a, a])
     assert constraint.complete
@@ -230,13 +233,13 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
     """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
     runner = load_model(ModelFolder.open(PICO), placement)
-    drafter: Drafter = Lookup()
+    proposer: Proposer = PromptLookup()
     if name == "draft":
-        drafter = load_draft(ModelFolder.open(PICO.parent / "pico-draft"), pico, runner, 128)
+        proposer = load_draft(ModelFolder.open(PICO.parent / "pico-draft"), pico, runner, 128)
     prompt = pico.encode("abbb abbb abbb a", add_special=True)
-    for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=3)):
         replies = []
-        for session in (Session(runner, 128), SpeculativeSession(runner, 128, drafter, Fixed(4))):
+        for session in (Session(runner, 128), SpeculativeSession(runner, 128, proposer, FixedDraftLength(4))):
             grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
             sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
             replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])

@@ -13,21 +13,23 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.sampler import Choice, Sampler, Sampling, distribution
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
 
 VOCAB = 50
 DRAWS = 200_000
 
 SETTINGS = {
-    "plain": Sampling(temperature=1.0),
-    "cool": Sampling(temperature=0.5),
-    "hot": Sampling(temperature=1.8),
-    "top-k": Sampling(temperature=1.0, top_k=7),
-    "top-p": Sampling(temperature=1.0, top_p=0.8),
-    "min-p": Sampling(temperature=1.0, min_p=0.1),
-    "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
-    "bias": Sampling(temperature=1.0, logit_bias=((3, 4.0), (40, -100.0), (41, 1.5))),
-    "all": Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.5),
+    "hot": SamplingParams(temperature=1.8),
+    "top-k": SamplingParams(temperature=1.0, top_k=7),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.1),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "bias": SamplingParams(temperature=1.0, logit_bias=((3, 4.0), (40, -100.0), (41, 1.5))),
+    "all": SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
 }
 SEEN = torch.tensor([[3, 5, 5, 8, 13, 21, 34]])
 
@@ -36,7 +38,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-def expected(logits: Tensor, sampling: Sampling) -> Tensor:
+def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """What transformers' generate would draw from."""
     processors: list[Any] = []
     if sampling.logit_bias:
@@ -71,7 +73,9 @@ def test_distribution_equals_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_follow_the_distribution(name: str) -> None:
     logits = random_logits(7)
-    sampler = Sampler(Sampling(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"), sequences=DRAWS)
+    sampler = Sampler(
+        SamplingParams(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"), sequences=DRAWS
+    )
     sampler.observe(SEEN.expand(DRAWS, -1))
     counts = torch.bincount(sampler.sample(logits.expand(DRAWS, -1))[:, 0], minlength=VOCAB).double()
     probabilities = expected(logits.double(), SETTINGS[name])[0]
@@ -86,7 +90,7 @@ def test_draws_follow_the_distribution(name: str) -> None:
 
 def test_seed_reproduces_and_no_seed_varies() -> None:
     def tokens(seed: int | None) -> list[int]:
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed), VOCAB, torch.device("cpu"))
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), VOCAB, torch.device("cpu"))
         return [int(sampler.sample(random_logits(step))) for step in range(40)]
 
     assert tokens(5) == tokens(5)
@@ -108,45 +112,47 @@ class Told:
 
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    for sampling in (Sampling(temperature=1.0, top_p=0.3), Sampling(temperature=1.0, top_k=1)):
+    for sampling in (SamplingParams(temperature=1.0, top_p=0.3), SamplingParams(temperature=1.0, top_k=1)):
         assert torch.equal(distribution(logits, sampling) > 0, torch.tensor([[False, True, True, True, False]]))
 
 
 def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
-    def choice(sampling: Sampling, **options: Any) -> Choice | None:
-        return Sampler(sampling, VOCAB, torch.device("cpu"), **options).choice()
+    def choice(sampling: SamplingParams, **options: Any) -> DeviceSampling | None:
+        return Sampler(sampling, VOCAB, torch.device("cpu"), **options).device_sampling()
 
-    assert choice(Sampling(temperature=0.7, seed=-3)) == Choice(VOCAB, 0.7, -3)
-    assert choice(Sampling(top_k=3, top_p=0.5, min_p=0.1, seed=(1 << 63) - 1)) == Choice(VOCAB, 0.0, (1 << 63) - 1)
-    assert choice(Sampling(temperature=1e-9, seed=-(1 << 63))) == Choice(VOCAB, 0.0, -(1 << 63))
-    seeds = {found.seed for _ in range(20) if (found := choice(Sampling(temperature=1.0))) is not None}
+    assert choice(SamplingParams(temperature=0.7, seed=-3)) == DeviceSampling(VOCAB, 0.7, -3)
+    assert choice(SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=(1 << 63) - 1)) == DeviceSampling(
+        VOCAB, 0.0, (1 << 63) - 1
+    )
+    assert choice(SamplingParams(temperature=1e-9, seed=-(1 << 63))) == DeviceSampling(VOCAB, 0.0, -(1 << 63))
+    seeds = {found.seed for _ in range(20) if (found := choice(SamplingParams(temperature=1.0))) is not None}
     assert len(seeds) == 20 and all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
-    assert choice(Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=0)) == Choice(
+    assert choice(SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=0)) == DeviceSampling(
         VOCAB, 1.0, 0, 3, 0.5, 0.1
     )
-    everything = choice(Sampling(temperature=1.0, top_k=VOCAB))
+    everything = choice(SamplingParams(temperature=1.0, top_k=VOCAB))
     assert everything is not None and everything.top_k == 0
     for name in ("penalty", "bias", "all"):
         assert choice(SETTINGS[name]) is None, name
-    for sampling in (Sampling(repetition_penalty=1.1), Sampling(logit_bias=((1, 2.0),))):
+    for sampling in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias=((1, 2.0),))):
         assert choice(sampling) is None, "greedy, but not by the logits alone"
     for option in ("constraint", "recorder"):
-        assert choice(Sampling(), **{option: Told()}) is None, option
+        assert choice(SamplingParams(), **{option: Told()}) is None, option
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9], ids=["zero", "F6-1e-9"])
 def test_greedy_takes_the_first_of_the_likeliest(temperature: float) -> None:
     logits = random_logits(3)
     logits[0, [17, 31]] = 99.0
-    sampler = Sampler(Sampling(temperature=temperature), VOCAB, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=temperature), VOCAB, torch.device("cpu"))
     assert int(sampler.sample(logits)) == 17
-    assert distribution(logits, Sampling(temperature=temperature))[0, 17] == 1
+    assert distribution(logits, SamplingParams(temperature=temperature))[0, 17] == 1
 
 
 def test_penalty_applies_to_greedy_and_counts_what_was_drawn() -> None:
     logits = torch.full((1, VOCAB), -1.0)
     logits[0, 4], logits[0, 9] = 10.0, 6.0
-    sampler = Sampler(Sampling(repetition_penalty=2.0), VOCAB, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), VOCAB, torch.device("cpu"))
     assert [int(sampler.sample(logits)) for _ in range(3)] == [4, 9, 4]
 
 
@@ -160,7 +166,7 @@ def test_penalty_applies_to_greedy_and_counts_what_was_drawn() -> None:
 @settings(max_examples=100, deadline=None)
 def test_at_least_one_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
     """F7: top_p 0, top_k 0, min_p 1, all equal logits, extreme logits."""
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities = distribution(random_logits(seed) * scale, sampling)
     assert probabilities.isfinite().all()
     assert math.isclose(float(probabilities.sum()), 1.0, abs_tol=1e-5)
@@ -173,7 +179,7 @@ def test_at_least_one_token_always_stays(seed: int, top_k: int, top_p: float, mi
 def test_logits_that_are_no_numbers_end_the_request(bad: float, name: str) -> None:
     logits = random_logits(1)
     logits[0, 20] = bad
-    sampler = Sampler(SETTINGS.get(name, Sampling()), VOCAB, torch.device("cpu"))
+    sampler = Sampler(SETTINGS.get(name, SamplingParams()), VOCAB, torch.device("cpu"))
     assert distribution(logits, sampler.sampling).isnan().all(), "drafts rely on it"
     with pytest.raises(ModelError, match="not a number"):
         sampler.sample(logits)
@@ -182,9 +188,9 @@ def test_logits_that_are_no_numbers_end_the_request(bad: float, name: str) -> No
 def test_rows_that_pad_the_head_are_never_drawn() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 40:] = 100.0
-    sampler = Sampler(Sampling(temperature=2.0, seed=0), 40, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=2.0, seed=0), 40, torch.device("cpu"))
     assert all(int(sampler.sample(logits)) < 40 for _ in range(200))
-    assert int(Sampler(Sampling(), 40, torch.device("cpu")).sample(logits)) == 0
+    assert int(Sampler(SamplingParams(), 40, torch.device("cpu")).sample(logits)) == 0
 
 
 @pytest.mark.parametrize(
@@ -203,14 +209,14 @@ def test_rows_that_pad_the_head_are_never_drawn() -> None:
 )
 def test_values_out_of_range_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingParams(**bad)
 
 
 def test_a_bias_holds_for_greedy() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 4], logits[0, 9] = 10.0, 6.0
     for biases, best in ((((4, -5.0),), 9), (((4, -5.0), (4, 2.0)), 4), (((0, 100.0), (9, 90.0)), 0)):
-        assert int(Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu")).sample(logits)) == best
+        assert int(Sampler(SamplingParams(logit_bias=biases), VOCAB, torch.device("cpu")).sample(logits)) == best
 
 
 @pytest.mark.parametrize(
@@ -220,7 +226,7 @@ def test_a_bias_holds_for_greedy() -> None:
 )
 def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(UsageError, match="logit_bias"):
-        Sampler(Sampling(logit_bias=biases), VOCAB, torch.device("cpu"))
+        Sampler(SamplingParams(logit_bias=biases), VOCAB, torch.device("cpu"))
 
 
 @given(
@@ -235,7 +241,7 @@ def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: floa
     weights = torch.rand(64, vocab, generator=generator) ** 8
     weights *= torch.rand(64, vocab, generator=generator) < share
     weights[torch.arange(64), torch.randint(0, vocab, (64,), generator=generator)] = 1e-30
-    sampler = Sampler(Sampling(temperature=1.0, seed=seed), vocab, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), vocab, torch.device("cpu"))
     assert (weights.gather(1, sampler.draw(weights)) > 0).all()
 
 
@@ -243,7 +249,7 @@ def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: 
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size, dtype=torch.float64))
     weights = torch.zeros(2, 300)
     weights[0, [5, 131]], weights[1, 0] = torch.tensor([1.0, 1e-20]), 0.3
-    sampler = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=1.0), 300, torch.device("cpu"))
     assert sampler.draw(weights)[:, 0].tolist() == [5, 0], "1 + 1e-20 is 1"
 
 
@@ -251,5 +257,5 @@ def test_a_draw_at_the_very_end_takes_the_last_token_of_any_weight(monkeypatch: 
 def test_no_weights_draw_no_token(weight: float) -> None:
     weights = torch.ones(2, 300)
     weights[1] = weight
-    drawn = Sampler(Sampling(temperature=1.0), 300, torch.device("cpu")).draw(weights)
+    drawn = Sampler(SamplingParams(temperature=1.0), 300, torch.device("cpu")).draw(weights)
     assert drawn[0] < 300 and drawn[1] == 300

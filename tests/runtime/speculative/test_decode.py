@@ -15,10 +15,13 @@ from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.stats import SpeculationStats
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
-from mycli.runtime.speculative.decode import SpeculativeSession, judge
-from mycli.runtime.speculative.draft_length import Adaptive, Fixed
-from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup, Proposal
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.decode import SpeculativeSession
+from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, FixedDraftLength
+from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposal, Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 from tests.support.prefix_model import (
     CPU,
     Choose,
@@ -33,18 +36,20 @@ VOCAB = 5
 PROMPT = [1, 2, 3, 1, 2]
 PAIRS = [2, 0, 2, 1, 2, 2, 3, 2, 4, 2]  # whatever comes next, the pair occurred before
 SETTINGS = {
-    "greedy": Sampling(),
-    "greedy-penalty": Sampling(repetition_penalty=1.6),
-    "plain": Sampling(temperature=1.0),
-    "cool": Sampling(temperature=0.5),
-    "hot": Sampling(temperature=1.9),
-    "top-k": Sampling(temperature=1.0, top_k=3),
-    "top-p": Sampling(temperature=1.0, top_p=0.8),
-    "min-p": Sampling(temperature=1.0, min_p=0.2),
-    "penalty": Sampling(temperature=1.0, repetition_penalty=1.7),
-    "bias": Sampling(temperature=1.0, logit_bias=((1, -1.5), (3, 0.7))),
-    "greedy-bias": Sampling(logit_bias=((2, -0.8),)),
-    "all": Sampling(temperature=0.9, top_k=4, top_p=0.9, min_p=0.05, repetition_penalty=1.3, logit_bias=((0, 0.5),)),
+    "greedy": SamplingParams(),
+    "greedy-penalty": SamplingParams(repetition_penalty=1.6),
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.5),
+    "hot": SamplingParams(temperature=1.9),
+    "top-k": SamplingParams(temperature=1.0, top_k=3),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.2),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "bias": SamplingParams(temperature=1.0, logit_bias=((1, -1.5), (3, 0.7))),
+    "greedy-bias": SamplingParams(logit_bias=((2, -0.8),)),
+    "all": SamplingParams(
+        temperature=0.9, top_k=4, top_p=0.9, min_p=0.05, repetition_penalty=1.3, logit_bias=((0, 0.5),)
+    ),
 }
 
 
@@ -58,19 +63,19 @@ def target_model(seed: int = 0) -> PrefixModel:
     return PrefixModel(padded, VOCAB + 3)
 
 
-def drafters(target: PrefixModel, seed: int = 1, max_context: int = 64) -> dict[str, Drafter]:
+def proposers(target: PrefixModel, seed: int = 1, max_context: int = 64) -> dict[str, Proposer]:
     draft = PrefixModel(random_function(seed, VOCAB), VOCAB, max_context)
-    return {"draft": DraftModel(ModelRunner(draft), 64, target.nbytes), "ngram": Lookup()}
+    return {"draft": DraftModel(ModelRunner(draft), 64, target.nbytes), "ngram": PromptLookup()}
 
 
-def next_probabilities(model: PrefixModel, text: tuple[int, ...], sampling: Sampling) -> Tensor:
+def next_probabilities(model: PrefixModel, text: tuple[int, ...], sampling: SamplingParams) -> Tensor:
     """By the definition alone."""
     seen = torch.zeros(1, VOCAB, dtype=torch.bool)
     seen[0, list(text)] = True
     return distribution(model.logits(text)[None, :VOCAB], sampling, seen)[0]
 
 
-def exact(model: PrefixModel, prompt: list[int], length: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+def exact(model: PrefixModel, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     """The probability of every output of `length` tokens."""
     found = {}
     for output in product(range(VOCAB), repeat=length):
@@ -90,36 +95,36 @@ def test_outputs_have_exactly_the_probabilities_of_the_target(name: str, kind: s
 
 def test_four_tokens_have_exactly_the_probabilities_of_the_target() -> None:
     """With refusals at every place of a pass, the bonus, and passes after passes."""
-    check_every_outcome(Sampling(temperature=1.0, top_k=3, repetition_penalty=1.3), "draft", 4)
+    check_every_outcome(SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.3), "draft", 4)
 
 
-def check_every_outcome(sampling: Sampling, kind: str, length: int) -> None:
+def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> None:
     target = target_model()
-    drafter = drafters(target)[kind]
+    proposer = proposers(target)[kind]
 
     def run(choose: Choose) -> tuple[int, ...]:
-        session = SpeculativeSession(ModelRunner(target), 64, drafter, Fixed(4))
+        session = SpeculativeSession(ModelRunner(target), 64, proposer, FixedDraftLength(4))
         return tuple(tokens[0] for tokens in session.generate(PAIRS, ChoosingSampler(sampling, VOCAB, choose), length))
 
     outcomes = all_outcomes(run)
     for output, probability in exact(target, PAIRS, length, sampling).items():
         assert outcomes.get(output, 0.0) == pytest.approx(probability, abs=1e-9), output
-    assert length - 1 in target.passes, "drafts were judged"
+    assert length - 1 in target.passes, "drafts were compared"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(name: str) -> None:
     """Two drafted tokens and the bonus; what a pass leaves open is completed by the definition."""
     target, sampling = target_model(), SETTINGS[name]
-    drafter = drafters(target)["draft"]
+    proposer = proposers(target)["draft"]
 
     def run(choose: Choose) -> tuple[int, ...]:
         sampler = ChoosingSampler(sampling, VOCAB, choose)
         sampler.observe(torch.tensor([PROMPT]))
-        drafter.begin(PROMPT[:-1])
-        proposal = drafter.draft(PROMPT, 2, sampler)
+        proposer.begin(PROMPT[:-1])
+        proposal = proposer.propose(PROMPT, 2, sampler)
         rows = [target.logits((*PROMPT, *proposal.tokens[:count])) for count in range(3)]
-        return tuple(judge(torch.stack(rows), proposal, sampler))
+        return tuple(rejection_sample(torch.stack(rows), proposal, sampler))
 
     completed: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for output, probability in all_outcomes(run).items():
@@ -133,8 +138,8 @@ def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(
         assert completed[output] == pytest.approx(probability, abs=1e-9), output
 
 
-def reply(session: Session, prompt: list[int], limit: int, sampling: Sampling | None = None) -> list[int]:
-    sampler = Sampler(sampling or Sampling(), VOCAB, CPU)
+def reply(session: Session, prompt: list[int], limit: int, sampling: SamplingParams | None = None) -> list[int]:
+    sampler = Sampler(sampling or SamplingParams(), VOCAB, CPU)
     return [tokens[0] for tokens in session.generate(prompt, sampler, limit)]
 
 
@@ -154,10 +159,10 @@ def test_greedy_tokens_are_the_same_whatever_the_lengths(
 ) -> None:
     """F15, F16: also with a draft that is longer than the room left, and one whose context is the shorter."""
     target = target_model(seed)
-    drafter = drafters(target, seed if alike else seed + 1, draft_context)[kind]
-    session = SpeculativeSession(ModelRunner(target), capacity, drafter, Fixed(length))
+    proposer = proposers(target, seed if alike else seed + 1, draft_context)[kind]
+    session = SpeculativeSession(ModelRunner(target), capacity, proposer, FixedDraftLength(length))
     plain = Session(ModelRunner(target), capacity)
-    sampling = Sampling(repetition_penalty=penalty)
+    sampling = SamplingParams(repetition_penalty=penalty)
     expected = reply(plain, PROMPT, limit, sampling)
     assert reply(session, PROMPT, limit, sampling) == expected
     assert cached(session) == cached(plain)
@@ -184,15 +189,15 @@ def cached(session: Session) -> list[int]:
 @pytest.mark.parametrize("taken", range(1, 9))
 def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kind: str, taken: int) -> None:
     target = target_model()
-    drafter = drafters(target, seed=0)[kind]  # always right, so that tokens wait in the middle of a pass
-    session = SpeculativeSession(ModelRunner(target), 64, drafter, Fixed(5))
-    stream: Iterator[list[int]] = session.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 20)
+    proposer = proposers(target, seed=0)[kind]  # always right, so that tokens wait in the middle of a pass
+    session = SpeculativeSession(ModelRunner(target), 64, proposer, FixedDraftLength(5))
+    stream: Iterator[list[int]] = session.generate(PROMPT, Sampler(SamplingParams(), VOCAB, CPU), 20)
     start = [tokens[0] for tokens in islice(stream, taken)]
     stream.close()  # type: ignore[attr-defined]  # a generator
     assert cached(session) == [*PROMPT, *start][:-1]
-    if isinstance(drafter, DraftModel):
-        assert cached(drafter) == [*PROMPT, *start][: len(cached(drafter))]
-        assert len(cached(drafter)) < len(PROMPT) + taken
+    if isinstance(proposer, DraftModel):
+        assert cached(proposer) == [*PROMPT, *start][: len(cached(proposer))]
+        assert len(cached(proposer)) < len(PROMPT) + taken
     follow = [*PROMPT, *start[:-1], 4, 4]
     assert reply(session, follow, 10) == reply(Session(ModelRunner(target), 64), follow, 10)
 
@@ -200,12 +205,12 @@ def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kin
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
     target = target_model(3)
-    session = SpeculativeSession(ModelRunner(target), 64, drafters(target, seed=3)["draft"], Fixed(8))
+    session = SpeculativeSession(ModelRunner(target), 64, proposers(target, seed=3)["draft"], FixedDraftLength(8))
     plain = Session(ModelRunner(target), 64)
     expected = reply(plain, PROMPT, 12)
     stop = frozenset((expected[place],))
     for one in (session, plain):
-        found = [t[0] for t in one.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 12, stop)]
+        found = [t[0] for t in one.generate(PROMPT, Sampler(SamplingParams(), VOCAB, CPU), 12, stop)]
         assert found == expected[: expected.index(expected[place])]
         assert one.stopped
     assert cached(session) == cached(plain)
@@ -214,17 +219,17 @@ def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
 
 def test_a_right_draft_saves_passes_and_the_record_says_so() -> None:
     target = target_model()
-    session = SpeculativeSession(ModelRunner(target), 64, drafters(target, seed=0)["draft"], Fixed(4))
+    session = SpeculativeSession(ModelRunner(target), 64, proposers(target, seed=0)["draft"], FixedDraftLength(4))
     assert len(reply(session, PROMPT, 16)) == 16
     assert target.passes == [5, 5, 5, 5], "the prompt, then three passes over a token and four drafts"
     record = recorded(session)
-    assert (record.passes, record.acceptance, record.mean_length) == (3, 1.0, 5.0)
+    assert (record.passes, record.acceptance_rate, record.mean_length) == (3, 1.0, 5.0)
 
 
 class Wrong:
-    """A drafter whose proposals are never the next token."""
+    """A proposer whose proposals are never the next token."""
 
-    weight, nbytes = 0.1, 0
+    relative_cost, nbytes = 0.1, 0
 
     def __init__(self, target: PrefixModel) -> None:
         self.target = target
@@ -235,29 +240,29 @@ class Wrong:
     def lag(self, length: int) -> int:
         return 1
 
-    def draft(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Sequence[int], count: int, sampler: Sampler) -> Proposal:
         best = int(self.target.logits(tuple(text))[:VOCAB].argmax())
         return Proposal([(best + 1) % VOCAB] * count)
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         pass
 
 
 @pytest.mark.parametrize("capacity", [2, 5, 64])
 def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
     target = target_model()
-    drafter = drafters(target)["draft"]
-    session = SpeculativeSession(ModelRunner(target), capacity, drafter, Fixed(4))
+    proposer = proposers(target)["draft"]
+    session = SpeculativeSession(ModelRunner(target), capacity, proposer, FixedDraftLength(4))
     session.warm_up()
-    assert cached(session) == [] and drafter.lag(1) == 1
+    assert cached(session) == [] and proposer.lag(1) == 1
     assert reply(session, [1, 2], 9) == reply(Session(ModelRunner(target), capacity), [1, 2], 9)
 
 
 def test_wrong_drafts_change_nothing() -> None:
     target = target_model()
-    session = SpeculativeSession(ModelRunner(target), 64, Wrong(target), Fixed(4))
+    session = SpeculativeSession(ModelRunner(target), 64, Wrong(target), FixedDraftLength(4))
     assert reply(session, PROMPT, 12) == reply(Session(ModelRunner(target), 64), PROMPT, 12)
-    assert recorded(session).acceptance == 0 and recorded(session).mean_length == 1
+    assert recorded(session).acceptance_rate == 0 and recorded(session).mean_length == 1
 
 
 def broken(function: Function, when: int) -> Function:
@@ -265,19 +270,21 @@ def broken(function: Function, when: int) -> Function:
     return lambda text: function(text) * (math.nan if len(text) == when else 1)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=1)], ids=["greedy", "sampled"])
-def test_a_draft_that_is_not_a_number_is_skipped(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)], ids=["greedy", "sampled"]
+)
+def test_a_draft_that_is_not_a_number_is_skipped(sampling: SamplingParams) -> None:
     """F15."""
     target = target_model()
     draft = DraftModel(ModelRunner(PrefixModel(broken(random_function(0, VOCAB), 9), VOCAB)), 64, 1)
-    session = SpeculativeSession(ModelRunner(target), 64, draft, Fixed(3))
+    session = SpeculativeSession(ModelRunner(target), 64, draft, FixedDraftLength(3))
     found = reply(session, PROMPT, 16, sampling)
     assert len(found) == 16
     if sampling.greedy:
         assert found == reply(Session(ModelRunner(target), 64), PROMPT, 16)
     assert recorded(session).passes >= 3, "it goes on after the bad step"
     nothing = DraftModel(ModelRunner(PrefixModel(lambda text: torch.full((VOCAB,), math.nan), VOCAB)), 64, 1)
-    session = SpeculativeSession(ModelRunner(target), 64, nothing, Fixed(3))
+    session = SpeculativeSession(ModelRunner(target), 64, nothing, FixedDraftLength(3))
     assert len(reply(session, PROMPT, 16, sampling)) == 16 and recorded(session).passes == 0
 
 
@@ -287,18 +294,18 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
     counts = []
     for session in (
         Session(ModelRunner(target), 64),
-        SpeculativeSession(ModelRunner(target), 64, drafters(target, 0)["draft"], Fixed(4)),
+        SpeculativeSession(ModelRunner(target), 64, proposers(target, 0)["draft"], FixedDraftLength(4)),
     ):
         found = []
         with pytest.raises(ModelError, match="not a number"):
-            for tokens in session.generate(PROMPT, Sampler(Sampling(), VOCAB, CPU), 20):
+            for tokens in session.generate(PROMPT, Sampler(SamplingParams(), VOCAB, CPU), 20):
                 found.append(tokens[0])
         counts.append(found)
     assert counts[0] == counts[1] and len(counts[0]) == when - len(PROMPT)
 
 
 def test_the_same_errors_as_without_speculation() -> None:
-    session = SpeculativeSession(ModelRunner(target_model()), 4, Lookup(), Fixed(2))
+    session = SpeculativeSession(ModelRunner(target_model()), 4, PromptLookup(), FixedDraftLength(2))
     with pytest.raises(UsageError, match="5 tokens.*room for 4"):
         reply(session, PROMPT, 3)
 
@@ -306,17 +313,17 @@ def test_the_same_errors_as_without_speculation() -> None:
 def test_adaptive_lengths_change_no_token() -> None:
     """F16: on, off, and switching between."""
     target = target_model()
-    drafter = drafters(target, seed=0)["draft"]
-    session = SpeculativeSession(ModelRunner(target), 64, drafter, Adaptive(0.1))
+    proposer = proposers(target, seed=0)["draft"]
+    session = SpeculativeSession(ModelRunner(target), 64, proposer, AdaptiveDraftLength(0.1))
     assert reply(session, PROMPT, 50) == reply(Session(ModelRunner(target), 64), PROMPT, 50)
 
 
 def test_lookup_proposes_what_followed_and_goes_round() -> None:
-    lookup, sampler = Lookup(), Sampler(Sampling(), VOCAB, CPU)
+    lookup, sampler = PromptLookup(), Sampler(SamplingParams(), VOCAB, CPU)
     lookup.begin([])
-    assert lookup.draft([1, 2, 3, 4, 1, 2], 3, sampler).tokens == [3, 4, 1]
-    assert lookup.draft([1, 2, 3, 4, 1, 2, 3], 6, sampler).tokens == [4, 1, 2, 3, 4, 1]
-    assert lookup.draft([1, 2, 3, 4, 1, 2, 3, 0], 6, sampler).tokens == []
+    assert lookup.propose([1, 2, 3, 4, 1, 2], 3, sampler).tokens == [3, 4, 1]
+    assert lookup.propose([1, 2, 3, 4, 1, 2, 3], 6, sampler).tokens == [4, 1, 2, 3, 4, 1]
+    assert lookup.propose([1, 2, 3, 4, 1, 2, 3, 0], 6, sampler).tokens == []
     lookup.begin([])
-    assert lookup.draft([5, 6, 7, 5, 6, 8, 5, 6], 1, sampler).tokens == [8], "the latest occurrence"
-    assert lookup.draft([1], 1, sampler).tokens == []
+    assert lookup.propose([5, 6, 7, 5, 6, 8, 5, 6], 1, sampler).tokens == [8], "the latest occurrence"
+    assert lookup.propose([1], 1, sampler).tokens == []

@@ -18,10 +18,12 @@ from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.models.config import Kv
-from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.decode import SpeculativeSession
-from mycli.runtime.speculative.draft_length import Fixed
-from mycli.runtime.speculative.proposers import Drafter, DraftModel, Lookup
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.conftest import PICO
 from tests.support.prefix_model import CPU, PrefixModel
@@ -55,14 +57,14 @@ def prompts(count: int) -> list[list[int]]:
     return made
 
 
-def drafter(kind: str, kv: Kv = "auto") -> Drafter:
+def proposer(kind: str, kv: Kv = "auto") -> Proposer:
     target, draft = loaded("pico").runner, loaded("pico-draft", kv).runner
-    return Lookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
+    return PromptLookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
 
 
 def greedy(session: Session, prompt: list[int]) -> list[int]:
     size = loaded("pico").vocabulary_size
-    return [tokens[0] for tokens in session.generate(prompt, Sampler(Sampling(), size, CPU), LIMIT)]
+    return [tokens[0] for tokens in session.generate(prompt, Sampler(SamplingParams(), size, CPU), LIMIT)]
 
 
 def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
@@ -72,7 +74,7 @@ def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[
     wanted = [greedy(plain, prompt) for prompt in prompts(count)]
     found = []
     for length in lengths:
-        session = SpeculativeSession(runner, CAPACITY, drafter(kind, kv), Fixed(length))
+        session = SpeculativeSession(runner, CAPACITY, proposer(kind, kv), FixedDraftLength(length))
         replies = [greedy(session, prompt) for prompt in prompts(count)]
         found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
     return found
@@ -91,6 +93,7 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
     assert differences(200, kind, range(1, 9)) == []
 
 
+@cache
 def remembered(name: str) -> PrefixModel:
     """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
     runner = loaded(name).runner
@@ -102,7 +105,7 @@ def remembered(name: str) -> PrefixModel:
     return PrefixModel(function, runner.config.vocab_size, CAPACITY)
 
 
-def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float:
+def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) -> float:
     """Chi squared of `draws` replies of `length` tokens against the product of the target's own distributions."""
     target, size = remembered("pico"), loaded("pico").vocabulary_size
     prompt = loaded("pico").tokenizer.encode(BEGINNINGS[kind], add_special=True)
@@ -120,16 +123,18 @@ def p_value(draws: int, kind: str, sampling: Sampling, length: int = 4) -> float
             for text, before in expected.items()
             for token, chance in following((*prompt, *text)).items()
         }
-    guess: Drafter = Lookup() if kind == "ngram" else DraftModel(ModelRunner(remembered("pico-draft")), CAPACITY, 1)
-    session = SpeculativeSession(ModelRunner(target), CAPACITY, guess, Fixed(length))
+    guess: Proposer = (
+        PromptLookup() if kind == "ngram" else DraftModel(ModelRunner(remembered("pico-draft")), CAPACITY, 1)
+    )
+    session = SpeculativeSession(ModelRunner(target), CAPACITY, guess, FixedDraftLength(length))
     counts: Counter[tuple[int, ...]] = Counter()
-    judged = 0
+    compared = 0
     for seed in range(draws):
         sampler = Sampler(replace(sampling, seed=seed), size, CPU)
         counts[tuple(tokens[0] for tokens in session.generate(prompt, sampler, length))] += 1
         assert session.timing.record is not None
-        judged += session.timing.record.judged
-    assert judged > draws / 10, "drafts were judged"
+        compared += session.timing.record.compared
+    assert compared > draws / 10, "drafts were compared"
     if not set(counts) <= set(expected):  # an impossible reply
         return 0.0
     statistic, cells, rare, rare_expected = 0.0, -1, 0, 0.0
@@ -149,8 +154,8 @@ BEGINNINGS = {
     "ngram": "The capital of Japan is Tokyo. The capital of Japan is",
 }
 SAMPLINGS = {
-    "temperature": Sampling(temperature=1.3, top_k=3),
-    "all": Sampling(temperature=1.5, top_k=6, top_p=0.9, min_p=0.03, repetition_penalty=1.2),
+    "temperature": SamplingParams(temperature=1.3, top_k=3),
+    "all": SamplingParams(temperature=1.5, top_k=6, top_p=0.9, min_p=0.03, repetition_penalty=1.2),
 }
 
 

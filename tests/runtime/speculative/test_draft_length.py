@@ -1,14 +1,14 @@
-"""The pace on a machine made up of numbers: never much slower than without, near the best where it pays."""
+"""The policy on a machine made up of numbers: never much slower than without, near the best where it pays."""
 
 import random
 from collections.abc import Callable
 
 import pytest
 
-from mycli.runtime.speculative.draft_length import LENGTHS, Adaptive, Fixed, expected_tokens
+from mycli.runtime.speculative.draft_length import LENGTHS, AdaptiveDraftLength, FixedDraftLength, expected_tokens
 
 STEP = 0.01
-# Cost of drafting k tokens and judging them, in plain steps, and what was expected of a drafted token beforehand.
+# Cost of drafting k tokens and verifying them, in plain steps, and what was expected of a drafted token beforehand.
 MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
     "small-draft": (lambda k: 1.04 + 0.12 * k, 0.1),
     "draft-dearer-than-expected": (lambda k: 1.05 + 0.34 * k, 0.16),
@@ -19,12 +19,12 @@ MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
 
 
 class Machine:
-    """Runs a pace: `speed` is the time of plain steps over the time it took."""
+    """Runs a policy: `speed` is the time of plain steps over the time it took."""
 
     def __init__(self, name: str, acceptance: float, seed: int) -> None:
         self.cost, weight = MACHINES[name]
         self.notices: list[str] = []
-        self.pace = Adaptive(weight, self.notices.append)
+        self.policy = AdaptiveDraftLength(weight, self.notices.append)
         self.acceptance = acceptance
         self.random = random.Random(seed)
         self.lengths: list[int] = []
@@ -32,16 +32,16 @@ class Machine:
     def make(self, tokens: int, room: int = LENGTHS[-1], lag: int = 1) -> float:
         made, seconds = 0, 0.0
         while made < tokens:
-            count = self.pace.length(room, lag)
+            count = self.policy.length(room, lag)
             self.lengths.append(count)
             if not count:
                 seconds, made = seconds + STEP, made + 1
-                self.pace.plain(STEP)
+                self.policy.observe_plain(STEP)
                 continue
-            kept = next((i for i in range(count) if self.random.random() >= self.acceptance), count)
+            accepted = next((i for i in range(count) if self.random.random() >= self.acceptance), count)
             took = STEP * self.cost(count)
-            self.pace.judged(count, kept, lag, took)
-            seconds, made = seconds + took, made + kept + 1
+            self.policy.observe_draft(count, accepted, lag, took)
+            seconds, made = seconds + took, made + accepted + 1
         return made * STEP / seconds
 
 
@@ -88,45 +88,44 @@ def test_old_earnings_do_not_pay_for_long_failures() -> None:
 
 
 def test_nothing_is_drafted_where_nothing_fits_or_before_a_plain_step_is_known() -> None:
-    pace = Adaptive(0.1)
-    assert pace.length(8, 1) == 0 and pace.step_seconds is None
+    policy = AdaptiveDraftLength(0.1)
+    assert policy.length(8, 1) == 0 and policy.step_seconds is None
     for _ in range(3):
-        pace.plain(STEP)
-    assert pace.step_seconds == STEP
-    assert pace.length(0, 1) == 0 and pace.length(1, 1) == 1 and pace.length(8, 1) == 1
+        policy.observe_plain(STEP)
+    assert policy.step_seconds == STEP
+    assert policy.length(0, 1) == 0 and policy.length(1, 1) == 1 and policy.length(8, 1) == 1
 
 
 def test_a_long_text_is_read_in_advance_only_where_that_was_earned() -> None:
     machine = Machine("small-draft", 0.9, 0)
     for _ in range(3):
-        machine.pace.plain(STEP)
-    assert machine.pace.length(8, 1) > 0
-    assert machine.pace.length(8, 2000) == 0
+        machine.policy.observe_plain(STEP)
+    assert machine.policy.length(8, 1) > 0
+    assert machine.policy.length(8, 2000) == 0
     machine.make(300)
-    machine.pace.plain(STEP)
-    assert machine.pace.length(8, 2000) > 0
+    machine.policy.observe_plain(STEP)
+    assert machine.policy.length(8, 2000) > 0
 
 
 def test_an_interruption_does_not_end_speculation() -> None:
     machine = Machine("small-draft", 0.9, 0)
     machine.make(200)
-    machine.pace.judged(4, 4, 1, 100 * STEP)
+    machine.policy.observe_draft(4, 4, 1, 100 * STEP)
     assert machine.make(200) > 2
 
 
-def test_a_drafter_without_proposals_is_asked_ever_less_if_asking_costs() -> None:
-    pace = Adaptive(0.1)
+def test_a_proposer_without_proposals_is_asked_ever_less_if_asking_costs() -> None:
+    policy = AdaptiveDraftLength(0.1)
     asked = 0
     for _ in range(1000):
-        if pace.length(8, 1):
-            asked += 1
-            pace.wasted(STEP)
-        pace.plain(STEP)
+        wanted = policy.length(8, 1) > 0
+        asked += wanted
+        policy.observe_plain(STEP, wasted=STEP * wanted)
     assert 0 < asked < 25
 
 
 def test_fixed() -> None:
-    assert Fixed(4).length(9, 1) == 4 and Fixed(4).length(2, 999) == 2
+    assert FixedDraftLength(4).length(9, 1) == 4 and FixedDraftLength(4).length(2, 999) == 2
 
 
 def test_expected_tokens_are_the_geometric_sum() -> None:

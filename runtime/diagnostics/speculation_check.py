@@ -1,6 +1,6 @@
 """Does speculation change nothing? Greedy replies compared token by token, and draws tested against the target.
 
-Knows sessions, drafters and statistics. Does not print, and does not know where prompts come from.
+Knows sessions, proposers and statistics. Does not print, and does not know where prompts come from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.generate import Session
-from mycli.runtime.sampling.sampler import Sampler, Sampling, distribution
-from mycli.runtime.speculative.benchmark import Subject
-from mycli.runtime.speculative.decode import judge
-from mycli.runtime.speculative.draft_length import Fixed
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
-TOLERANCE = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
+TIE_ROUNDINGS = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
 
 
 @dataclass(frozen=True)
-class Divergence:
+class ReplyDivergence:
     """Where two replies part. `margin`: the lead of the likeliest logit over the second; `tie`: not beyond rounding."""
 
     prompt: int
@@ -30,11 +32,11 @@ class Divergence:
 
 
 def greedy_divergences(
-    subject: Subject, prompts: Sequence[Sequence[int]], limit: int, length: int
-) -> Iterator[Divergence | None]:
+    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
+) -> Iterator[ReplyDivergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
     plain = Session(subject.runner, subject.context)
-    drafted = subject.session(lambda drafter: Fixed(length))
+    drafted = subject.session(lambda proposer: FixedDraftLength(length))
     for number, prompt in enumerate(prompts):
         ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
         if ours == theirs:
@@ -46,7 +48,7 @@ def greedy_divergences(
         first, second = logits.topk(2).values.tolist()
         rounding = float(torch.finfo(subject.runner.dtype).eps) * float(logits.abs().max())
         lead = first - second
-        yield Divergence(number, position, lead, lead <= TOLERANCE * rounding)
+        yield ReplyDivergence(number, position, lead, lead <= TIE_ROUNDINGS * rounding)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class _Rows:
         return self._known[tokens]
 
 
-def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The prompt after which most tokens are likely: where a wrong distribution shows."""
     session = Session(subject.runner, subject.context)
 
@@ -88,9 +90,9 @@ def least_certain(subject: Subject, prompts: Sequence[Sequence[int]]) -> Sequenc
 
 
 def chi_squared(
-    subject: Subject, draft: DraftModel, prompt: Sequence[int], sampling: Sampling, draws: int
+    subject: SpeculationSubject, draft: DraftModel, prompt: Sequence[int], sampling: SamplingParams, draws: int
 ) -> ChiSquared:
-    """Draws the first two tokens after `prompt` through the judge with two drafted ones, and counts pairs.
+    """Draws the first two tokens after `prompt` through rejection sampling with two drafted ones, and counts pairs.
 
     `sampling` should leave few tokens (top-k), as both models are asked once for each, and have no penalty.
     """
@@ -113,7 +115,7 @@ def chi_squared(
         two = int(sampler.draw(second_guess))
         # The row after both is for a third token, which is not counted: the row before stands in.
         logits = torch.stack([target(), target(one), target(one)])
-        tokens = judge(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
+        tokens = rejection_sample(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
         pair = (tokens[0], tokens[1] if len(tokens) > 1 else int(sampler.draw(after[tokens[0]])))
         counts[pair] = counts.get(pair, 0) + 1
     return _pearson(counts, expected, draws)

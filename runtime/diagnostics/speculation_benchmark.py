@@ -1,0 +1,160 @@
+"""Is speculation worth it? The same prompts with and without it, and the textbook's numbers from the loop's own code.
+
+Knows sessions, proposers and clocks. Does not print, and does not know where prompts come from.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.stats import SpeculationStats
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.decode import SpeculativeSession
+from mycli.runtime.speculative.draft_length import (
+    AdaptiveDraftLength,
+    DraftLengthPolicy,
+    FixedDraftLength,
+    expected_tokens,
+)
+from mycli.runtime.speculative.proposers import Proposal, Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
+
+TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
+SIMULATED_PASSES = 1500
+
+
+@dataclass(frozen=True)
+class SpeculationSubject:
+    """What is tried: a model and what proposes tokens to it, with room for `context` tokens."""
+
+    runner: ModelRunner
+    new_proposer: Callable[[], Proposer]
+    vocabulary_size: int
+    stop: frozenset[int]
+    context: int
+
+    def session(self, policy: Callable[[Proposer], DraftLengthPolicy]) -> SpeculativeSession:
+        """A new one, with empty caches, warmed up."""
+        proposer = self.new_proposer()
+        session = SpeculativeSession(self.runner, self.context, proposer, policy(proposer))
+        session.warm_up()
+        return session
+
+    def reply(self, session: Session, prompt: Sequence[int], limit: int) -> list[int]:
+        """The greedy tokens."""
+        sampler = Sampler(SamplingParams(), self.vocabulary_size, self.runner.device)
+        limit = min(limit, session.context - len(prompt) + 1)
+        return [tokens[0] for tokens in session.generate(prompt, sampler, limit, self.stop)]
+
+
+@dataclass(frozen=True)
+class TokensPerPass:
+    """Tokens that a pass over `drafted` ones made: `expected` by the textbook at this acceptance rate, and `found`."""
+
+    drafted: int
+    acceptance: float
+    expected: float
+    found: float
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """One kind of text. `plain`, `drafted`: tokens per second of decoding; `lengths`: what fixed lengths made."""
+
+    plain: float
+    drafted: float
+    record: SpeculationStats
+    lengths: tuple[TokensPerPass, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Above 1 where speculation pays."""
+        return self.drafted / self.plain
+
+
+class _Clock:
+    """Tokens and seconds of decoding; the first token of a reply belongs to the prefill."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def add(self, session: Session) -> None:
+        self.tokens += len(session.timing.token_seconds) - 1
+        self.seconds += sum(session.timing.token_seconds[1:])
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def _total(records: Iterable[SpeculationStats | None]) -> SpeculationStats:
+    total = SpeculationStats()
+    for record in filter(None, records):
+        total.passes += record.passes
+        total.drafted += record.drafted
+        total.compared += record.compared
+        total.accepted += record.accepted
+    return total
+
+
+def measure_speculation(
+    subject: SpeculationSubject,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    repetitions: int,
+    lengths: Sequence[int] = (4, 8),
+) -> SpeculationResult:
+    """Each prompt without and with speculation in turn, so that a busy machine troubles both.
+
+    The policy is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
+    """
+    notes: list[str] = []
+    plain = Session(subject.runner, subject.context)
+    drafted = subject.session(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
+    subject.reply(plain, prompts[0], 4)
+    clocks = {False: _Clock(), True: _Clock()}
+    records = []
+    for _ in range(repetitions):
+        for prompt in prompts:
+            for session in (plain, drafted):
+                session.forget()
+                subject.reply(session, prompt, limit)
+                clocks[session is drafted].add(session)
+            records.append(drafted.timing.record)
+    fixed = tuple(found for length in lengths for found in _fixed(subject, prompts, limit, length))
+    return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
+
+
+def _fixed(
+    subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
+) -> Iterator[TokensPerPass]:
+    """What drafts of one length made; nothing where a lookup found nothing."""
+    session = subject.session(lambda _: FixedDraftLength(length))
+    records = []
+    for prompt in prompts:
+        subject.reply(session, prompt, limit)
+        records.append(session.timing.record)
+    record = _total(records)
+    if record.passes:
+        mean = record.drafted / record.passes  # shorter near the end of a reply
+        below, above = (expected_tokens(record.acceptance_rate, int(mean) + more) for more in (0, 1))
+        expected = below + (above - below) * (mean - int(mean))
+        yield TokensPerPass(length, record.acceptance_rate, expected, record.mean_length)
+
+
+def textbook() -> Iterator[TokensPerPass]:
+    """Proposals that are accepted so often as the textbook says, through the loop's own rejection sampling.
+
+    The target gives the proposed token the probability `acceptance`, the draft gives it 1.
+    """
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0), 2, torch.device("cpu"))
+    for acceptance, drafted in TEXTBOOK:
+        logits = torch.tensor([acceptance, 1 - acceptance]).log().expand(drafted + 1, -1)
+        proposal = Proposal([0] * drafted, torch.tensor([1.0, 0.0]).expand(drafted, -1))
+        made = sum(len(rejection_sample(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
+        yield TokensPerPass(drafted, acceptance, expected_tokens(acceptance, drafted), made / SIMULATED_PASSES)

@@ -1,0 +1,58 @@
+"""How tokens are drawn: the settings of one request, each checked against its range.
+
+Knows numbers; does not know logits, models or where the values come from.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mycli.runtime.errors import UsageError
+
+GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
+MAX_BIASES = 1024
+MAX_BIAS = 100
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
+
+    `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
+    Raises UsageError, naming the option, for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "temperature": (0.0, 2.0),
+            "top_k": (0, 1 << 31),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.01, 10.0),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
+            raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise UsageError(f"logit_bias has {len(self.logit_bias)} entries", f"give at most {MAX_BIASES}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:  # false for NaN
+                raise UsageError(
+                    f"logit_bias {token}={bias} is out of range",
+                    f"a token id, and between -{MAX_BIAS} and {MAX_BIAS}",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW
