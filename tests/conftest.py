@@ -23,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SHORT_TEXT = 50_000  # characters
+
 # What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
 VARIANTS = {
     "native": (),
@@ -68,6 +70,15 @@ def mycli(environment: dict[str, str]) -> Mycli:
 def mycli_process(environment: dict[str, str]) -> Mycli:
     """`mycli` as a process of its own, for what only a process shows. It takes two seconds with torch."""
     return _bound(run_process, environment)
+
+
+@pytest.fixture
+def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration sees the beginning of its texts: to encode them whole takes longer than to solve a small model."""
+    from mycli.quant.calibration import sampler
+
+    whole = sampler._bundled
+    monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
