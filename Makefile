@@ -20,8 +20,9 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 demo: $(VENV)/.ready
 	@BIN=$(CURDIR)/$(BIN) bash .ci/demo
 
-# A worker that has done its share takes of another's rest, so that fixtures of a file are mostly made once.
-TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
+# A worker begins with one half of the files in their order, so that their fixtures are made once, and later takes of
+# what others have left. Compiled files are kept whatever the shell says: they are half of every worker's start.
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test: check
 	$(TESTS)

@@ -14,6 +14,8 @@ import pytest
 from mycli.cli.main import COMMANDS, main
 from tests.support.models import shorten_report
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 NETWORK = "# needs the network"  # or a model that comes from there
 
 

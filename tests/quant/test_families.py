@@ -21,6 +21,8 @@ from mycli.runtime.hub.resolve import Source
 from tests.conftest import PICO
 from tests.runtime.layers.test_families import CASES, make, whole
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 CPU = Placement(torch.device("cpu"), torch.float32)
 TOKENS = 24
 KINDS = ("llama-gqa4:2-hd16", "qwen3-qk-norm-hd32", "olmo2-gqa4:2", "phi3-gqa4:2")

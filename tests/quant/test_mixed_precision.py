@@ -23,6 +23,8 @@ from mycli.runtime.quantization.scheme import BITS
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 
 def share(loss: float, weights: int = 1000) -> Share:
     sizes: Mapping[int, int] = {bits: weights * bits // 8 for bits in BITS}

@@ -32,6 +32,8 @@ from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.support.models import CPU, random_model, write_config
 from tests.support.paths import PICO
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 GROUP_32 = Recipe("rtn", group=32)
 DATA = Recipe("gptq", group=32, samples=8, seq=48)
 

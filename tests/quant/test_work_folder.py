@@ -31,6 +31,8 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU, random_model
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 RECIPE = Recipe(bits=4, group=64, samples=8, seq=32)
 RUN = {"recipe": {"bits": 4}, "versions": {"torch": "2"}}
 USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the environment of a test may make

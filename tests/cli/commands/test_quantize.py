@@ -12,6 +12,8 @@ from mycli.runtime.errors import ExitCode
 from tests.support.hub_server import hub_server
 from tests.support.models import shorten_report
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stopped:

@@ -22,6 +22,8 @@ from tests.support.models import CPU
 from tests.support.paths import DRAFT
 from tests.support.rounding import GRID, problem, rounded, stored
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 LAYER = 1
 
 

@@ -21,6 +21,8 @@ from tests.support.models import CPU
 from tests.support.paths import DRAFT
 from tests.support.rounding import rounded
 
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
 SOURCE = Source("pico-draft", DRAFT, None, None)
 WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
 
