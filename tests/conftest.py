@@ -19,27 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-<<<<<<< HEAD
 SHORT_TEXT = 50_000  # characters
-||||||| ff7bc30
-# What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
-VARIANTS = {
-    "native": (),
-    "avx512-without-amx": ("-mno-amx-tile", "-O1"),
-    "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O1"),
-    "plain": ("-march=x86-64", "-O1"),
-}
-=======
-SHORT_TEXT = 50_000  # characters
-
-# What other machines compile, by what is left out here. -O1: they are tested for their results, not their speed.
-VARIANTS = {
-    "native": (),
-    "avx512-without-amx": ("-mno-amx-tile", "-O1"),
-    "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O1"),
-    "plain": ("-march=x86-64", "-O1"),
-}
->>>>>>> tests
 
 
 @pytest.fixture
@@ -81,31 +61,10 @@ def mycli_process(environment: dict[str, str]) -> Mycli:
     return _bound(run_process, environment)
 
 
-<<<<<<< HEAD
 @pytest.fixture
 def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration sees the beginning of its texts: to encode them whole takes longer than to solve a small model."""
     from mycli.quant.calibration import sampler
-||||||| ff7bc30
-@pytest.fixture(scope="module", params=VARIANTS)
-def library(request: pytest.FixtureRequest) -> "Native":
-    """The native code of this machine, and as other machines would compile it; skipped without a compiler."""
-    from mycli.runtime.kernels.cpu.build import compile_library, load_library, native
-=======
-@pytest.fixture
-def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration sees the beginning of its texts: to encode them whole takes longer than to solve a small model."""
-    from mycli.quant.calibration import sampler
-
-    whole = sampler._bundled
-    monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def library(request: pytest.FixtureRequest) -> "Native":
-    """The native code of this machine, and as other machines would compile it; skipped without a compiler."""
-    from mycli.runtime.kernels.cpu.build import compile_library, load_library, native
->>>>>>> tests
 
     whole = sampler._bundled
     monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])
