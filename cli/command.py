@@ -32,7 +32,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 
 
-MAX_NAME = 200  # characters of a path in an error, so that the cause behind it is seen
+MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is seen
 _RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG}
 _STOPS: dict[type[BaseException], ExitCode] = {
     KeyboardInterrupt: ExitCode.INTERRUPT,
@@ -87,7 +87,7 @@ def explain(error: Exception) -> UserError | None:
     if not isinstance(error, OSError):
         return None
     name = str(error.filename) if error.filename else ""
-    where = "" if not name else f"{name}: " if len(name) <= MAX_NAME else f"…{name[-MAX_NAME:]}: "
+    where = "" if not name else f"{name}: " if len(name) <= MAX_SHOWN_PATH else f"…{name[-MAX_SHOWN_PATH:]}: "
     kind = ResourceError if error.errno in _RESOURCES else ModelError
     return kind(f"{where}{error.strerror or error}", "check the path, its permissions and the free space")
 

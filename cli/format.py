@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mycli.quant.evaluate import Estimate, Evaluation
+    from mycli.quant.evaluate import Evaluation, Mean
     from mycli.runtime.engine.stats import Timing
 
 
@@ -22,7 +22,7 @@ def speculation(timing: "Timing") -> list[str]:
     return [f"draft {timing.record.acceptance_rate:.0%}{gain}"]
 
 
-def _plus_minus(estimate: "Estimate", digits: str) -> str:
+def _plus_minus(estimate: "Mean", digits: str) -> str:
     error = "" if estimate.error is None else f" ± {estimate.error:{digits}}"
     return f"{estimate.value:{digits}}{error}"
 

@@ -16,9 +16,9 @@ from mycli.quant import solvers, transforms
 from mycli.quant.calibration.hessian import HELD, BlockState, leave, observe, require_finite, rough_products
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.model_card import Layer
-from mycli.quant.progress import Progress, silent
+from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
-from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, relative_error, round_to_grid
+from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, relative_error, round_to_grid
 from mycli.quant.transforms import Transform
 from mycli.quant.tuning.block import preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
@@ -108,7 +108,7 @@ def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
     """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 where the output is zero."""
     wanted = weight.float()
-    lost = dequantize(quantized, grid).sub_(wanted)
+    lost = dequantize_codes(quantized, grid).sub_(wanted)
     total = float((wanted @ hessian).mul_(wanted).sum(dtype=torch.float64))
     return float((lost @ hessian).mul_(lost).sum(dtype=torch.float64)) / total if total > 0 else 0.0
 
@@ -120,7 +120,7 @@ def quantize_blocks(
     windows: Tensor,
     sink: Sink,
     work: WorkFolder | None = None,
-    progress: Progress = silent,
+    progress: ReportProgress = silent,
 ) -> list[Layer]:
     """Solve every linear in `packings` of `model`, in order of execution; windows int64 [samples, seq].
 
@@ -277,5 +277,5 @@ def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tupl
 
 def _install(linear: Linear, solved: Mapping[str, Quantized], packing: Packing, dtype: torch.dtype) -> None:
     """Let the block go on with the weights as every reader will see them, rounded to the scales' dtype."""
-    restored = [dequantize(each, Grid(packing, dtype)).to(dtype) for each in solved.values()]
+    restored = [dequantize_codes(each, Grid(packing, dtype)).to(dtype) for each in solved.values()]
     linear.replace(torch.cat(restored).to(linear.weight().dtype))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.progress import Progress, silent
+from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
@@ -27,7 +27,7 @@ STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take a
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenWindows:
     """Token windows int64 [windows, context], and whether the first token is the model's BOS."""
 
     windows: Tensor
@@ -36,7 +36,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Mean:
     """A mean and its standard error; `error` is None where one window gives none."""
 
     value: float
@@ -47,20 +47,20 @@ class Estimate:
 class Divergence:
     """Of a model Q from a reference P, over all scored tokens; natural logarithms."""
 
-    kl: Estimate  # mean of KL(P || Q), the whole vocabulary
+    kl: Mean  # mean of KL(P || Q), the whole vocabulary
     kl_median: float
     kl_p99: float
     kl_max: float
-    same_top1: Estimate  # share of tokens where both find the same most likely
+    same_top1: Mean  # share of tokens where both find the same most likely
     rms_dp: float  # root mean square of the change in probability of the token that came
-    reference_perplexity: Estimate
+    reference_perplexity: Mean
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What was measured, with the protocol that makes it comparable."""
 
-    perplexity: Estimate
+    perplexity: Mean
     divergence: Divergence | None
     windows: int
     context: int
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: {error.strerror}", "") from None
 
 
-def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> Text:
+def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> TokenWindows:
     """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError where there is not one window."""
     if context < 2:
         raise UsageError(f"windows of {context} tokens: a window needs two", code="larger-windows")
@@ -104,11 +104,11 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
         )
     windows = torch.tensor(ids[: count * context], dtype=torch.int64).view(count, context)
     begins = tokenizer.bos is not None and ids[0] == tokenizer.bos
-    return Text(windows, begins, hashlib.sha256(text.encode()).hexdigest())
+    return TokenWindows(windows, begins, hashlib.sha256(text.encode()).hexdigest())
 
 
 def evaluate(
-    model: StreamedModel, text: Text, reference: StreamedModel | None = None, progress: Progress = silent
+    model: StreamedModel, text: TokenWindows, reference: StreamedModel | None = None, progress: ReportProgress = silent
 ) -> Evaluation:
     """Scores of `model` on `text`, and its divergence from `reference` where one is given.
 
@@ -183,17 +183,17 @@ def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
     return logits.log_softmax(1)
 
 
-def _estimate(values: Tensor) -> Estimate:
+def _estimate(values: Tensor) -> Mean:
     """The mean of [windows, tokens] and its standard error over windows."""
     means = values.double().mean(1)
     error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else None
-    return Estimate(float(means.mean()), error)
+    return Mean(float(means.mean()), error)
 
 
-def _perplexity(nll: Tensor) -> Estimate:
+def _perplexity(nll: Tensor) -> Mean:
     mean = _estimate(nll)
     value = math.exp(mean.value)
-    return Estimate(value, None if mean.error is None else value * mean.error)
+    return Mean(value, None if mean.error is None else value * mean.error)
 
 
 def _divergence(columns: dict[str, Tensor]) -> Divergence:

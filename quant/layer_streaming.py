@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.quant.progress import Progress, silent
+from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
@@ -109,7 +109,7 @@ class StreamedModel:
         return PassContext.make(self.config, rope, 0, tokens, cache)
 
     @torch.inference_mode()
-    def hidden(self, tokens: Tensor, progress: Progress = silent) -> Tensor:
+    def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
         """The residual stream after the last block for int64 [windows, context], on the host."""
         context = self.context(tokens.shape[1])
         stream = self.embed(tokens)

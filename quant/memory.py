@@ -36,7 +36,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Work:
+class QuantizationWork:
     """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `transforms`: inputs are
     rescaled first.
 
@@ -55,7 +55,7 @@ class Work:
     judged: int = 0
 
 
-def need(work: Work, gpu: bool, at_once: int) -> Need:
+def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     """For `at_once` tokens through a layer at a time, at least one window."""
     stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
     if work.tunes:
@@ -70,7 +70,7 @@ def need(work: Work, gpu: bool, at_once: int) -> Need:
     return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once)
 
 
-def choose(work: Work, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
+def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
     """`at_once` tokens where that stays within the bounds, else the most that do, by halves.
 
     Raises ResourceError that names the smallest bound that would do.
@@ -97,13 +97,13 @@ def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
     return (max_ram is None or found.host <= max_ram) and (max_vram is None or found.device <= max_vram)
 
 
-def _products(work: Work) -> list[tuple[str, int, int]]:
+def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
     """Name, rows and inputs of each product of a block."""
     groups: Mapping[str, tuple[LinearSpec, ...]] = work.config.block_linears(0)
     return [(name, sum(each.out_features for each in group), group[0].in_features) for name, group in groups.items()]
 
 
-def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
+def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     """(host, device) of the stages of work with data."""
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
@@ -127,7 +127,7 @@ def _solving(work: Work, at_once: int) -> list[tuple[int, int]]:
     return stages
 
 
-def _judging(work: Work, at_once: int) -> tuple[int, int]:
+def _judging(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     """Of `quant.mixed_precision`: the stream at every block and what the original ends with; then either the head with
     the logits of a window, or a block of both models, the gradients of its weights and the pass over a batch. What was
     made before, the copy, leaves something behind too."""
@@ -139,7 +139,7 @@ def _judging(work: Work, at_once: int) -> tuple[int, int]:
     return streams, max(head, blocks + _FLOAT * tokens * trained_values(config.layer(0)) + 3 * _SMALL)
 
 
-def _tuning_block(work: Work) -> tuple[int, int]:
+def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     """Of `quant.tuning.block`: each weight as a code, a level that moves, its gradient, two moments and the best
     level so far; twice more while it is differentiated, and thrice the largest product."""
     weights = weight_values(work.config.layer(0))
@@ -149,7 +149,7 @@ def _tuning_block(work: Work) -> tuple[int, int]:
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(work.config.layer(0))
 
 
-def _tuning(work: Work) -> tuple[int, int]:
+def _tuning(work: QuantizationWork) -> tuple[int, int]:
     """Of `quant.tuning.end_to_end`: all codes as bytes, scales with their gradients, moments and best so far, one
     block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
@@ -172,13 +172,13 @@ def _tuning(work: Work) -> tuple[int, int]:
     return streams, kept + max(training + block, min(training, _PIECES) + logits)
 
 
-def _tensors(work: Work) -> int:
+def _tensors(work: QuantizationWork) -> int:
     """Of the largest tensor while it is rounded and packed: stored, fp32 in part, its codes and words."""
     largest = max(math.prod(shape) for _, shape in work.config.tensors())
     return 5 * largest + _SMALL
 
 
-def _measuring(work: Work, at_once: int) -> tuple[int, int]:
+def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     config = work.config
     heads = 1 + ("lm_head" in work.packings)
     head = _FLOAT * config.vocab_size * config.hidden_size * heads

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mycli.quant.calibration.hessian import rough_products
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.progress import Progress, silent
+from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.solvers import rtn
 from mycli.runtime.device.placement import torch_dtype
@@ -73,7 +73,9 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
         spent += step[2]
 
 
-def measure(model: StreamedModel, low: StreamedModel, windows: Tensor, progress: Progress = silent) -> list[Share]:
+def measure_shares(
+    model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress = silent
+) -> list[Share]:
     """The shares of all products of `model`, in order of execution, judged at `low`, its copy of one width.
 
     windows int64 [samples, seq].

@@ -21,8 +21,8 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.utils.version import version
 
-FILE = "mycli.json"
-SCHEMA_VERSION = 1
+CARD_FILE = "mycli.json"
+CARD_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def encode(
     """
     group = "channel" if recipe.group is None else recipe.group
     record = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": CARD_VERSION,
         "recipe": {**asdict(recipe), "group": group},
         "calibration": None if calibration is None else _describe(calibration),
         "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},

@@ -25,8 +25,15 @@ from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.model_card import Layer, Size, Tuning
-from mycli.quant.planning import QUICK_TOKENS, REPORT_CONTEXT, Plan, companions, plan, preflight
-from mycli.quant.progress import Progress, silent
+from mycli.quant.planning import (
+    QUICK_TOKENS,
+    REPORT_CONTEXT,
+    QuantizationPlan,
+    check_resources,
+    companions,
+    plan_quantization,
+)
+from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.tuning.end_to_end import tune_scales
@@ -64,7 +71,7 @@ class Outcome:
         return sum(layer.fallback is not None for layer in self.layers)
 
 
-def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress = silent) -> Recipe:
+def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progress: ReportProgress = silent) -> Recipe:
     """The recipe of `work` with the widths of its products chosen for its `target_bpw`.
 
     A copy of one low width is made in `folder` for it, and removed again.
@@ -76,7 +83,9 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
     samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
     bits = allocate.low_width(target, work.recipe.group)
     low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
-    copy = plan(work.source, low, work.text, folder=work.folder, report="none", gpu=placement.device.type == "cuda")
+    copy = plan_quantization(
+        work.source, low, work.text, folder=work.folder, report="none", gpu=placement.device.type == "cuda"
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         quantize(copy, Path(name) / "low", placement, progress=progress)
@@ -85,32 +94,32 @@ def allocated(work: Plan, placement: Placement, folder: Path, progress: Progress
         chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
         folders = (work.folder, ModelFolder.open(Path(name) / "low"))
         models = [StreamedModel(each, placement, work.need.at_once) for each in folders]
-        shares = allocate.measure(models[0], models[1], shown[chosen], progress)
+        shares = allocate.measure_shares(models[0], models[1], shown[chosen], progress)
     return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
 
 
 def quantize(
-    work: Plan,
+    work: QuantizationPlan,
     target: Path,
     placement: Placement,
     *,
     overwrite: bool = False,
     work_folder: Path | None = None,
-    progress: Progress = silent,
+    progress: ReportProgress = silent,
 ) -> Outcome:
-    """Do what `plan` said; `placement` is where to solve, and where and in which dtype to measure.
+    """Do what `plan_quantization` said; `placement` is where to solve, and where and in which dtype to measure.
 
     Nothing appears at `target` before all is written, measured and flushed. Work with data is kept block by block in
     `work_folder` (a hidden one beside the target) until then, and an interrupted run goes on from there. Raises what
-    reading, solving and measuring raise, and UsageError or ResourceError from `preflight`.
+    reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
     """
-    preflight(work, target)
+    check_resources(work, target)
     with memory_errors(work):
         return _quantize(work, target, placement, overwrite, work_folder, progress)
 
 
 @contextmanager
-def memory_errors(work: Plan) -> Iterator[None]:
+def memory_errors(work: QuantizationPlan) -> Iterator[None]:
     """Within it, memory that runs out in spite of the plan is a ResourceError."""
     try:
         yield
@@ -125,7 +134,12 @@ def memory_errors(work: Plan) -> Iterator[None]:
 
 
 def _quantize(
-    work: Plan, target: Path, placement: Placement, overwrite: bool, work_folder: Path | None, progress: Progress
+    work: QuantizationPlan,
+    target: Path,
+    placement: Placement,
+    overwrite: bool,
+    work_folder: Path | None,
+    progress: ReportProgress,
 ) -> Outcome:
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
@@ -149,7 +163,7 @@ def _quantize(
         card = None if work.report == "none" else _measure(work, made, placement, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())
         writer.add_file(
-            record.FILE,
+            record.CARD_FILE,
             record.encode(
                 recipe=work.recipe,
                 calibration=shown,
@@ -173,7 +187,7 @@ def default_work_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.work")
 
 
-def _calibration(work: Plan) -> Calibration:
+def _calibration(work: QuantizationPlan) -> Calibration:
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
     if work.text is not None:
@@ -182,7 +196,7 @@ def _calibration(work: Plan) -> Calibration:
 
 
 def _notes(
-    work: Plan,
+    work: QuantizationPlan,
     shown: Calibration | None,
     layers: tuple[Layer, ...],
     tuning: Tuning | None,
@@ -206,7 +220,9 @@ def _notes(
     return tuple(notes)
 
 
-def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, progress: Progress) -> tuple[Layer, ...]:
+def _write_tensors(
+    work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
+) -> tuple[Layer, ...]:
     checkpoint = Checkpoint(work.folder.manifest)
     layers: list[Layer] = []
     for name, _ in work.config.tensors():
@@ -220,7 +236,12 @@ def _write_tensors(work: Plan, writer: CheckpointWriter, device: torch.device, p
 
 
 def _write_blocks(
-    work: Plan, writer: CheckpointWriter, shown: Calibration, placement: Placement, kept: WorkFolder, progress: Progress
+    work: QuantizationPlan,
+    writer: CheckpointWriter,
+    shown: Calibration,
+    placement: Placement,
+    kept: WorkFolder,
+    progress: ReportProgress,
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
     checkpoint = Checkpoint(work.folder.manifest)
     for name, _ in work.config.tensors():
@@ -247,7 +268,7 @@ def _write_blocks(
 
 
 def _quantize_linear(
-    work: Plan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
+    work: QuantizationPlan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
 ) -> Layer:
     packing = work.packings[linear]
     grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
@@ -272,7 +293,7 @@ def _write_packed(writer: CheckpointWriter, linear: str, solved: Quantized, pack
     writer.write(f"{linear}.weight_shape", torch.tensor([rows, columns]))
 
 
-def _config(work: Plan) -> bytes:
+def _config(work: QuantizationPlan) -> bytes:
     kept = [] if "lm_head" in work.packings else ["lm_head"]
     values = {**work.folder.raw.values, "quantization_config": write_quantization(work.packings, kept)}
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
@@ -284,7 +305,7 @@ def _source_files(folder: ModelFolder) -> list[Path]:
     return [*(folder.path / name for name in weights), folder.path / "config.json", *companions(folder.path)]
 
 
-def _measure(work: Plan, made: ModelFolder, placement: Placement, progress: Progress) -> Evaluation:
+def _measure(work: QuantizationPlan, made: ModelFolder, placement: Placement, progress: ReportProgress) -> Evaluation:
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)

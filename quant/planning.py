@@ -15,7 +15,7 @@ from mycli.quant import model_card as record
 from mycli.quant import solvers
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
-from mycli.quant.memory import Need, Work, choose
+from mycli.quant.memory import Need, QuantizationWork, choose
 from mycli.quant.mixed_precision import WINDOWS
 from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
@@ -58,7 +58,7 @@ MAX_COMPANION_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """What quantizing will write and need, known before any tensor is read."""
 
     source: Source
@@ -96,7 +96,7 @@ class Plan:
         return Size(total, parameters, 8 * total / parameters, quantized, 8 * inside / quantized)
 
 
-def plan(
+def plan_quantization(
     source: Source,
     recipe: Recipe,
     text: Path | None = None,
@@ -106,7 +106,7 @@ def plan(
     gpu: bool = False,
     max_ram: int | None = None,
     max_vram: int | None = None,
-) -> Plan:
+) -> QuantizationPlan:
     """Check that `source` can be quantized by `recipe`, from config.json and the headers of its weights.
 
     `folder` is the source's where it is open already; `text` is a file to calibrate on instead of the text in the
@@ -139,7 +139,7 @@ def plan(
             (f"{linear}.weight_scale", scale_dtype, (rows, packing.groups(columns))),
             (f"{linear}.weight_shape", torch.int64, (2,)),
         ]
-    work = Plan(
+    work = QuantizationPlan(
         source=source,
         recipe=recipe,
         folder=folder,
@@ -152,14 +152,14 @@ def plan(
     if recipe.tune and not work.calibrates:
         raise UsageError(f"tuning needs calibration, which method {recipe.method} has not", code="tune-gptq")
     if work.calibrates:
-        calibration.check(recipe.samples, work.seq, config.max_context)
+        calibration.check_windows(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
     return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
 
 
-def _stages(work: Plan) -> Work:
+def _stages(work: QuantizationPlan) -> QuantizationWork:
     measured = {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[work.report]
-    return Work(
+    return QuantizationWork(
         config=work.config,
         packings=work.packings,
         tokens=work.recipe.samples * work.seq if work.calibrates else 0,
@@ -172,7 +172,7 @@ def _stages(work: Plan) -> Work:
     )
 
 
-def preflight(work: Plan, target: Path) -> None:
+def check_resources(work: QuantizationPlan, target: Path) -> None:
     """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
     resolved, folder = target.resolve(), work.source.folder.resolve()
     if resolved == folder or folder in resolved.parents:

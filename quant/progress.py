@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 # (stage, done, total) after each step: `stage` is a few words for a person; the last call of a stage has both equal.
-Progress = Callable[[str, int, int], None]
+ReportProgress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:

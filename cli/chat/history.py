@@ -16,7 +16,7 @@ from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
-SCHEMA_VERSION = 1
+HISTORY_VERSION = 1
 MAX_FILE = 64 << 20  # bytes of a saved conversation
 MAX_TURNS = 100_000
 _KEYS = {"schema_version", "model", "system", "turns"}
@@ -81,7 +81,7 @@ class Conversation:
     def save(self, path: Path, model: str) -> None:
         """Write to `path` in one step, readable by its owner alone. Raises ResourceError."""
         turns = [{"role": turn.role, "content": turn.content} for turn in self.turns]
-        value = {"schema_version": SCHEMA_VERSION, "model": model, "system": self.system, "turns": turns}
+        value = {"schema_version": HISTORY_VERSION, "model": model, "system": self.system, "turns": turns}
         write_private(path, json.dumps(value, indent=1) + "\n")
 
     def load(self, path: Path) -> str:
@@ -98,8 +98,8 @@ class Conversation:
 
 def _parse(values: Fields) -> tuple[Conversation, str]:
     version = values.integer("schema_version")
-    if version != SCHEMA_VERSION:
-        raise values.fail("schema_version", f"is {version}, this program reads {SCHEMA_VERSION}")
+    if version != HISTORY_VERSION:
+        raise values.fail("schema_version", f"is {version}, this program reads {HISTORY_VERSION}")
     for key in values.values:
         if key not in _KEYS:
             raise values.fail(repr(key)[:60], "is not a field of a conversation")

@@ -24,7 +24,7 @@ from mycli.runtime.utils.units import gib
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.diagnostics.throughput import Change, Result, Trial
     from mycli.runtime.engine.config import EngineConfig
-    from mycli.runtime.memory.estimate import Plan
+    from mycli.runtime.memory.estimate import MemoryPlan
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
@@ -38,7 +38,7 @@ KEY = ("model", "test", "device", "dtype", "kv")  # what must agree for two resu
 Row = dict[str, Any]
 
 
-def _row(common: Mapping[str, Any], result: "Result", plan: "Plan", bandwidth: float) -> Row:
+def _row(common: Mapping[str, Any], result: "Result", plan: "MemoryPlan", bandwidth: float) -> Row:
     from mycli.runtime.diagnostics.throughput import percentile
 
     read = result.read_rate(plan)
@@ -90,7 +90,7 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model, plan_memory
     from mycli.runtime.hub.resolve import resolve, state
-    from mycli.runtime.memory.estimate import Plan
+    from mycli.runtime.memory.estimate import MemoryPlan
 
     source = resolve(model, offline=call.offline)
     folder = ModelFolder.open(source.folder)
@@ -120,8 +120,10 @@ def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[T
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
-            result = bench.run(runner, trial, repetitions, progress=lambda _: bar.advance(1))
-            plan = Plan(config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv)
+            result = bench.run_trial(runner, trial, repetitions, progress=lambda _: bar.advance(1))
+            plan = MemoryPlan(
+                config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
+            )
             rows.append(_row(common, result, plan, bandwidth))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")

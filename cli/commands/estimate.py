@@ -22,13 +22,13 @@ from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
 from mycli.runtime.memory.estimate import (
     DEFAULT_CONTEXT,
     Estimate,
-    Plan,
+    MemoryPlan,
     longest_context,
     shadow_bytes,
     tokens_per_second,
 )
 from mycli.runtime.memory.estimate import estimate as predict
-from mycli.runtime.memory.fit import Scheme, fit, schemes, shortage
+from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.utils.units import gib
@@ -52,9 +52,9 @@ class _Subject:
 
     model: str
     folder: ModelFolder
-    plan: Plan
+    plan: MemoryPlan
     target: Target
-    wish: Scheme  # what --quant and --head ask for
+    wish: PackingScheme  # what --quant and --head ask for
 
     @property
     def packed(self) -> bool:
@@ -203,7 +203,7 @@ def _table(call: Call, subject: _Subject) -> None:
     call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
 
 
-def _quantize_command(scheme: Scheme, model: str) -> str:
+def _quantize_command(scheme: PackingScheme, model: str) -> str:
     assert scheme.packing is not None
     group = scheme.packing.group_size or "channel"
     command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
@@ -212,7 +212,7 @@ def _quantize_command(scheme: Scheme, model: str) -> str:
 
 def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     plan, free = subject.plan, subject.target.free
-    fixed = subject.packed or subject.wish != Scheme()
+    fixed = subject.packed or subject.wish != PackingScheme()
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
         raise shortage(plan, free, subject.target.place).reworded(f"{subject.model}: no choice fits into {gib(free)}")
@@ -231,19 +231,19 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
 
 
 def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: float) -> None:
-    from mycli.runtime.diagnostics.memory_check import check, measure
+    from mycli.runtime.diagnostics.memory_check import check_parts, measure_memory
 
     placement = engine.place(subject.folder.config)
     announce_placement(call, placement)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
-    parts = measure(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
+    parts = measure_memory(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
     if call.out.json_mode:
         compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
         call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
     else:
         rows = [[p.name, gib(p.predicted), gib(p.actual), f"{p.error:+.1%}"] for p in parts]
         call.out.table(["part", "predicted", "actual", "error"], rows, right=(1, 2, 3))
-    check(parts, tolerance)
+    check_parts(parts, tolerance)
 
 
 def _parse_tolerance(text: str) -> float:
@@ -272,27 +272,27 @@ def _open(call: Call, model: str) -> ModelFolder:
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
-def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> Plan:
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> MemoryPlan:
     config = folder.config
     if (engine.context or 1) > config.max_context:
         problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
     draft = None if engine.draft in (None, NGRAM) else _open(call, engine.draft)
-    return Plan(
+    return MemoryPlan(
         config,
         folder.packings,
         context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
         batch=engine.sequences,
         dtype=engine.dtype,
         gpu=gpu,
-        draft=None if draft is None else Plan(draft.config, draft.packings, kv=engine.kv),
+        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, kv=engine.kv),
         kv=engine.kv,
         shadow=engine.dense_prefill_copy,
         tiles=cpu().tiles,
     )
 
 
-def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
+def _wish(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
     if plan.packings and (quant or head != "keep"):
         raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
     if head not in HEADS:
@@ -301,7 +301,7 @@ def _wish(plan: Plan, quant: str | None, head: str) -> Scheme:
         raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
     packing = parse_packing(quant) if quant else None
     bits = HEADS[head]
-    return Scheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
+    return PackingScheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 
 @command

@@ -14,7 +14,7 @@ from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.progress import stages
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.quant.evaluate import Text as Windows
+    from mycli.quant.evaluate import TokenWindows as Windows
     from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.device.placement import Placement
 
@@ -42,7 +42,7 @@ def sweep(call: Call, name: str, folder: "ModelFolder", placement: "Placement", 
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
     from mycli.runtime.cache.kv_cache import cache_dtype
-    from mycli.runtime.memory.estimate import Plan
+    from mycli.runtime.memory.estimate import MemoryPlan
 
     reference = StreamedModel(folder, placement)
     results, cells = [], []
@@ -51,7 +51,7 @@ def sweep(call: Call, name: str, folder: "ModelFolder", placement: "Placement", 
         if kind != "auto" and dtype == placement.dtype:
             continue
         held = str(dtype).removeprefix("torch.")
-        plan = Plan(reference.config, dtype=placement.dtype_name, kv=kind)
+        plan = MemoryPlan(reference.config, dtype=placement.dtype_name, kv=kind)
         size = 2 * plan.config.layers * plan.config.kv_heads * plan.position_bytes
         with stages(call.out.progress) as progress:
             model = StreamedModel(folder, replace(placement, kv=kind))

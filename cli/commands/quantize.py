@@ -18,7 +18,7 @@ from mycli.runtime.utils.units import gib
 if TYPE_CHECKING:
     from mycli.quant.model_card import Layer
     from mycli.quant.pipeline import Outcome
-    from mycli.quant.planning import Plan
+    from mycli.quant.planning import QuantizationPlan
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -131,7 +131,7 @@ def _parse_group(text: str) -> int | None:
     return int(text)
 
 
-def _show_plan(call: Call, work: "Plan", target: Path) -> None:
+def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
     size = work.size
     if call.out.json_mode:
         call.out.json(
@@ -262,7 +262,7 @@ def quantize(
     from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.engine.config import EngineConfig
     from mycli.runtime.hub.resolve import home, resolve
-    from mycli.runtime.memory.estimate import Plan, head_bytes
+    from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
@@ -288,7 +288,7 @@ def quantize(
     gpu = placement.device.type == "cuda"
     text = _calibration_file(call, calib, fetch=not dry_run or target_bpw is not None) if calib else None
     plan = partial(
-        planning.plan,
+        planning.plan_quantization,
         source,
         folder=folder,
         text=text,
@@ -299,7 +299,7 @@ def quantize(
     )
     work = plan(recipe)
     if recipe.head == "keep" and not folder.config.tie_embeddings:
-        kept = gib(head_bytes(Plan(folder.config)))
+        kept = gib(head_bytes(MemoryPlan(folder.config)))
         call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     if target_bpw is not None:

@@ -91,7 +91,7 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
     return _calibration(windows, tokenizer, generator, {"file": count})
 
 
-def check(samples: int, seq: int, max_context: int) -> None:
+def check_windows(samples: int, seq: int, max_context: int) -> None:
     """Raises UsageError for numbers that give no calibration."""
     if seq < 2 or seq > max_context:
         raise UsageError(f"windows of {seq} tokens: the model takes 2 to {max_context} tokens", code="choose-seq")

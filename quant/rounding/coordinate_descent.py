@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.columns import BLOCK, solve_block
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize, storable
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, storable
 
 
 def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, sweeps: int) -> Quantized:
@@ -27,7 +27,7 @@ def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -
     group_of = torch.arange(columns, device=weight.device) // (columns // len(scales))
     codes = solved.codes.T.contiguous()
     # How much the output would gain by a shift of each weight: H (W - W')^T, [K, N].
-    pull = hessian @ (weight - dequantize(solved, grid)).T
+    pull = hessian @ (weight - dequantize_codes(solved, grid)).T
     for start in range(0, columns, BLOCK):
         block = slice(start, min(start + BLOCK, columns))
         codes[block], moved = solve_block(

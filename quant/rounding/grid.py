@@ -54,7 +54,7 @@ def grouped(weight: Tensor, groups: int) -> Tensor:
     return weight.float().reshape(weight.shape[0], groups, -1)
 
 
-def dequantize(quantized: Quantized, grid: Grid) -> Tensor:
+def dequantize_codes(quantized: Quantized, grid: Grid) -> Tensor:
     """(u - Q) s as fp32 [N, K], exact: what the codes mean before a kernel rounds the product to its dtype."""
     levels = quantized.codes.float() - grid.half
     return (grouped(levels, quantized.scales.shape[1]) * quantized.scales.float().unsqueeze(-1)).flatten(1)
@@ -162,7 +162,7 @@ def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
     for start in range(0, weight.shape[0], rows):
         end = start + rows
         part = weight[start:end].float()
-        restored = dequantize(Quantized(quantized.codes[start:end], quantized.scales[start:end]), grid)
+        restored = dequantize_codes(Quantized(quantized.codes[start:end], quantized.scales[start:end]), grid)
         lost += float((restored - part).square().sum(dtype=torch.float64))
         total += float(part.square().sum(dtype=torch.float64))
     return lost / total if total else 0.0

@@ -1,7 +1,7 @@
-"""Schemes of quantization: one file each, found by its name. They choose codes and scales, never the layout.
+"""Solvers: one file each, found by its name. They choose codes and scales, never the layout.
 
-A scheme is a module with the members of `Scheme`. It sees one matrix and, if it wants, second moments of its inputs; it
-knows nothing of models, files or packing into words.
+A solver is a module with the members of `SolverModule`. It sees one matrix and, if it wants, second moments of its
+inputs; it knows nothing of models, files or packing into words.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class Solution:
     fallback: bool = False
 
 
-class Scheme(Protocol):
+class SolverModule(Protocol):
     """What a module of this package offers."""
 
     NEEDS_HESSIAN: bool  # whether `solve` must be given one; a scheme that need not may still use it
@@ -47,8 +47,8 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def load(name: str) -> Scheme:
+def load(name: str) -> SolverModule:
     """The scheme of that name. Raises UsageError listing the names otherwise."""
     if name not in names():
         raise UsageError(f"method {name}: no such scheme", code="choose-method", data={"choices": ", ".join(names())})
-    return cast(Scheme, importlib.import_module(f"{__name__}.{name}"))
+    return cast(SolverModule, importlib.import_module(f"{__name__}.{name}"))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales, round_to_grid
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales, round_to_grid
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -42,7 +42,7 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec |
         scale = scale / (scale.max() * scale.min()).sqrt()
         scaled = wanted * scale
         scales = find_scales(scaled, grid, hessian.diagonal() / scale.square())
-        lost = (dequantize(Quantized(round_to_grid(scaled, scales, grid), scales), grid) / scale).sub_(wanted)
+        lost = (dequantize_codes(Quantized(round_to_grid(scaled, scales, grid), scales), grid) / scale).sub_(wanted)
         error = float((lost @ hessian).mul_(lost).sum(dtype=torch.float64))
         if error < least:
             best, least = (scale if ratio else None), error

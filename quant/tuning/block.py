@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.memory import BATCH
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
@@ -35,7 +35,7 @@ def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: 
     target [N, K], hessian fp32 [K, K]; 0 for inputs that were always zero.
     """
     diagonal = hessian.diagonal()
-    pull = (target.float() - dequantize(quantized, grid)) @ hessian
+    pull = (target.float() - dequantize_codes(quantized, grid)) @ hessian
     pull /= torch.where(diagonal > 0, diagonal, 1.0)
     group = target.shape[1] // quantized.scales.shape[1]
     return pull.div_(quantized.scales.float().repeat_interleave(group, 1)).clamp_(-0.5, 0.5).mul_(PULL)

@@ -20,8 +20,8 @@ from mycli.quant.evaluate import LOGITS_AT_ONCE
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.memory import BATCH
 from mycli.quant.model_card import Tuning
-from mycli.quant.progress import Progress, silent
-from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.quant.work_folder import Solved
@@ -83,7 +83,7 @@ class _Student:
         self._head: Linear = model.head
         name = model.config.head().name
         if name in packings:
-            head = dequantize(blocks[-1].linears[name], Grid(packings[name], scale_dtype))
+            head = dequantize_codes(blocks[-1].linears[name], Grid(packings[name], scale_dtype))
             self._head = Linear((model.config.head(),))
             self._head.replace(head.to(model.placement.device, model.placement.dtype))
 
@@ -112,7 +112,7 @@ def tune_scales(
     scale_dtype: torch.dtype,
     windows: Tensor,
     seed: int,
-    progress: Progress = silent,
+    progress: ReportProgress = silent,
 ) -> Tuned:
     """`blocks` of `model` (the original) in order, and one for the head if that is quantized; windows int64
     [samples, seq], at least `HELD` of them.

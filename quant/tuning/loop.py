@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.quant.calibration.hessian import HELD, rough_products
 from mycli.quant.memory import BATCH
 from mycli.quant.model_card import Tuning
-from mycli.quant.progress import Progress, silent
+from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.tuning.adam import Adam
 from mycli.runtime.device.system import trim
 
@@ -29,7 +29,7 @@ def train(
     epochs: int,
     seed: int,
     device: torch.device,
-    progress: Progress = silent,
+    progress: ReportProgress = silent,
 ) -> Tuning:
     """Adam on leaves at their rates, falling to zero along a half cosine; `at_once` windows through `loss` at a time.
 

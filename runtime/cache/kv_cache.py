@@ -43,7 +43,7 @@ class Stored:
         return Stored(self.data[:, :, -count:], None if self.scales is None else self.scales[:, :, -count:])
 
 
-def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
     """values [..., head_dim] as int8 codes and scales fp32 [...]. What is not finite makes its whole vector NaN."""
     exact = values.float()
     scales = exact.abs().amax(-1) / 127
@@ -72,7 +72,7 @@ class PassingCache:
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
         """As `StaticCache.write`, with `start` 0."""
         if self._dtype == torch.int8:
-            return Stored(*quantize(keys)), Stored(*quantize(values))
+            return Stored(*quantize_vectors(keys)), Stored(*quantize_vectors(values))
         return Stored(keys.to(self._dtype)), Stored(values.to(self._dtype))
 
 
@@ -111,7 +111,7 @@ class StaticCache:
             data[:, :, start:end] = new
             return Stored(data[:, :, :end])
         scales = self._scales[layer, kind]
-        data[:, :, start:end], scales[:, :, start:end] = quantize(new)
+        data[:, :, start:end], scales[:, :, start:end] = quantize_vectors(new)
         return Stored(data[:, :, :end], scales[:, :, :end])
 
     def all(self, layer: int) -> tuple[Stored, Stored]:

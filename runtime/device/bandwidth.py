@@ -11,7 +11,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.files import write_atomic
 from mycli.runtime.utils.json_fields import read_object
 
-FILE = "bandwidth.json"
+BANDWIDTH_FILE = "bandwidth.json"
 
 # From the makers' data sheets, by the name NVML gives, vendor removed.
 # An exact name only: the laptop part of the same number has half the bandwidth.
@@ -71,7 +71,7 @@ def datasheet(name: str) -> float | None:
 def remembered(folder: Path, device: str) -> float | None:
     """What was measured on `device` (its name) earlier; None where nothing was, or the note cannot be read."""
     try:
-        return read_object(folder / FILE).number(device, low=1e-3)
+        return read_object(folder / BANDWIDTH_FILE).number(device, low=1e-3)
     except ModelError:
         return None
 
@@ -82,9 +82,9 @@ def remember(folder: Path, device: str, gigabytes_per_second: float) -> None:
     The largest is kept: other work on the machine makes a measurement smaller, nothing makes it larger.
     """
     try:
-        notes = dict(read_object(folder / FILE).values)
+        notes = dict(read_object(folder / BANDWIDTH_FILE).values)
     except ModelError:
         notes = {}
     notes[device] = max(round(gigabytes_per_second, 2), remembered(folder, device) or 0.0)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_atomic(folder / FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)
+    write_atomic(folder / BANDWIDTH_FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)

@@ -20,7 +20,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import Plan, cache_positions, estimate
+from mycli.runtime.memory.estimate import MemoryPlan, cache_positions, estimate
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 
@@ -29,7 +29,7 @@ TOUCHED = 256  # positions of the cache at a time
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One line of the comparison, in bytes. `exact` parts must agree both ways; of others only an excess is a fault."""
 
     name: str
@@ -123,7 +123,9 @@ def _run(runner: ModelRunner, cache: StaticCache, tokens: int) -> None:
         logits = runner.run(Batch(drawn, cache.length), cache)
 
 
-def measure(folder: ModelFolder, plan: Plan, placement: Placement, *, allow_nonfinite: bool = False) -> list[Part]:
+def measure_memory(
+    folder: ModelFolder, plan: MemoryPlan, placement: Placement, *, allow_nonfinite: bool = False
+) -> list[MemoryPart]:
     """Load the model of `folder` as `plan` says, run it, and compare part by part. `plan.draft` is not loaded.
 
     The cache is filled with zeros up to the last chunk: what a pass takes does not depend on what it reads.
@@ -139,9 +141,9 @@ def measure(folder: ModelFolder, plan: Plan, placement: Placement, *, allow_nonf
     capacity = cache_positions(plan.context)
     cache = runner.make_cache(capacity, plan.batch)
     exact = [
-        Part("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
-        Part("embeddings and head", predicted.embeddings, embeddings, exact=True),
-        Part("cache", predicted.cache, _new(loaded, _storages(device)), exact=True),
+        MemoryPart("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
+        MemoryPart("embeddings and head", predicted.embeddings, embeddings, exact=True),
+        MemoryPart("cache", predicted.cache, _new(loaded, _storages(device)), exact=True),
     ]
     _touch(cache, runner)
     loading = meter.highest()
@@ -150,14 +152,14 @@ def measure(folder: ModelFolder, plan: Plan, placement: Placement, *, allow_nonf
     running, outside = meter.highest(), meter.outside()
     runtime = before + outside - sum(part.actual for part in exact)
     return [
-        Part("runtime", predicted.runtime, runtime, exact=False),
+        MemoryPart("runtime", predicted.runtime, runtime, exact=False),
         *exact,
-        Part("workspace", predicted.workspace.total, running - before, exact=False),
-        Part("total", predicted.total, max(loading, running) + outside, exact=False),
+        MemoryPart("workspace", predicted.workspace.total, running - before, exact=False),
+        MemoryPart("total", predicted.total, max(loading, running) + outside, exact=False),
     ]
 
 
-def check(parts: Sequence[Part], tolerance: float) -> None:
+def check_parts(parts: Sequence[MemoryPart], tolerance: float) -> None:
     """Raise GateError naming the parts that are off: exact ones either way, the total where it exceeds the promise."""
     wrong = [part for part in parts if (part.exact or part.name == "total") and not part.within(tolerance)]
     if wrong:

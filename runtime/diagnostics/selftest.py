@@ -24,8 +24,8 @@ from mycli.runtime.tokenizer.chat_template import Message
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 PACKINGS = (*(Packing(bits, 128) for bits in BITS), Packing(4, 32), Packing(4, None), Packing(8, None))
 # Relative RMS error of a product: what 8-bit activations may cost, and far below what a wrong layout gives.
-TOLERANCE = 0.02
-ROWS = (1, 33)  # decoding, and a prompt that no tile divides
+PRODUCT_TOLERANCE = 0.02
+PRODUCT_ROWS = (1, 33)  # decoding, and a prompt that no tile divides
 OUT_FEATURES, IN_FEATURES = 256, 512
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
@@ -44,7 +44,7 @@ class KernelFinding:
     @property
     def ok(self) -> bool:
         """Declining is no fault."""
-        return self.error is None or self.error <= TOLERANCE
+        return self.error is None or self.error <= PRODUCT_TOLERANCE
 
 
 def versions() -> dict[str, str]:
@@ -65,7 +65,7 @@ def _weight(packing: Packing, device: torch.device, dtype: torch.dtype, generato
     return PackedWeight(packed.to(device), scales.to(device, dtype), packing, IN_FEATURES)
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def relative_rms(found: Tensor, exact: Tensor) -> float:
     """RMS of the difference over RMS of `exact`; infinite where anything is not finite."""
     if not bool(found.isfinite().all()):
         return float("inf")
@@ -74,13 +74,13 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def _error(kernel: Kernel, weight: PackedWeight, dtype: torch.dtype, generator: torch.Generator) -> float:
-    """The worst over `ROWS`, against the reference's weights and a product in fp64."""
+    """The worst over `PRODUCT_ROWS`, against the reference's weights and a product in fp64."""
     dense = dequantize(weight).double()
     matmul = kernel.prepare(weight, dtype)
     worst = 0.0
-    for rows in ROWS:
+    for rows in PRODUCT_ROWS:
         x = torch.randn(rows, IN_FEATURES, generator=generator).to(dense.device, dtype)
-        worst = max(worst, relative_error(matmul(x), x.double() @ dense.T))
+        worst = max(worst, relative_rms(matmul(x), x.double() @ dense.T))
     return worst
 
 

@@ -23,7 +23,7 @@ from mycli.runtime.device.system import peak_resident, reset_peak
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.memory.estimate import Plan, bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 
@@ -83,7 +83,7 @@ class Result:
         """Standard deviation of one repetition; 0 for a single one."""
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
-    def read_rate(self, plan: Plan) -> float | None:
+    def read_rate(self, plan: MemoryPlan) -> float | None:
         """GB/s of weights and cache that generating read; None for a prompt, which is not bound by reading."""
         if not self.trial.generate:
             return None
@@ -137,7 +137,7 @@ class _Test:
         return self._session.timing.token_seconds
 
 
-def run(
+def run_trial(
     runner: ModelRunner,
     trial: Trial,
     repetitions: int,

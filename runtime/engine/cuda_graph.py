@@ -21,8 +21,8 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
 
-Work = Callable[[], Tensor]  # launches, and where the result will be
-Capture = Callable[[Work], Work]
+Launches = Callable[[], Tensor]  # launches, and where the result will be
+Capture = Callable[[Launches], Launches]
 MOST_GRAPHS = 16  # of one cache: each holds memory
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
 _CHECK_CONTEXT = 64
@@ -42,7 +42,7 @@ class Step(Protocol):
         ...
 
 
-def cuda_graph(work: Work) -> Work:
+def cuda_graph(work: Launches) -> Launches:
     """`work` captured on the current device; it ran before, so that everything it launches is compiled."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -61,7 +61,7 @@ class _Captured:
 
     tokens: Tensor
     lengths: Tensor
-    replay: Work
+    replay: Launches
 
 
 class Replay:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
-from mycli.runtime.engine.cuda_graph import Capture, Step, Work, cuda_graph, make_replay
+from mycli.runtime.engine.cuda_graph import Capture, Launches, Step, cuda_graph, make_replay
 from mycli.runtime.engine.model_runner import FastPaths
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
@@ -36,7 +36,7 @@ class _Held:
     """The buffers of one cache, and what was captured on them; None after the first launch of a kind."""
 
     feedback: SamplingBuffers
-    graphs: dict[_Kind, Work | None] = field(default_factory=dict)
+    graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DeviceLoop:
             events[1].record()
         return _Launch(tokens, events)
 
-    def _captured(self, held: _Held, kind: _Kind, work: Work) -> Work:
+    def _captured(self, held: _Held, kind: _Kind, work: Launches) -> Launches:
         """`work` itself the first time, so that all that it launches is compiled; then what was captured of it."""
         captured = held.graphs.get(kind)
         if captured is not None:

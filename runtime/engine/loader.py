@@ -13,7 +13,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Plan, estimate, longest_context
+from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
 
 
@@ -47,16 +47,16 @@ def load_model(
     return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
 
 
-def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> Plan:
+def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> MemoryPlan:
     dtype, kv = placement.dtype_name, placement.kv
-    return Plan(
+    return MemoryPlan(
         folder.config,
         folder.packings,
         context=engine.context or min(folder.config.max_context, DEFAULT_CONTEXT),
         batch=engine.sequences,
         dtype=dtype,
         gpu=placement.device.type == "cuda",
-        draft=None if draft is None else Plan(draft.config, draft.packings, dtype=dtype, kv=kv),
+        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, dtype=dtype, kv=kv),
         kv=kv,
         shadow=placement.dense_prefill_copy,
         tiles=cpu().tiles,

@@ -18,7 +18,7 @@ from mycli.runtime.errors import NotFoundError
 if TYPE_CHECKING:
     import httpx2
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 RESUMABLE = "another attempt goes on where this one stopped"
 
 
@@ -41,7 +41,9 @@ class RetryPolicy:
     longest_wait: float = 120.0
     timeout: float = 15.0
 
-    def run(self, action: Callable[[], T], note: Callable[[str], None], progress: Callable[[], int] | None = None) -> T:
+    def run(
+        self, action: Callable[[], _T], note: Callable[[str], None], progress: Callable[[], int] | None = None
+    ) -> _T:
         """`action()` until it succeeds, waiting longer after each TransientError, and telling `note` so.
 
         `progress`, in bytes, makes it a file, whose attempts count anew after a MiB. Raises NotFoundError when they are

@@ -26,7 +26,7 @@ CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its larg
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
 
     `shadow`: packed weights of the blocks are also kept in `dtype`. `tiles`: the CPU multiplies many rows of bf16 by
@@ -39,7 +39,7 @@ class Plan:
     batch: int = 1
     dtype: Dtype | None = None
     gpu: bool = False
-    draft: "Plan | None" = None
+    draft: "MemoryPlan | None" = None
     kv: Kv = "auto"
     shadow: bool = False
     tiles: bool = False
@@ -114,7 +114,7 @@ class Estimate:
         return self.needed + self.runtime
 
 
-def block_bytes(plan: Plan, layer: int) -> int:
+def block_bytes(plan: MemoryPlan, layer: int) -> int:
     """One block: its linears, norms and biases.
 
     A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales.
@@ -126,12 +126,12 @@ def block_bytes(plan: Plan, layer: int) -> int:
     return total
 
 
-def weight_bytes(plan: Plan) -> int:
+def weight_bytes(plan: MemoryPlan) -> int:
     """All blocks and the last norm."""
     return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm(plan)
 
 
-def shadow_bytes(plan: Plan) -> int:
+def shadow_bytes(plan: MemoryPlan) -> int:
     """The packed linears of the blocks once more, dense; of those that share an input all or none."""
     if not plan.shadow:
         return 0
@@ -140,11 +140,11 @@ def shadow_bytes(plan: Plan) -> int:
     return sum(spec.out_features * spec.in_features for group in packed for spec in group) * plan.value_bytes
 
 
-def _norm(plan: Plan) -> int:
+def _norm(plan: MemoryPlan) -> int:
     return plan.config.hidden_size * plan.value_bytes
 
 
-def head_bytes(plan: Plan) -> int:
+def head_bytes(plan: MemoryPlan) -> int:
     """The output projection [vocab, hidden], read whole for every token; with tied embeddings, the embedding itself."""
     head = plan.config.head()
     packing = plan.packings.get(head.name)
@@ -153,7 +153,7 @@ def head_bytes(plan: Plan) -> int:
     return head.out_features * head.in_features * plan.value_bytes
 
 
-def embedding_bytes(plan: Plan) -> int:
+def embedding_bytes(plan: MemoryPlan) -> int:
     """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor."""
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
     return table if plan.config.tie_embeddings else table + head_bytes(plan)
@@ -173,7 +173,7 @@ def cache_positions(context: int) -> int:
     return -(-context // CACHE_BLOCK) * CACHE_BLOCK
 
 
-def cache_bytes(plan: Plan) -> int:
+def cache_bytes(plan: MemoryPlan) -> int:
     """2 (keys, values) x layers x kv_heads x positions x batch x bytes of a position.
 
     A sliding window does not make it smaller: the cache keeps every position.
@@ -182,12 +182,12 @@ def cache_bytes(plan: Plan) -> int:
     return vectors * plan.position_bytes
 
 
-def activation_bytes(plan: Plan) -> int:
+def activation_bytes(plan: MemoryPlan) -> int:
     """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`)."""
     return plan.rows * pass_values(plan.config.layer(0)) * plan.value_bytes
 
 
-def dequantization_bytes(plan: Plan) -> int:
+def dequantization_bytes(plan: MemoryPlan) -> int:
     """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
 
     The CPU unpacks at most `CPU_PART` weights at a time, with AMX none; a shadow leaves nothing to unpack.
@@ -202,7 +202,7 @@ def dequantization_bytes(plan: Plan) -> int:
     return (largest if plan.gpu else min(largest, CPU_PART)) * plan.value_bytes
 
 
-def dense_cache_bytes(plan: Plan) -> int:
+def dense_cache_bytes(plan: MemoryPlan) -> int:
     """Keys and values of one layer in the dtype of activations: what a prompt's attention makes of another kind."""
     dense = plan.config.head_dim * plan.value_bytes
     if plan.position_bytes == dense:
@@ -210,24 +210,24 @@ def dense_cache_bytes(plan: Plan) -> int:
     return 2 * plan.config.kv_heads * cache_positions(plan.context) * plan.batch * dense
 
 
-def logits_bytes(plan: Plan) -> int:
+def logits_bytes(plan: MemoryPlan) -> int:
     """Last token only: batch x vocab logits, as computed and in fp32, and four fp32-sized copies while drawing."""
     return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
 
 
-def mask_bytes(plan: Plan) -> int:
+def mask_bytes(plan: MemoryPlan) -> int:
     """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values."""
     if plan.context == plan.chunk:
         return 0
     return plan.chunk * plan.context * (1 + plan.value_bytes)
 
 
-def rope_bytes(plan: Plan) -> int:
+def rope_bytes(plan: MemoryPlan) -> int:
     """Cosines and sines: 2 x context x head_dim / 2 values."""
     return plan.context * plan.config.head_dim * plan.value_bytes
 
 
-def kept_bytes(plan: Plan) -> int:
+def kept_bytes(plan: MemoryPlan) -> int:
     """What the C library keeps of activations that were freed, in pieces: as much again as lives, up to `CPU_KEPT`.
 
     On a GPU torch's pool keeps what it has, and gives it to the next pass.
@@ -235,7 +235,7 @@ def kept_bytes(plan: Plan) -> int:
     return 0 if plan.gpu else min(activation_bytes(plan), CPU_KEPT)
 
 
-def estimate(plan: Plan) -> Estimate:
+def estimate(plan: MemoryPlan) -> Estimate:
     """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
     draft = 0
     if plan.draft is not None:
@@ -255,7 +255,7 @@ def estimate(plan: Plan) -> Estimate:
     return Estimate(weights, embedding_bytes(plan), cache_bytes(plan), draft, workspace, runtime)
 
 
-def longest_context(plan: Plan, free: int, started: bool = False) -> int:
+def longest_context(plan: MemoryPlan, free: int, started: bool = False) -> int:
     """The longest context, at most the model's, that fits into `free` bytes; 0 where not one block does.
 
     `started`: the process runs already, so what it takes itself is no longer in `free`.
@@ -272,7 +272,7 @@ def longest_context(plan: Plan, free: int, started: bool = False) -> int:
     return low if low == plan.config.max_context else low // CACHE_BLOCK * CACHE_BLOCK
 
 
-def bytes_per_step(plan: Plan, depth: int) -> int:
+def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
     config = plan.config
     positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
@@ -280,6 +280,6 @@ def bytes_per_step(plan: Plan, depth: int) -> int:
     return weight_bytes(plan) + head_bytes(plan) + cached
 
 
-def tokens_per_second(plan: Plan, depth: int, gigabytes_per_second: float) -> float:
+def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:
     """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
     return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, Plan, estimate, longest_context
+from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, MemoryPlan, estimate, longest_context
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.utils.units import gib
@@ -16,7 +16,7 @@ SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
 
 
 @dataclass(frozen=True)
-class Scheme:
+class PackingScheme:
     """A way of holding the linears of the blocks, and of the head; None: dense."""
 
     packing: Packing | None = None
@@ -52,22 +52,24 @@ def _checked(packing: Packing | None, name: str, in_features: int) -> Packing:
     return packing
 
 
-def schemes(config: ModelConfig) -> list[Scheme]:
+def schemes(config: ModelConfig) -> list[PackingScheme]:
     """Dense first, then fewer and fewer bits, each with the largest group that divides every linear's inputs."""
     inputs = {spec.in_features for group in config.block_linears(0).values() for spec in group}
     groups = [size for size in sorted(GROUP_SIZES, reverse=True) if all(k % size == 0 for k in inputs)]
     group = groups[0] if groups else None
-    return [Scheme(), *(Scheme(Packing(bits, group)) for bits in BITS)]
+    return [PackingScheme(), *(PackingScheme(Packing(bits, group)) for bits in BITS)]
 
 
-def fit(plan: Plan, free: int, context: int | None, choices: Sequence[Scheme]) -> tuple[Plan, Scheme] | None:
+def fit(
+    plan: MemoryPlan, free: int, context: int | None, choices: Sequence[PackingScheme]
+) -> tuple[MemoryPlan, PackingScheme] | None:
     """The first of `choices` (best first) that holds `context` tokens in `free` bytes; None where none does.
 
     With `context` None, the usual context decides and is then stretched as far as memory goes; where nothing holds the
     usual one, the last choice with whatever it holds. A dense choice keeps the packings that `plan` has.
     """
 
-    def under(scheme: Scheme, tokens: int) -> Plan:
+    def under(scheme: PackingScheme, tokens: int) -> MemoryPlan:
         return replace(plan, packings=scheme.packings(plan.config) or plan.packings, context=tokens)
 
     wanted = context or min(DEFAULT_CONTEXT, plan.config.max_context)
@@ -84,12 +86,12 @@ def fit(plan: Plan, free: int, context: int | None, choices: Sequence[Scheme]) -
 class _Change:
     """One thing to ask for otherwise, as the code and data of an error, and the plan that it leads to."""
 
-    plan: Plan
+    plan: MemoryPlan
     code: str
     data: Mapping[str, object] = field(default_factory=dict)
 
 
-def _changes(plan: Plan, free: int) -> Iterator[_Change]:
+def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
     """Changes in the order of what they cost a person."""
     longest = longest_context(plan, free)
     shorter = _Change(replace(plan, context=longest), code="set-context", data={"context": longest})
@@ -100,13 +102,13 @@ def _changes(plan: Plan, free: int) -> Iterator[_Change]:
     if plan.batch > 1:
         yield _Change(replace(plan, batch=1), code="one-sequence")
     for packing in [scheme.packing for scheme in schemes(plan.config) if scheme.packing and not plan.packings]:
-        packed = replace(plan, packings=Scheme(packing).packings(plan.config))
+        packed = replace(plan, packings=PackingScheme(packing).packings(plan.config))
         yield _Change(packed, code="quantize", data={"bits": packing.bits, "group": packing.group_size or "channel"})
     if longest >= SHORTEST_CONTEXT:
         yield shorter
 
 
-def preflight(plan: Plan, free: int, place: str, started: bool = True) -> Estimate:
+def preflight(plan: MemoryPlan, free: int, place: str, started: bool = True) -> Estimate:
     """The estimate of `plan`, or ResourceError with needed against free, and the smallest change that fits.
 
     `place` says whose memory (`cuda:0`, `main memory`). `started`: torch runs already, and on a GPU has its context, so
@@ -120,7 +122,7 @@ def preflight(plan: Plan, free: int, place: str, started: bool = True) -> Estima
     return result
 
 
-def shortage(plan: Plan, free: int, place: str) -> ResourceError:
+def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
     """What `plan` needs against the `free` bytes of `place`, with the smallest change that fits.
 
     Where it should fit by these numbers, memory has run out all the same: something else takes it.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from mycli.runtime.errors import ModelError
 
 MAX_JSON_BYTES = 1 << 20  # of a configuration; tokenizers and shard indexes have their own, larger caps
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Fields:
@@ -85,7 +85,7 @@ class Fields:
             raise self.fail(key, f"must be an object, not {value!r:.40}")
         return Fields(value, f"{self.source}: {key}")
 
-    def array(self, key: str, kind: type[T], limit: int = 100_000) -> list[T]:
+    def array(self, key: str, kind: type[_T], limit: int = 100_000) -> list[_T]:
         """A list of at most `limit` values of `kind`; empty when missing."""
         value = self.values.get(key)
         if value is None:

@@ -28,8 +28,8 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.model_card import Layer
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
-from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize
-from mycli.quant.solvers import Scheme, Solution, rtn
+from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
+from mycli.quant.solvers import Solution, SolverModule, rtn
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -45,7 +45,7 @@ class PlainGptq:
     NEEDS_HESSIAN = True
 
     def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-        """As `Scheme.solve`."""
+        """As `SolverModule.solve`."""
         assert hessian is not None
         weight, hessian = weight.float().clone(), hessian.clone()
         rows, columns = weight.shape
@@ -70,7 +70,7 @@ class PlainGptq:
 class Peer(Solver):
     """A scheme that aims at the weights as they are."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: SolverModule) -> None:
         super().__init__("gptq", torch.bfloat16, "mse")
         self._scheme = scheme
 
@@ -123,7 +123,7 @@ def main() -> None:
                 state.update(solved.changed)
                 for linear, quantized in solved.linears.items():
                     grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this turn only
-                    state[f"{linear}.weight"] = dequantize(quantized, grid).bfloat16()
+                    state[f"{linear}.weight"] = dequantize_codes(quantized, grid).bfloat16()
 
             started = time.monotonic()
             if isinstance(solver, str):

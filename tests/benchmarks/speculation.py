@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
@@ -66,7 +66,7 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     }
     save_file(tensors, source / "model.safetensors")
     recipe = Recipe(method="rtn", scales="absmax", head="int4")
-    quantize(plan(Source(str(source), source, None, None), recipe), target, CPU, report="none")
+    quantize(plan_quantization(Source(str(source), source, None, None), recipe), target, CPU, report="none")
     return target
 
 

@@ -21,7 +21,7 @@ import torch
 from mycli.quant.evaluate import held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import Source
@@ -90,7 +90,9 @@ def main() -> None:
             folder, site = Path(name) / "out", Path(name) / "site"
             site.mkdir()
             plugin(site)
-            work = plan(Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none")
+            work = plan_quantization(
+                Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none"
+            )
             quantize(work, folder, CPU)
             same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks, site))
         ok = worst <= TIE

@@ -12,7 +12,7 @@ from mycli.quant.calibration.hessian import HELD, BlockState, inputs, leave
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
-from mycli.quant.rounding.grid import Grid, dequantize, round_to_grid
+from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
 from mycli.quant.solvers import Solution, gptq
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -92,7 +92,7 @@ def test_each_product_sees_what_was_quantized_before_it(
 
     def sink(solved: Solved) -> None:
         for name, quantized in solved.linears.items():
-            restored[name] = dequantize(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
+            restored[name] = dequantize_codes(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
 
     layers = quantize_blocks(model, packings, solver, windows, sink)
     assert [layer.name for layer in layers] == list(packings) == list(restored)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant import evaluate as module
-from mycli.quant.evaluate import Text, cut, evaluate, held_out_text, read_text
+from mycli.quant.evaluate import TokenWindows, cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
@@ -120,7 +120,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) 
         cut("too short", tokenizer, 1)
     model = StreamedModel(ModelFolder.open(PICO), FP32)
     with pytest.raises(UsageError, match="windows of 4096 tokens; the model takes 2048"):
-        evaluate(model, Text(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
+        evaluate(model, TokenWindows(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
     with pytest.raises(NotFoundError, match="none.txt"):
         read_text(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -138,7 +138,7 @@ def test_vocabularies_must_agree(tmp_path: Path) -> None:
         [tensors["model.embed_tokens.weight"], torch.zeros(1, 256).bfloat16()]
     )
     save_file(tensors, folder / "model.safetensors")
-    text = Text(torch.zeros(1, 8, dtype=torch.int64), False, "")
+    text = TokenWindows(torch.zeros(1, 8, dtype=torch.int64), False, "")
     with pytest.raises(UsageError, match="4096 and 4097"):
         evaluate(StreamedModel(ModelFolder.open(PICO), FP32), text, StreamedModel(ModelFolder.open(folder), FP32))
 
@@ -151,4 +151,4 @@ def test_logits_that_are_not_finite_end_it(tmp_path: Path, fault: str) -> None:
     tensors["model.layers.5.mlp.down_proj.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="not finite in torch.float32"):
-        evaluate(StreamedModel(ModelFolder.open(folder), FP32), Text(torch.arange(8).view(1, 8), False, ""))
+        evaluate(StreamedModel(ModelFolder.open(folder), FP32), TokenWindows(torch.arange(8).view(1, 8), False, ""))

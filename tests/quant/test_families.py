@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.quant.calibration.hessian import BlockState, inputs
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
@@ -78,7 +78,9 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
 def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     reference = random_model(tmp_path / "source", case, hidden_size=64, intermediate_size=96)
-    work = plan(Source("random", tmp_path / "source"), Recipe(method, 8, 32, samples=8, seq=48), report="none")
+    work = plan_quantization(
+        Source("random", tmp_path / "source"), Recipe(method, 8, 32, samples=8, seq=48), report="none"
+    )
     outcome = quantize(work, tmp_path / "copy", CPU)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.quant.memory import Work, choose, need
+from mycli.quant.memory import QuantizationWork, choose, need
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.config import parse_config
@@ -47,10 +47,10 @@ print(json.dumps([need, peak_resident() - before]))
 """
 
 
-def work(**changes: object) -> Work:
+def work(**changes: object) -> QuantizationWork:
     config = parse_config(Fields(WIDE, "config.json"))
     packings = Recipe(group=64).packings(config)
-    return replace(Work(config, packings, 128 * 256, 256, False, False, 8192, 512), **changes)  # type: ignore[arg-type]  # fields
+    return replace(QuantizationWork(config, packings, 128 * 256, 256, False, False, 8192, 512), **changes)  # type: ignore[arg-type]  # fields
 
 
 def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:

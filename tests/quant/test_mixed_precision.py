@@ -10,11 +10,11 @@ import torch
 
 from mycli.cli.main import main
 from mycli.quant import mixed_precision as allocate
-from mycli.quant.evaluate import Text, evaluate
+from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.mixed_precision import Share
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
@@ -33,12 +33,16 @@ def share(loss: float, weights: int = 1000) -> Share:
 
 def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
     """Half of gradient times change is the divergence itself, as far as that is quadratic."""
-    quantize(plan(Source("draft", DRAFT, None, None), Recipe("rtn", 4, 64), report="none"), tmp_path / "low", CPU)
+    quantize(
+        plan_quantization(Source("draft", DRAFT, None, None), Recipe("rtn", 4, 64), report="none"),
+        tmp_path / "low",
+        CPU,
+    )
     model, low = StreamedModel(ModelFolder.open(DRAFT), CPU), StreamedModel(ModelFolder.open(tmp_path / "low"), CPU)
     windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
-    shares = allocate.measure(model, low, windows)
+    shares = allocate.measure_shares(model, low, windows)
     assert len(shares) == 4 * model.config.layers
-    measured = evaluate(low, Text(windows, False, ""), model).divergence
+    measured = evaluate(low, TokenWindows(windows, False, ""), model).divergence
     assert measured is not None
     assert sum(each.loss[4] for each in shares) == pytest.approx(measured.kl.value, rel=0.25)
     assert all(each.loss[8] < each.loss[4] / 50 < each.loss[2] / 100 for each in shares)

@@ -17,9 +17,9 @@ from mycli.quant import blockwise, pipeline, planning
 from mycli.quant import model_card as record
 from mycli.quant.memory import Need
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import Plan, plan
+from mycli.quant.planning import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe
-from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -27,7 +27,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
+from mycli.runtime.quantization.packed_weight import dequantize_codes as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.support.models import CPU, random_model, write_config
 from tests.support.paths import PICO
@@ -54,8 +54,8 @@ def rewrite(source: Source, name: str, change: Any) -> None:
     save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> Plan:
-    work = plan(source, recipe, report=options.pop("report", "none"))
+def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> QuantizationPlan:
+    work = plan_quantization(source, recipe, report=options.pop("report", "none"))
     quantize(work, target, CPU, **options)
     return work
 
@@ -94,7 +94,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
         solved = rtn.solve(weight, grid).quantized
         packed, scales = copy.read(f"{linear}.weight_packed"), copy.read(f"{linear}.weight_scale")
         restored = dequantize_packed(PackedWeight(packed, scales, grid.packing, weight.shape[1]))
-        assert torch.equal(restored, dequantize(solved, grid).bfloat16())
+        assert torch.equal(restored, dequantize_codes(solved, grid).bfloat16())
         assert copy.read(f"{linear}.weight_shape").tolist() == list(weight.shape)
 
 
@@ -131,9 +131,9 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     target = tmp_path / "out"
     make(source, target)
     names = {path.name for path in target.iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.FILE} <= names
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.CARD_FILE} <= names
     assert "README.md" not in names
-    written = json.loads((target / record.FILE).read_text())
+    written = json.loads((target / record.CARD_FILE).read_text())
     assert written["schema_version"] == 1
     assert written["recipe"] == {
         "method": "rtn",
@@ -153,8 +153,8 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     assert written["card"] is None
     assert len(written["layers"]) == 21 and all(0 < layer["error"] < 0.05 for layer in written["layers"])
     # Every file but the record itself, and every file it was made from, under the sum that sha256sum gives.
-    assert set(written["files"]) == names - {record.FILE}
-    assert written["files"] == record.digests(path for path in target.iterdir() if path.name != record.FILE)
+    assert set(written["files"]) == names - {record.CARD_FILE}
+    assert written["files"] == record.digests(path for path in target.iterdir() if path.name != record.CARD_FILE)
     assert (
         written["source"]["files"]["model.safetensors"]
         == record.digests(source.folder.glob("*.safetensors"))["model.safetensors"]
@@ -164,13 +164,13 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
 
 def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    work = plan(source, Recipe("rtn", bits=2, group=32))
+    work = plan_quantization(source, Recipe("rtn", bits=2, group=32))
     outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
     card = outcome.card
     assert card is not None and card.divergence is not None
     assert card.context == 64 and card.scored_tokens == planning.QUICK_TOKENS // 64 * 63
     assert card.divergence.kl.value > 1e-3
-    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    written = json.loads((tmp_path / "out" / record.CARD_FILE).read_text())
     assert written["card"]["divergence"]["kl"]["value"] == card.divergence.kl.value
     for stage in ("quantizing", "layers", "windows"):
         assert any(name == stage and done == total for name, done, total in steps)
@@ -182,7 +182,7 @@ def test_the_same_recipe_gives_the_same_bytes(source: Source, tmp_path: Path, re
     for name in ("first", "second"):
         make(source, tmp_path / name, recipe, report="quick" if recipe is GROUP_32 else "none")
     first, second = (record.digests((tmp_path / name).iterdir()) for name in ("first", "second"))
-    assert first == second and record.FILE in first
+    assert first == second and record.CARD_FILE in first
 
 
 def test_one_tensor_is_in_memory_at_a_time(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,17 +207,17 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     text = tmp_path / "text.txt"
     text.write_text("One two three. " * 200)
     rewrite(source, "model.layers.0.input_layernorm.weight", lambda gain: gain.index_fill(0, torch.tensor([7]), 0))
-    work = plan(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
+    work = plan_quantization(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
     outcome = quantize(work, tmp_path / "out", CPU)
     assert outcome.fallbacks == 0
     dead, collapsed = outcome.notes
     assert "3 layers have inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
     assert "the model has collapsed" in collapsed
-    written = json.loads((tmp_path / "out" / record.FILE).read_text())
+    written = json.loads((tmp_path / "out" / record.CARD_FILE).read_text())
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
     assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
 
-    few = plan(
+    few = plan_quantization(
         Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32), report="none"
     )
     notes = quantize(few, tmp_path / "few", CPU).notes
@@ -228,10 +228,10 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
 def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str) -> None:
     make(source, tmp_path / "out")
     with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
-        plan(Source("again", tmp_path / "out", None, None), GROUP_32)
+        plan_quantization(Source("again", tmp_path / "out", None, None), GROUP_32)
     write_config(source.folder, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelError, match=r"quantized already \(gptq\)"):
-        plan(source, GROUP_32)
+        plan_quantization(source, GROUP_32)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["E11-own-head", "E11-tied-head"])
@@ -257,7 +257,7 @@ def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, r
 @pytest.mark.parametrize("fault", ["E5-indivisible"])
 def test_a_group_that_does_not_fit_is_refused_before_any_work(source: Source, fault: str) -> None:
     with pytest.raises(UsageError, match="128 does not divide the 192 inputs of model.layers.0.mlp.down_proj"):
-        plan(source, Recipe())
+        plan_quantization(source, Recipe())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["A26-nan", "A26-inf"])
@@ -319,7 +319,7 @@ def test_no_space_is_known_before_the_work(
 
 
 def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
-    work = replace(plan(source, GROUP_32), need=Need(1 << 60, 0, 1024))
+    work = replace(plan_quantization(source, GROUP_32), need=Need(1 << 60, 0, 1024))
     with pytest.raises(ResourceError, match="GiB of memory needed"):
         quantize(work, tmp_path / "out", CPU)
 
@@ -341,7 +341,7 @@ def test_memory_that_runs_out_is_no_crash(
     def failing(*_: object) -> None:
         raise error
 
-    work = plan(source, DATA, report="none")
+    work = plan_quantization(source, DATA, report="none")
     solve = blockwise.Solver.solve
     asked: list[int] = []
 

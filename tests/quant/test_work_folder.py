@@ -21,7 +21,7 @@ from mycli.quant import blockwise, pipeline
 from mycli.quant import model_card as record
 from mycli.quant.model_card import Layer
 from mycli.quant.pipeline import default_work_folder, quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
@@ -105,7 +105,7 @@ def test_finished_blocks_are_not_solved_again(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
     whole, target = tmp_path / "whole", tmp_path / "out"
-    quantize(plan(source, recipe, report="none"), whole, CPU)
+    quantize(plan_quantization(source, recipe, report="none"), whole, CPU)
     asked: list[str] = []
     solve = blockwise.Solver.solve
 
@@ -119,11 +119,11 @@ def test_finished_blocks_are_not_solved_again(
 
     monkeypatch.setattr(blockwise.Solver, "solve", failing)
     with pytest.raises(Stop):
-        quantize(plan(source, recipe, report="none"), target, CPU)
+        quantize(plan_quantization(source, recipe, report="none"), target, CPU)
     assert not target.exists() and default_work_folder(target).is_dir()
     with pytest.raises(UsageError, match="differs in: recipe"):
-        quantize(plan(source, replace(recipe, bits=3), report="none"), target, CPU)
-    quantize(plan(source, recipe, report="none"), target, CPU)
+        quantize(plan_quantization(source, replace(recipe, bits=3), report="none"), target, CPU)
+    quantize(plan_quantization(source, recipe, report="none"), target, CPU)
     assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
     assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
@@ -132,7 +132,7 @@ def test_finished_blocks_are_not_solved_again(
 def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_write_blocks", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        quantize(plan(source, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
+        quantize(plan_quantization(source, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
     assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
 
 

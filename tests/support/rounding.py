@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.quant.work_folder import Solved
 from mycli.runtime.layers.block import Block
@@ -26,7 +26,7 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
     """What the outputs lose, squared and summed over the inputs of `hessian`."""
-    lost = dequantize(quantized, grid).double() - weight.double()
+    lost = dequantize_codes(quantized, grid).double() - weight.double()
     return float((lost @ hessian.double() * lost).sum())
 
 
@@ -42,7 +42,7 @@ def stored(model: StreamedModel, solved: Solved) -> Block:
     """The block of layer 1 as a reader would have it."""
     block = model.block(1)
     for linear in block.products.values():
-        linear.replace(torch.cat([dequantize(solved.linears[s.name], GRID) for s in linear.specs]))
+        linear.replace(torch.cat([dequantize_codes(solved.linears[s.name], GRID) for s in linear.specs]))
     for norm in block.norms:
         norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
     return block

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from mycli.runtime.diagnostics.throughput import Trial, run
+from mycli.runtime.diagnostics.throughput import Trial, run_trial
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
@@ -34,7 +34,7 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
 
 
 def _row(context: Context, label: str, made: ModelRunner, packing: Packing | None, trial: Trial) -> list[Row]:
-    result = run(made, trial, context.rounds)
+    result = run_trial(made, trial, context.rounds)
     rate = statistics.median(result.rates)
     row: dict[str, object] = {"model": label, "test": trial.name, "tokens/s": rate, "peak GB": result.peak_bytes / 1e9}
     read = context.limits.get("read GB/s")

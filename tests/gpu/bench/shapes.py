@@ -5,7 +5,7 @@ Sizes are those of the published config.json files of Llama-3.1-8B and Qwen3-4B;
 
 from dataclasses import dataclass, replace
 
-from mycli.runtime.memory.estimate import Plan, bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
 from mycli.runtime.models.config import ModelConfig, RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 
@@ -64,7 +64,7 @@ def floors(config: ModelConfig, packing: Packing | None) -> list[Floor]:
 
 def token_bytes(config: ModelConfig, packing: Packing | None, depth: int = 0, batch: int = 1) -> int:
     """Bytes that a decoding step must read: weights, norms, and a 16-bit cache of `depth` tokens a sequence."""
-    return bytes_per_step(Plan(config, packings(config, packing), max(depth, 1), batch), depth)
+    return bytes_per_step(MemoryPlan(config, packings(config, packing), max(depth, 1), batch), depth)
 
 
 def roofline_seconds(flops: float, nbytes: float, gigabytes_per_second: float, teraflops: float) -> float:

@@ -121,7 +121,7 @@ def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer,
 )
 def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        calibration.check(samples, seq, 2048)
+        calibration.check_windows(samples, seq, 2048)
 
 
 def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.coordinate_descent import descend, move_codes, refit_scales
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales
 from mycli.quant.solvers import gptq, rtn
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.rounding import output_error, problem
@@ -66,4 +66,4 @@ def test_a_group_of_zeros_and_a_row_of_zeros_stay() -> None:
     solved = Quantized(rtn.solve(weight, grid, hessian).quantized.codes, find_scales(weight, grid))
     after = descend(weight, solved, grid, hessian, 2)
     assert torch.isfinite(after.scales).all() and (after.scales != 0).all()
-    assert (dequantize(after, grid)[5] == 0).all()
+    assert (dequantize_codes(after, grid)[5] == 0).all()

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize, find_scales, round_to_grid
+from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, find_scales, round_to_grid
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
-from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
+from mycli.runtime.quantization.packed_weight import dequantize_codes as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -27,7 +27,7 @@ def solve(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Quant
 
 
 def group_errors(weight: Tensor, quantized: Quantized, grid: Grid, importance: Tensor | None = None) -> Tensor:
-    squares = (dequantize(quantized, grid) - weight).double().square()
+    squares = (dequantize_codes(quantized, grid) - weight).double().square()
     if importance is not None:
         squares = squares * importance.double()
     return squares.view(weight.shape[0], quantized.scales.shape[1], -1).sum(-1)
@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float, fault: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_below_the_range_of_the_scales_become_zero(dtype: torch.dtype, fault: str) -> None:
     quantized = solve(torch.full((1, 32), 1e-44), grid := Grid(Packing(8, 32), dtype))
-    assert torch.isfinite(dequantize(quantized, grid)).all() and (quantized.scales > 0).all()
+    assert torch.isfinite(dequantize_codes(quantized, grid)).all() and (quantized.scales > 0).all()
 
 
 @case("E5-indivisible")

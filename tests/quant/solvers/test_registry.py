@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mycli.quant import solvers
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize, find_scales
+from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales
 from mycli.quant.solvers import rtn
 from mycli.runtime.errors import UsageError
 from mycli.runtime.quantization.scheme import Packing
@@ -37,7 +37,7 @@ def test_rtn_weights_its_search_with_the_diagonal_of_the_hessian() -> None:
     assert torch.equal(informed.scales, find_scales(weight, grid, hessian.diagonal()))
 
     def output_error(solution: Quantized) -> float:
-        return float((inputs @ (dequantize(solution, grid) - weight).T).square().sum())
+        return float((inputs @ (dequantize_codes(solution, grid) - weight).T).square().sum())
 
     assert output_error(informed) < 0.8 * output_error(blind)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.layer_streaming import restore
-from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.quant.transforms.awq import choose_scale, fold
 from mycli.runtime.device.placement import torch_dtype
@@ -122,7 +122,7 @@ def test_the_scale_lowers_the_error_of_rounding() -> None:
 
     def error(scale: Tensor) -> float:
         scaled = rtn.solve(weight * scale, grid, hessian / scale / scale.unsqueeze(1)).quantized
-        lost = dequantize(scaled, grid) / scale - weight
+        lost = dequantize_codes(scaled, grid) / scale - weight
         return float((lost @ hessian * lost).sum())
 
     assert error(scale) < 0.95 * error(torch.ones(64))

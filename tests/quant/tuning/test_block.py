@@ -10,7 +10,7 @@ from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.calibration.sampler import bundled
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.rounding.grid import Grid, dequantize
+from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.quant.tuning import block as tuning
 from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
@@ -33,7 +33,7 @@ def test_close_calls_are_the_best_single_moves() -> None:
     grid = Grid(Packing(3, 32), torch.bfloat16)
     quantized = rtn.solve(weight, grid).quantized
     found = preferred_shifts(weight, quantized, grid, hessian)
-    restored, step = dequantize(quantized, grid), torch.linspace(-0.5, 0.5, 2001)
+    restored, step = dequantize_codes(quantized, grid), torch.linspace(-0.5, 0.5, 2001)
     for row in range(4):
         for column in (0, 7, 31):
             moved = restored[row].repeat(len(step), 1)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.cache.kv_cache import StaticCache, quantize
+from mycli.runtime.cache.kv_cache import StaticCache, quantize_vectors
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import ModelConfig, RopeScaling
 
@@ -93,7 +93,7 @@ def test_int8_written_in_pieces_and_over_equals_written_at_once(pieces: list[tup
 def test_codes_are_within_half_a_step(seed: int, magnitude: float) -> None:
     values = magnitude * torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(seed))
     values[0, 0] = 0
-    codes, scales = quantize(values)
+    codes, scales = quantize_vectors(values)
     assert codes.shape == values.shape and codes.dtype == torch.int8 and scales.shape == (3, 5)
     assert int(codes.min()) >= -127
     assert ((codes * scales.unsqueeze(-1) - values).abs() <= 0.5001 * scales.unsqueeze(-1)).all()
@@ -103,7 +103,7 @@ def test_codes_are_within_half_a_step(seed: int, magnitude: float) -> None:
 def test_what_is_not_finite_is_not_hidden_by_rounding() -> None:
     values = torch.ones(3, 4)
     values[0, 1], values[1, 2] = torch.nan, torch.inf
-    codes, scales = quantize(values)
+    codes, scales = quantize_vectors(values)
     assert (codes * scales.unsqueeze(-1)).isnan().all(1).tolist() == [True, True, False]
 
 

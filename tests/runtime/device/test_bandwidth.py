@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.runtime.device.bandwidth import FILE, datasheet, remember, remembered
+from mycli.runtime.device.bandwidth import BANDWIDTH_FILE, datasheet, remember, remembered
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_a_measurement_is_remembered_beside_others(tmp_path: Path) -> None:
     remember(folder, "cpu", 18)  # while other work took the rest
     assert (remembered(folder, "cpu"), remembered(folder, "NVIDIA H200")) == (37, 4300)
     assert remembered(folder, "another") is None
-    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in folder.iterdir()] == [FILE]
+    assert (folder / BANDWIDTH_FILE).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in folder.iterdir()] == [BANDWIDTH_FILE]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"cpu": "fast"}', '{"cpu": -1}', '{"cpu": NaN}'])
 def test_a_damaged_note_is_no_note(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / BANDWIDTH_FILE).write_text(text)
     assert remembered(tmp_path, "cpu") is None
     remember(tmp_path, "cpu", 20)
     assert remembered(tmp_path, "cpu") == 20

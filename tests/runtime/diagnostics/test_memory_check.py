@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, torch_dtype
-from mycli.runtime.diagnostics.memory_check import Part, check, measure
+from mycli.runtime.diagnostics.memory_check import MemoryPart, check_parts, measure_memory
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
-from mycli.runtime.memory.estimate import Plan
-from mycli.runtime.memory.fit import Scheme
+from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.models.config import Dtype, Kv
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
@@ -26,10 +26,10 @@ FOLDER = Path(str(files("mycli.runtime"))) / "pico" / "pico"
 EXACT = ("weights", "embeddings and head", "cache")
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> MemoryPlan:
     opened = ModelFolder.open(FOLDER)
     config, packings = opened.config, opened.packings
-    return replace(Plan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
+    return replace(MemoryPlan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
 
 
 MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "int8"), ("float32", 1, "bf16")]
@@ -38,7 +38,7 @@ MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "in
 @pytest.mark.parametrize("dtype, batch, kv", MEASURED)
 def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), kv=kv)
-    parts = measure(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
+    parts = measure_memory(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
     for part in parts:
         if part.name in EXACT:
@@ -55,7 +55,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(
         ModelFolder.open(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024
     )
-    packings = Scheme(Packing(4, 128), Packing(8, 128)).packings(config)
+    packings = PackingScheme(Packing(4, 128), Packing(8, 128)).packings(config)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in config.tensors():
         packing = packings.get(name.removesuffix(".weight"))
@@ -79,8 +79,8 @@ def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, sh
     config, packings = opened.config, opened.packings
     assert len(packings) == 2 * 7 + 1
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), dense_prefill_copy=shadow)
-    parts = measure(opened, Plan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
-    check([part for part in parts if part.exact], 0.001)
+    parts = measure_memory(opened, MemoryPlan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
+    check_parts([part for part in parts if part.exact], 0.001)
     linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
     assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
 
@@ -103,28 +103,30 @@ def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
 
 
 def test_a_wrong_prediction_is_caught() -> None:
-    parts = measure(ModelFolder.open(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16))
+    parts = measure_memory(
+        ModelFolder.open(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16)
+    )
     with pytest.raises(GateError, match=r"weights -50.0%.*cache -50.0%") as caught:
-        check(parts, 0.03)
+        check_parts(parts, 0.03)
     assert caught.value.exit_code == ExitCode.GATE
 
 
 @pytest.mark.parametrize(
     "part, passes",
     [
-        (Part("cache", 100, 102, True), True),
-        (Part("cache", 100, 104, True), False),
-        (Part("cache", 100, 96, True), False),
-        (Part("total", 100, 50, False), True),
-        (Part("total", 100, 104, False), False),
-        (Part("workspace", 100, 300, False), True),  # only as part of the total
-        (Part("cache", 0, 1, True), False),
-        (Part("cache", 0, 0, True), True),
+        (MemoryPart("cache", 100, 102, True), True),
+        (MemoryPart("cache", 100, 104, True), False),
+        (MemoryPart("cache", 100, 96, True), False),
+        (MemoryPart("total", 100, 50, False), True),
+        (MemoryPart("total", 100, 104, False), False),
+        (MemoryPart("workspace", 100, 300, False), True),  # only as part of the total
+        (MemoryPart("cache", 0, 1, True), False),
+        (MemoryPart("cache", 0, 0, True), True),
     ],
 )
-def test_gate(part: Part, passes: bool) -> None:
+def test_gate(part: MemoryPart, passes: bool) -> None:
     if passes:
-        check([part], 0.03)
+        check_parts([part], 0.03)
     else:
         with pytest.raises(GateError, match=part.name):
-            check([part], 0.03)
+            check_parts([part], 0.03)

@@ -53,7 +53,7 @@ def test_a_wrong_kernel_is_found_and_a_declining_one_is_not_blamed(monkeypatch: 
     ids=["equal", "half", "nan"],
 )
 def test_relative_error(found: Tensor, error: float) -> None:
-    assert doctor.relative_error(found, torch.ones(2, dtype=torch.float64)) == pytest.approx(error)
+    assert doctor.relative_rms(found, torch.ones(2, dtype=torch.float64)) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

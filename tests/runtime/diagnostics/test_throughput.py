@@ -22,7 +22,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import Plan, bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
 
 Passes = list[tuple[int, int, int]]
 
@@ -48,24 +48,24 @@ def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 
 def test_a_prompt_is_prefilled_whole_each_time(pico: ModelRunner, passes: Passes) -> None:
-    result = bench.run(pico, Trial(prompt=20, generate=0), repetitions=3)
+    result = bench.run_trial(pico, Trial(prompt=20, generate=0), repetitions=3)
     assert passes == [(1, 0, 20)] * 4  # once to warm up
     assert len(result.rates) == len(result.first_token_seconds) == 3 and not result.token_seconds
 
 
 def test_depth_is_prefilled_once_and_each_prompt_starts_there(pico: ModelRunner, passes: Passes) -> None:
-    bench.run(pico, Trial(prompt=20, generate=0, depth=30, sequences=2), repetitions=3)
+    bench.run_trial(pico, Trial(prompt=20, generate=0, depth=30, sequences=2), repetitions=3)
     assert passes == [(2, 0, 30)] + [(2, 30, 20)] * 4
 
 
 def test_every_token_of_a_reply_is_one_decoding_step(pico: ModelRunner, passes: Passes) -> None:
-    result = bench.run(pico, Trial(prompt=0, generate=5, depth=30), repetitions=2)
+    result = bench.run_trial(pico, Trial(prompt=0, generate=5, depth=30), repetitions=2)
     assert passes == [(1, 0, 30)] + [(1, 30 + step, 1) for step in range(5)] * 3
     assert len(result.token_seconds) == 10 and not result.first_token_seconds
 
 
 def test_a_reply_from_nothing(pico: ModelRunner, passes: Passes) -> None:
-    bench.run(pico, Trial(prompt=0, generate=3), repetitions=1)
+    bench.run_trial(pico, Trial(prompt=0, generate=3), repetitions=1)
     assert passes == [(1, step, 1) for step in range(3)] * 2
 
 
@@ -77,7 +77,7 @@ def test_rates_are_tokens_over_seconds(
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # each token takes one second
-    result = bench.run(pico, trial, repetitions=2)
+    result = bench.run_trial(pico, trial, repetitions=2)
     assert result.rates == (rate, rate)
     assert (result.mean, result.sigma) == (rate, 0.0)
     assert result.peak_bytes > 0
@@ -87,7 +87,7 @@ def test_the_same_prompt_twice_would_be_cached_so_it_never_is(
     pico: ModelRunner, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.random.Random, "randrange", lambda self, stop: 7)
-    bench.run(pico, Trial(prompt=4, generate=0), repetitions=2)
+    bench.run_trial(pico, Trial(prompt=4, generate=0), repetitions=2)
     assert passes == [(1, 0, 4)] * 3
 
 
@@ -105,12 +105,12 @@ def test_grid_is_every_combination() -> None:
 
 
 def test_read_rate_counts_weights_and_the_cache_at_the_middle(pico: ModelRunner) -> None:
-    plan = Plan(pico.config)
+    plan = MemoryPlan(pico.config)
     one = Result(Trial(0, 10, 100), (50.0,), (), (), 0.0, 0)
     assert one.read_rate(plan) == pytest.approx(50 * bytes_per_step(plan, 105) / 1e9)
     four = Result(Trial(0, 10, 100, 4), (200.0,), (), (), 0.0, 0)
-    assert four.read_rate(Plan(pico.config, batch=4)) == pytest.approx(
-        50 * bytes_per_step(Plan(pico.config, batch=4), 105) / 1e9
+    assert four.read_rate(MemoryPlan(pico.config, batch=4)) == pytest.approx(
+        50 * bytes_per_step(MemoryPlan(pico.config, batch=4), 105) / 1e9
     )
     assert Result(Trial(10, 0), (50.0,), (), (), 0.0, 0).read_rate(plan) is None
 

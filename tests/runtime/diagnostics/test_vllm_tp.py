@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.diagnostics.vllm_tp import obstacles
-from mycli.runtime.memory.fit import Scheme
+from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
@@ -25,7 +25,7 @@ def published(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-8B", "Qwen2.5-7B"])
 def test_fine(name: str, group: int, ranks: int) -> None:
     config = published(name)
-    assert obstacles(config, Scheme(Packing(4, group)).packings(config), ranks) == []
+    assert obstacles(config, PackingScheme(Packing(4, group)).packings(config), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_fine(name: str, group: int, ranks: int) -> None:
 )
 def test_known_breaks(name: str, group: int, fine_up_to: int, ranks: int, where: str, number: str, layers: int) -> None:
     config = published(name)
-    packings = Scheme(Packing(4, group)).packings(config)
+    packings = PackingScheme(Packing(4, group)).packings(config)
     for fewer in range(1, fine_up_to + 1):
         assert obstacles(config, packings, fewer) == []
     found = {(one.where, one.problem.split()[0], one.layers) for one in obstacles(config, packings, ranks)}
@@ -55,7 +55,7 @@ def test_heads_must_be_shared_evenly() -> None:
 
 def test_fused_linears_share_a_scheme() -> None:
     config = published("Llama-3.1-8B")
-    packings = Scheme(Packing(4, 128)).packings(config)
+    packings = PackingScheme(Packing(4, 128)).packings(config)
     packings["model.layers.3.self_attn.k_proj"] = Packing(8, 128)
     del packings["model.layers.5.mlp.up_proj"]
     found = {one.where: one.problem for one in obstacles(config, packings, 1)}
@@ -68,19 +68,19 @@ def test_fused_linears_share_a_scheme() -> None:
 @pytest.mark.parametrize("bits", [2, 3])
 def test_marlin_takes_four_and_eight_bits(bits: int) -> None:
     config = published("Llama-3.1-8B")
-    found = obstacles(config, Scheme(Packing(bits, 128)).packings(config), 1)
+    found = obstacles(config, PackingScheme(Packing(bits, 128)).packings(config), 1)
     assert len(found) == 4 and all(f"{bits} bits" in one.problem for one in found)
 
 
 def test_outputs_per_rank() -> None:
     config = replace(published("Llama-3.1-8B"), intermediate_size=1040)  # gate and up: 2080 in all, 32 x 65
-    found = {one.where: one.problem for one in obstacles(config, Scheme(Packing(4, None)).packings(config), 1)}
+    found = {one.where: one.problem for one in obstacles(config, PackingScheme(Packing(4, None)).packings(config), 1)}
     assert found["gate_proj+up_proj"].startswith("2080 outputs")
     narrow = replace(published("Llama-3.1-8B"), head_dim=16)
-    found = {one.where: one.problem for one in obstacles(narrow, Scheme(Packing(4, None)).packings(narrow), 16)}
+    found = {one.where: one.problem for one in obstacles(narrow, PackingScheme(Packing(4, None)).packings(narrow), 16)}
     # 2 heads and a copied kv head for k and for v: 64 outputs; at 32 ranks 48.
     assert "q_proj+k_proj+v_proj" not in found
-    found = {one.where: one.problem for one in obstacles(narrow, Scheme(Packing(4, None)).packings(narrow), 32)}
+    found = {one.where: one.problem for one in obstacles(narrow, PackingScheme(Packing(4, None)).packings(narrow), 32)}
     assert found["q_proj+k_proj+v_proj"].startswith("48 outputs")
 
 

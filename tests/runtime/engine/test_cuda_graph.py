@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.engine import cuda_graph as replay
-from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Replay, Work
+from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -37,7 +37,7 @@ class Sums:
         return found[..., None].expand(-1, -1, 3).half()
 
 
-def recording(work: Work) -> Work:
+def recording(work: Launches) -> Launches:
     """As a graph would: runs once when captured, and replays write to the same place."""
     out = work().clone()
 
@@ -57,9 +57,9 @@ def one(token: int, start: int, logits: str = "last") -> Batch:
 
 
 def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> None:
-    captures: list[Work] = []
+    captures: list[Launches] = []
 
-    def capture(work: Work) -> Work:
+    def capture(work: Launches) -> Launches:
         captures.append(work)
         return recording(work)
 
@@ -109,7 +109,7 @@ def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
 
 
 def test_graphs_go_with_their_cache_and_are_limited() -> None:
-    def capture(work: Work) -> Work:
+    def capture(work: Launches) -> Launches:
         """A graph keeps addresses, not what was captured."""
         out = work()
         return lambda: out
@@ -188,7 +188,7 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
         def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
             return torch.ones(*tokens.shape, 3).half()
 
-    def refused(work: replay.Work) -> replay.Work:
+    def refused(work: replay.Launches) -> replay.Launches:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())

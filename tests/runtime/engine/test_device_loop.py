@@ -28,7 +28,7 @@ from tests.support.triton_interpreter import Interpret, interpret
 pytest.importorskip("triton")
 
 from mycli.runtime.engine import device_loop  # noqa: E402  (only where Triton is)
-from mycli.runtime.engine.cuda_graph import Capture, Replay, Work  # noqa: E402  (as above)
+from mycli.runtime.engine.cuda_graph import Capture, Launches, Replay  # noqa: E402  (as above)
 from mycli.runtime.engine.device_loop import STEPS, DeviceLoop  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
@@ -244,9 +244,9 @@ def test_the_tokens_of_a_launch_share_its_time(interpret: Interpret) -> None:
 
 
 def graphs() -> tuple[int, int, int]:
-    captures: list[Work] = []
+    captures: list[Launches] = []
 
-    def capture(work: Work) -> Work:
+    def capture(work: Launches) -> Launches:
         """A graph keeps addresses, not what was captured."""
         captures.append(work)
         out = work()

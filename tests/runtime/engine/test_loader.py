@@ -13,7 +13,7 @@ from mycli.runtime.engine import loader as load
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import Plan, estimate
+from mycli.runtime.memory.estimate import MemoryPlan, estimate
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -21,7 +21,7 @@ FOLDER = ModelFolder.open(PICO)
 
 
 def needed(context: int, batch: int = 1) -> int:
-    return estimate(Plan(FOLDER.config, context=context, batch=batch, dtype="float32")).needed
+    return estimate(MemoryPlan(FOLDER.config, context=context, batch=batch, dtype="float32")).needed
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import Stored, quantize
+from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
 from mycli.runtime.kernels.cpu.attention import attend_few
 from mycli.runtime.kernels.reference import attend_dense
 from mycli.runtime.layers.attention import visible
@@ -51,7 +51,7 @@ def stored(values: Tensor, dtype: torch.dtype) -> Stored:
         data[:, :, :length] = values.to(dtype)
         return Stored(data[:, :, :length])
     scales = torch.full((*outer, length + SPARE), torch.nan)
-    data[:, :, :length], scales[:, :, :length] = quantize(values)
+    data[:, :, :length], scales[:, :, :length] = quantize_vectors(values)
     return Stored(data[:, :, :length], scales[:, :, :length])
 
 

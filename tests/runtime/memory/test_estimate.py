@@ -15,7 +15,7 @@ from mycli.runtime.memory.estimate import (
     CACHE_BLOCK,
     CPU_KEPT,
     CPU_PART,
-    Plan,
+    MemoryPlan,
     bytes_per_step,
     cache_bytes,
     embedding_bytes,
@@ -25,7 +25,7 @@ from mycli.runtime.memory.estimate import (
     tokens_per_second,
     weight_bytes,
 )
-from mycli.runtime.memory.fit import Scheme
+from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.models.config import ModelConfig, RopeScaling, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
@@ -40,9 +40,9 @@ def published(name: str) -> ModelConfig:
     return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
 
 
-def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> Plan:
+def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:
     config = published(name)
-    return Plan(config, Scheme(packing, head).packings(config), **changes)
+    return MemoryPlan(config, PackingScheme(packing, head).packings(config), **changes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -74,7 +74,7 @@ def test_175b_cache_is_nine_gib_at_2048() -> None:
     gpt3 = ModelConfig(
         "llama", 12288, 96, 96, 96, 128, 49152, 50257, 2048, 1e-5, 10000.0, RopeScaling(), False, "float16"
     )
-    assert cache_bytes(Plan(gpt3, context=2048)) == 9 * GIB
+    assert cache_bytes(MemoryPlan(gpt3, context=2048)) == 9 * GIB
 
 
 def test_grouped_queries_make_the_cache_smaller() -> None:
@@ -109,12 +109,12 @@ def test_three_bits_round_up_to_words() -> None:
     row = 4 * 5 + 2  # 48 codes of 3 bits are 144 bits: five words; one scale
     rows = 48 + 48 + 48 + 48 + 3 * 48  # q k v o, gate up down
     norms = 3 * 48 * 2
-    assert weight_bytes(Plan(config, Scheme(Packing(3, None)).packings(config))) == rows * row + norms
+    assert weight_bytes(MemoryPlan(config, PackingScheme(Packing(3, None)).packings(config))) == rows * row + norms
 
 
 def test_tied_head_is_held_once_and_packed_head_beside_the_table() -> None:
     config = published("Qwen2.5-0.5B")
-    assert embedding_bytes(Plan(config)) == 2 * config.vocab_size * config.hidden_size
+    assert embedding_bytes(MemoryPlan(config)) == 2 * config.vocab_size * config.hidden_size
     config = published("Qwen2.5-7B")
     table = config.vocab_size * config.hidden_size
     assert embedding_bytes(plan("Qwen2.5-7B", head=Packing(8, None))) == 3 * table + 2 * config.vocab_size

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
-from mycli.runtime.memory.estimate import Plan, estimate
-from mycli.runtime.memory.fit import Scheme, fit, preflight, schemes, shortage
+from mycli.runtime.memory.estimate import MemoryPlan, estimate
+from mycli.runtime.memory.fit import PackingScheme, fit, preflight, schemes, shortage
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
@@ -25,7 +25,7 @@ def published(name: str) -> ModelConfig:
     return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
 
 
-LLAMA = Plan(published("Llama-3.1-8B"))
+LLAMA = MemoryPlan(published("Llama-3.1-8B"))
 
 
 def test_schemes_use_the_largest_group_that_divides() -> None:
@@ -43,15 +43,15 @@ def test_schemes_use_the_largest_group_that_divides() -> None:
 
 def test_a_group_that_does_not_divide_names_the_linear() -> None:
     with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of model.layers.0.self_attn.q_proj"):
-        Scheme(Packing(4, 128)).packings(published("SmolLM2-135M"))
+        PackingScheme(Packing(4, 128)).packings(published("SmolLM2-135M"))
     untied = replace(published("SmolLM2-135M"), tie_embeddings=False)
     with pytest.raises(UsageError, match="lm_head"):
-        Scheme(None, Packing(4, 128)).packings(untied)
+        PackingScheme(None, Packing(4, 128)).packings(untied)
 
 
 def test_a_tied_head_is_not_quantized() -> None:
     with pytest.raises(UsageError, match="embedding"):
-        Scheme(Packing(4, 64), Packing(8, 64)).packings(published("SmolLM2-135M"))
+        PackingScheme(Packing(4, 64), Packing(8, 64)).packings(published("SmolLM2-135M"))
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_preflight_counts_the_runtime_only_where_it_is_still_to_come() -> None:
     "plan, free, change",
     [
         (replace(LLAMA, context=32768), 18, "--ctx"),
-        (replace(LLAMA, draft=Plan(published("Llama-3.2-1B"))), 17.5, "--draft"),
+        (replace(LLAMA, draft=MemoryPlan(published("Llama-3.2-1B"))), 17.5, "--draft"),
         (replace(LLAMA, batch=64), 17.5, "--batch 1"),
         (LLAMA, 12, "mycli quantize MODEL --bits 8 --group 128"),
         (LLAMA, 0.5, "no single change"),
     ],
     ids=["F10-context", "F10-draft", "F10-batch", "F10-quantize", "F10-hopeless"],
 )
-def test_out_of_memory_names_needed_free_and_the_smallest_change(plan: Plan, free: float, change: str) -> None:
+def test_out_of_memory_names_needed_free_and_the_smallest_change(plan: MemoryPlan, free: float, change: str) -> None:
     with pytest.raises(ResourceError) as caught:
         preflight(plan, int(free * GIB), "cuda:0", started=False)
     assert caught.value.exit_code == ExitCode.RESOURCES
