@@ -56,7 +56,6 @@ REMEDIES: Mapping[str, str] = {
     "raise-max-ram": "the least that would do is --max-ram {mib}MiB; fewer --samples need less",
     "raise-max-vram": "the least that would do is --max-vram {mib}MiB; fewer --samples need less",
     "other-output": "choose another folder with -o",
-    "free-disk-or-other-output": "free some space, or choose another folder with -o",
     "wait-or-other-work-folder": "wait for it, or choose another folder with --work-dir",
     "remove-work-folder": "remove the folder, or choose another with --work-dir",
     "finish-or-remove-work": "run it again as it was begun, or remove the folder, or choose another with --work-dir",

@@ -257,8 +257,7 @@ def _resolve_cached(model: str, offline: bool) -> Source:
         return missing_files(folder / "snapshots" / commit, read_tree(folder, commit))
 
     def absent(problem: str) -> NotFoundError:
-        code = "pull-online" if offline else "pull"
-        return NotFoundError(f"{model} is {problem}", code=code, data={"model": model})
+        return NotFoundError(f"{model} is {problem}", code="pull-online" if offline else "pull", data={"model": model})
 
     repo, revision = split_name(model)
     folder = repo_folder(repo)
