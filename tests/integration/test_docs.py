@@ -1,0 +1,25 @@
+"""The documentation against the files: what docs/contributing.md shows is there, what docs/architecture.md names exists."""
+
+import re
+
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_the_examples_of_contributing_are_in_the_files() -> None:
+    """Every run of added lines stands in its file as it is shown."""
+    text = (DOCS / "contributing.md").read_text()
+    shown = [part for block in re.findall(r"```diff\n(.*?)```", text, re.S) for part in block.split("+++ b/")[1:]]
+    assert len(shown) >= 7
+    for part in shown:
+        path, _, added = part.partition("\n")
+        lines = [line.removeprefix("+") for line in added.splitlines()]
+        assert "\n".join(lines) in (ROOT / path).read_text(), path
+
+
+def test_the_files_that_architecture_names_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    files = {path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(path.endswith(f"/{name}") for path in files), name
