@@ -1,4 +1,4 @@
-"""The documentation against the files: what docs/contributing.md shows is there, what docs/architecture.md names exists."""
+"""The documentation against the files: what contributing.md shows is there, and what architecture.md names exists."""
 
 import re
 
