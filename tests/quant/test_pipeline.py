@@ -284,7 +284,7 @@ def test_failure_half_way_leaves_the_target_as_it_was(
 ) -> None:
     make(source, tmp_path / "out")
     before = record.digests((tmp_path / "out").iterdir())
-    monkeypatch.setattr(record, "encode", lambda *_: 1 / 0)
+    monkeypatch.setattr(record, "encode", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(source, tmp_path / "out", overwrite=True)
     assert leftovers(tmp_path) == ["out"]
