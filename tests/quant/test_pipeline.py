@@ -27,7 +27,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.packed_weight import dequantize_codes as dequantize_packed
+from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.support.models import CPU, random_model, write_config
 from tests.support.paths import PICO
