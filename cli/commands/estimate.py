@@ -256,12 +256,12 @@ def _parse_tolerance(text: str) -> float:
     return value
 
 
-def _open(call: Call, model: str) -> ModelFolder:
-    """The folder, or for a model that is only on the hub its config.json alone."""
+def _open(call: Call, model: str, fetch: bool = True) -> ModelFolder:
+    """The folder, or for a model that is only on the hub its config.json alone, if it may be fetched."""
     try:
         return ModelFolder.open(resolve(model, offline=call.offline).folder)
     except NotFoundError:
-        if call.offline or not is_hub_name(model):
+        if not fetch or call.offline or not is_hub_name(model):
             raise
     from mycli.runtime.hub.client import Hub
 
@@ -347,7 +347,7 @@ def estimate(
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    folder = _open(call, model)
+    folder = _open(call, model, fetch=not verify)
     plan = _plan(call, folder, engine, target.gpu)
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)

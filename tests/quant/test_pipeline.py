@@ -27,7 +27,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.packed_weight import dequantize_codes as dequantize_packed
+from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.support.models import CPU, random_model, write_config
 from tests.support.paths import PICO
@@ -284,7 +284,7 @@ def test_failure_half_way_leaves_the_target_as_it_was(
 ) -> None:
     make(source, tmp_path / "out")
     before = record.digests((tmp_path / "out").iterdir())
-    monkeypatch.setattr(record, "encode", lambda *_: 1 / 0)
+    monkeypatch.setattr(record, "encode", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(source, tmp_path / "out", overwrite=True)
     assert leftovers(tmp_path) == ["out"]

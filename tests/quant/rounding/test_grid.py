@@ -10,7 +10,7 @@ from torch import Tensor
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, find_scales, round_to_grid
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
-from mycli.runtime.quantization.packed_weight import dequantize_codes as dequantize_packed
+from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
