@@ -105,19 +105,19 @@ def load_library(path: Path) -> Native:
     weight = ctypes.POINTER(CWeight)
     features = function("packed_features", c_int)()
     return Native(
-        function("packed_repack", None, weight, c_void_p, c_int64, c_int),
-        function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
-        function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
-        function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
-        function("attend", c_int, ctypes.POINTER(CAttention), c_int),
-        function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
-        function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
-        function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
-        function("rotate", None, ctypes.POINTER(CRotation)),
-        function("read_memory", c_int64, c_void_p, c_int64, c_int),
-        bool(features & 1),
-        bool(features & 2),
-        bool(features & 4),
+        repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
+        dequantize=function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
+        matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
+        dense=function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
+        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
+        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
+        rotate=function("rotate", None, ctypes.POINTER(CRotation)),
+        read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
+        bf16=bool(features & 1),
+        amx=bool(features & 2),
+        dense_bf16=bool(features & 4),
     )
 
 

@@ -54,13 +54,13 @@ class CpuMatmul:
         self._scales[: weight.out_features] = weight.scales
         self._scales = self._scales.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
         self._weight = CWeight(
-            self._codes.data_ptr(),
-            self._scales.data_ptr(),
-            weight.out_features,
-            weight.in_features,
-            weight.in_features // groups,
-            weight.packing.bits,
-            _TYPES[weight.scales.dtype],
+            codes=self._codes.data_ptr(),
+            scales=self._scales.data_ptr(),
+            rows=weight.out_features,
+            inputs=weight.in_features,
+            group=weight.in_features // groups,
+            bits=weight.packing.bits,
+            scale_type=_TYPES[weight.scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
         packed = weight.packed.contiguous()

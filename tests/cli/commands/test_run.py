@@ -115,7 +115,7 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("Hi", "--regex", "["), "--regex"),
+        (("Hi", "--regex", "["), "regular expression"),
         (("Hi", "--schema", "/nonexistent"), "No such file"),
         (("Hi", "--regex", "a", "--json-mode"), "exclude each other"),
         (("Hi", "--logprobs", "3"), "--json"),
