@@ -170,6 +170,12 @@ class Output:
         """The answer as an object. It is written when the command ends, with the error where it ends with one."""
         self._answer = value
 
+    def answered(self, value: Mapping[str, Any]) -> bool:
+        """Give the answer as an object where one is asked for; False where it is yet to be shown as text."""
+        if self.json_mode:
+            self.json(value)
+        return self.json_mode
+
     def json_record(self, value: Mapping[str, Any]) -> None:
         """One line of an answer of many, or the whole, at once: an object with `schema_version`."""
         line = json_line(value, self._stdout.encoding or "utf-8")

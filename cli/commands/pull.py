@@ -33,8 +33,7 @@ def _answer(job: "Download", source: Source | None) -> dict[str, Any]:
 
 
 def _show(call: Call, job: "Download", source: Source | None) -> None:
-    if call.out.json_mode:
-        call.out.json(_answer(job, source))
+    if call.out.answered(_answer(job, source)):
         return
     if source is not None:
         call.out.result(str(source.folder))
@@ -48,8 +47,9 @@ def _show(call: Call, job: "Download", source: Source | None) -> None:
 
 def _show_present(call: Call, model: str) -> None:
     source = resolve(model, offline=call.offline)
-    if call.out.json_mode:
-        call.out.json({"model": model, "repo": source.repo, "commit": source.revision, "folder": str(source.folder)})
+    if call.out.answered(
+        {"model": model, "repo": source.repo, "commit": source.revision, "folder": str(source.folder)}
+    ):
         return
     call.out.note(f"{model} is complete on this machine; the hub was not asked")
     call.out.result(str(source.folder))

@@ -36,7 +36,6 @@ def rm(
         call.out.note("nothing was deleted")
         return
     remove(removal, call.out.note)
-    if call.out.json_mode:
-        call.out.json({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes})
+    if call.out.answered({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes}):
         return
     call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")

@@ -135,11 +135,8 @@ def _rows(info: "ModelInfo") -> list[tuple[str, str]]:
 
 def _show_tensors(call: Call, info: "ModelInfo") -> None:
     entries = info.tensors.values()
-    if call.out.json_mode:
-        listed = [
-            {"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries
-        ]
-        call.out.json({"model": info.source.name, "tensors": listed})
+    listed = [{"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries]
+    if call.out.answered({"model": info.source.name, "tensors": listed}):
         return
     rows = [(e.name, e.dtype, " x ".join(map(str, e.shape)), str(e.nbytes), e.file) for e in entries]
     call.out.table(("tensor", "dtype", "shape", "bytes", "file"), rows, right=(3,))
@@ -148,8 +145,7 @@ def _show_tensors(call: Call, info: "ModelInfo") -> None:
 def _show_template(call: Call, info: "ModelInfo") -> None:
     if info.template is None:
         raise UsageError(f"{info.source.name} has no chat template", "mycli run MODEL --raw continues a text")
-    if call.out.json_mode:
-        call.out.json({"model": info.source.name, "template": info.template})
+    if call.out.answered({"model": info.source.name, "template": info.template}):
         return
     call.out.result(info.template)
 
@@ -158,8 +154,7 @@ def _show_recipe(call: Call, info: "ModelInfo") -> None:
     if info.record is None:
         raise UsageError(f"{info.source.name} was not quantized by mycli", "mycli quantize MODEL")
     record = {key: _section(info.record, key) for key in ("recipe", "source", "versions")}
-    if call.out.json_mode:
-        call.out.json({"model": info.source.name, **record})
+    if call.out.answered({"model": info.source.name, **record}):
         return
     rows = [(f"{key} {name}", str(value)) for key, part in record.items() for name, value in (part or {}).items()]
     call.out.card(info.source.name, [(name, value) for name, value in rows if name != "source files"])

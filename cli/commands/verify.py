@@ -35,12 +35,10 @@ def verify(
         checked = verify_files(source, files, bar.advance)
     bad = [file.name for file in checked if file.state in ("damaged", "missing")]
     dropped = drop_damaged(source, checked) if drop else []
-    if call.out.json_mode:
-        listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
-        call.out.json(
-            {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
-        )
-    else:
+    listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
+    if not call.out.answered(
+        {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
+    ):
         call.out.table(
             ("file", "bytes", "state"), [(file.name, str(file.nbytes), file.state) for file in checked], right=(1,)
         )
