@@ -5,18 +5,16 @@ resolves itself to what `runtime` is asked for. This is the one place where flag
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mycli.cli import options
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.models.config import Kv
+from mycli.runtime.models.generation_config import GenerationDefaults
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.dtypes import FLOATS
-
-if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.models.generation_config import GenerationDefaults
-    from mycli.runtime.sampling.params import SamplingParams
 
 _OURS = "the model's"
 KV: tuple[Kv, ...] = ("auto", "bf16", "int8")
@@ -85,10 +83,8 @@ class SamplingFlags:
         """The texts that end a reply."""
         return tuple(self.stop or ())
 
-    def resolve(self, defaults: "GenerationDefaults") -> "SamplingParams":
+    def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
-        from mycli.runtime.sampling.params import SamplingParams
-
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         recommended: dict[str, Any] = {}
         if defaults.do_sample is not False:

@@ -18,6 +18,7 @@ from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
 from mycli.runtime.memory.estimate import (
     DEFAULT_CONTEXT,
@@ -260,8 +261,6 @@ def _open(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     except NotFoundError:
         if not fetch or call.offline or not is_hub_name(model):
             raise
-    from mycli.runtime.hub.client import Hub
-
     repo, revision = split_name(model)
     with Hub.connect(call.out.note) as hub:
         commit = hub.commit(repo, revision)

@@ -130,16 +130,15 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
 
 def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
     size = work.size
-    if call.out.answered(
-        {
-            "folder": str(target),
-            "name": work.recipe.name,
-            "size": asdict(size),
-            "memory_bytes": work.need.host,
-            "device_memory_bytes": work.need.device,
-            "tokens_at_once": work.need.at_once,
-        }
-    ):
+    answer = {
+        "folder": str(target),
+        "name": work.recipe.name,
+        "size": asdict(size),
+        "memory_bytes": work.need.host,
+        "device_memory_bytes": work.need.device,
+        "tokens_at_once": work.need.at_once,
+    }
+    if call.out.answered(answer):
         return
     call.out.card(
         f"{target.name} (nothing is written)",
@@ -156,15 +155,14 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
 def _show_outcome(call: Call, outcome: "Outcome") -> None:
     size, card = outcome.size, outcome.card
     worst = sorted(map(plotting.point, outcome.layers), key=lambda one: one.error, reverse=True)[:WORST]
-    if call.out.answered(
-        {
-            "folder": str(outcome.folder),
-            "size": asdict(size),
-            "card": None if card is None else asdict(card),
-            "layers": [asdict(layer) for layer in outcome.layers],
-            "notes": outcome.notes,
-        }
-    ):
+    answer = {
+        "folder": str(outcome.folder),
+        "size": asdict(size),
+        "card": None if card is None else asdict(card),
+        "layers": [asdict(layer) for layer in outcome.layers],
+        "notes": outcome.notes,
+    }
+    if call.out.answered(answer):
         return
     call.out.card(
         outcome.folder.name,

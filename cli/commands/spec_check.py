@@ -3,6 +3,7 @@
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -19,8 +20,6 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
     for nothing. No weights are read.
     """
-    from mycli.runtime.hub.resolve import resolve
-
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
     rows = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
     tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]

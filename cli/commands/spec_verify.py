@@ -73,13 +73,12 @@ def spec_verify(
                 divergences.append(divergence)
     drawn = SamplingParams(temperature=1.0, top_k=TOP_K, seed=0)
     test = chi_squared(subject, proposer, least_certain(subject, asked), drawn, draws)
-    if not call.out.answered(
-        {
-            "prompts": len(asked),
-            "divergences": [vars(one) for one in divergences],
-            "chi_squared": {**vars(test), "p_value": test.p_value},
-        }
-    ):
+    answer = {
+        "prompts": len(asked),
+        "divergences": [vars(one) for one in divergences],
+        "chi_squared": {**vars(test), "p_value": test.p_value},
+    }
+    if not call.out.answered(answer):
         same = f"{len(asked) - len(divergences)} of {len(asked)} replies the same"
         parts = [
             f"prompt {one.prompt + 1} parts at token {one.position + 1}, lead {one.margin:.2g}"
