@@ -40,7 +40,7 @@ fix: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.ready .links/mycli
-	$(RUN) -m mycli.cli.docs docs/commands.md
+	$(RUN) -m tests.support.command_reference docs/commands.md
 
 clean:
 	rm -rf $(VENV) .vllm-venv .links .demo build dist *.egg-info .mycli-work

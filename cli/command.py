@@ -9,12 +9,11 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.output import Output
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 from mycli.runtime.utils.version import version
@@ -48,22 +47,24 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# Every command takes these two, so that an alias such as `mycli --device cpu` works; the help of those that run a model
-# shows --device.
-_Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)]
-_Device = Annotated[str, typer.Option("--device", hidden=True)]
+@dataclass(frozen=True)
+class CommonFlags:
+    """What every command takes, so that an alias such as `mycli --device cpu` works too.
 
+    The help of the commands that run a model shows --device.
+    """
 
-def _common(
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-    debug: options.Debug = False,
-    offline: options.Offline = False,
-    version: _Version = False,
-    device: _Device = "auto",
-) -> Call:
-    return Call(Output(json_mode=json, quiet=quiet, verbose=verbose, debug=debug), offline)
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")] = False
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only the result, warnings and errors.")] = False
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what is done.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+    offline: Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")] = False
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
+    device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
+
+    def resolve(self) -> Call:
+        """How the command was called."""
+        return Call(Output(json_mode=self.json, quiet=self.quiet, verbose=self.verbose, debug=self.debug), self.offline)
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -123,55 +124,48 @@ def _listen() -> None:
             signal.signal(number, _on_signal)
 
 
-def _options(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
-    """The options of `function(call, ...)` by name, and those parameters that are records of several, with their kinds.
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
+    """Of a record of options: a frozen dataclass whose fields are annotated as options are. Empty for another kind."""
+    return fields(kind) if is_dataclass(kind) else ()
 
-    A record is a frozen dataclass whose fields are annotated as options are.
-    """
-    expanded: dict[str, inspect.Parameter] = {}
-    records: dict[str, Any] = {}
-    hints = get_type_hints(function, include_extras=True)
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
-        kind = hints[parameter.name]
-        if not is_dataclass(kind):
-            parts = [parameter.replace(annotation=kind)]
-        else:
-            records[parameter.name] = kind
-            inner = get_type_hints(kind, include_extras=True)
-            parts = [
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=inner[field.name],
-                )
-                for field in fields(kind)
-            ]
-        expanded |= {part.name: part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts}
-    return expanded, records
+
+def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The options that a parameter stands for: itself, or the fields of a record."""
+    inner = _fields(parameter.annotation)
+    if not inner:
+        return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    kinds = get_type_hints(parameter.annotation, include_extras=True)
+    found = []
+    for field in inner:
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        found.append(option.replace(annotation=kinds[field.name]))
+    return found
+
+
+def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
+    """What `parameter` is given of the `values` of all options."""
+    inner = _fields(parameter.annotation)
+    return (
+        parameter.annotation(**{field.name: values[field.name] for field in inner}) if inner else values[parameter.name]
+    )
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Give `function(call, ...)` the global options and the error handling; what Typer registers."""
-    own, records = _options(function)
-    names = list(inspect.signature(function).parameters)[1:]
-    common_hints = get_type_hints(_common, include_extras=True)
-    common = {
-        name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=common_hints[name])
-        for name, parameter in inspect.signature(_common).parameters.items()
-    }
-
-    def argument(name: str, values: dict[str, Any]) -> Any:
-        record = records.get(name)
-        return values[name] if record is None else record(**{one.name: values[one.name] for one in fields(record)})
+    kinds = get_type_hints(function, include_extras=True)
+    own = [one.replace(annotation=kinds[one.name]) for one in list(inspect.signature(function).parameters.values())[1:]]
+    common = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, annotation=CommonFlags)
+    shown: dict[str, inspect.Parameter] = {}
+    for option in (option for parameter in (*own, common) for option in _expanded(parameter)):
+        shown.setdefault(option.name, option)
 
     def invoke(**values: Any) -> None:
-        call = _common(**{name: values[name] for name in common})
+        call = _value(common, values).resolve()
         _listen()
-        sys.exit(guarded(call.out, lambda: function(call, **{name: argument(name, values) for name in names})))
+        sys.exit(guarded(call.out, lambda: function(call, **{one.name: _value(one, values) for one in own})))
 
-    shown = {**own, **{name: parameter for name, parameter in common.items() if name not in own}}
     invoke.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]  # what inspect.signature reads
-    invoke.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
+    invoke.__annotations__ = {name: option.annotation for name, option in shown.items()}
     invoke.__doc__ = function.__doc__
     return invoke

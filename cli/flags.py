@@ -5,18 +5,18 @@ resolves itself to what `runtime` is asked for. This is the one place where flag
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+import typer
 
 from mycli.cli import options
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import Dtype, Kv
+from mycli.runtime.models.config import Kv
+from mycli.runtime.models.generation_config import GenerationDefaults
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.utils.dtypes import FLOATS
 
-if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.models.generation_config import GenerationDefaults
-    from mycli.runtime.sampling.params import SamplingParams
-
-DTYPES: dict[str, Dtype | None] = {"auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_OURS = "the model's"
 KV: tuple[Kv, ...] = ("auto", "bf16", "int8")
 
 
@@ -27,22 +27,20 @@ class LoadFlags:
     draft: options.Draft = "none"
     context: options.Context = None
     device: options.Device = "auto"
-    dtype: options.Dtype = "auto"
-    kv: options.Kv = "auto"
+    dtype: options.Precision = "auto"
+    kv: options.CacheKind = "auto"
     shadow: options.Shadow = False
-    allow_nonfinite: options.AllowNonfinite = False
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
+    ] = False
 
     def resolve(self, sequences: int = 1) -> EngineConfig:
         """What is asked of the engine. Raises UsageError for a precision or kind of cache that there is not."""
-        if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype}: not a precision", f"choose from {', '.join(DTYPES)}")
-        kind = next((kind for kind in KV if kind == self.kv), None)
-        if kind is None:
-            raise UsageError(f"--kv {self.kv}: not a kind of cache", f"choose from {', '.join(KV)}")
+        dtype = options.choice("--dtype", self.dtype, ("auto", *FLOATS), "precision")
         return EngineConfig(
             device=self.device,
-            dtype=DTYPES[self.dtype],
-            kv=kind,
+            dtype=FLOATS.get(dtype),
+            kv=options.choice("--kv", self.kv, KV, "kind of cache"),
             context=self.context,
             sequences=sequences,
             draft=None if self.draft == "none" else self.draft,
@@ -55,24 +53,38 @@ class LoadFlags:
 class SamplingFlags:
     """How tokens are drawn, as it was typed; None: as the model recommends."""
 
-    temperature: options.Temperature = None
-    top_k: options.TopK = None
-    top_p: options.TopP = None
-    min_p: options.MinP = None
-    repetition_penalty: options.RepetitionPenalty = None
-    seed: options.Seed = None
-    logit_bias: options.LogitBias = None
-    stop: options.Stop = None
+    temperature: Annotated[
+        float | None, typer.Option("-t", "--temperature", help="0 is greedy.", show_default=_OURS)
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Draw from the likeliest that make up this share.", show_default=_OURS),
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Drop tokens below this share of the likeliest.", show_default=_OURS)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=_OURS)
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="random")] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")
+    ] = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end a reply."""
         return tuple(self.stop or ())
 
-    def resolve(self, defaults: "GenerationDefaults") -> "SamplingParams":
+    def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
-        from mycli.runtime.sampling.params import SamplingParams
-
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         recommended: dict[str, Any] = {}
         if defaults.do_sample is not False:

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from mycli.runtime.engine.stats import Timing
+
+if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
-    from mycli.runtime.engine.stats import Timing
 
 
 def compact(count: int) -> str:
@@ -12,7 +13,7 @@ def compact(count: int) -> str:
     return str(count) if count < 1000 else f"{count / 1000:.1f}k"
 
 
-def speculation(timing: "Timing") -> list[str]:
+def speculation(timing: Timing) -> list[str]:
     """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
     if timing.record is None:
         return []

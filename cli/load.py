@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.engine.config import NGRAM, EngineConfig
+from mycli.runtime.hub.resolve import Source, resolve
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.generate import Session
-    from mycli.runtime.hub.resolve import Source
 
 
 @dataclass(frozen=True)
 class LoadedSession:
     """A model that can answer, and the memory of one conversation with it."""
 
-    source: "Source"
+    source: Source
     placement: "Placement"
     model: "LoadedModel"
     session: "Session"
@@ -31,9 +32,6 @@ def load(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
     The session has one sequence; memory is checked for `engine.sequences`, for a command that branches it.
     Says on stderr where it runs and what could not be done as asked.
     """
-    from mycli.runtime.checkpoint.prefetch import read_ahead
-    from mycli.runtime.hub.resolve import resolve
-
     source = resolve(model, offline=call.offline)
     read_ahead(source.folder)  # before torch is imported, which takes as long
     import torch

@@ -5,12 +5,13 @@ Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml 
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from mycli.runtime.errors import UsageError
 
+Choice = TypeVar("Choice", bound=str)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _MEMORY = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -37,6 +38,14 @@ def parse_counts(text: str) -> tuple[int, ...]:
         return tuple(parse_count(part) for part in text.split(","))
     except typer.BadParameter as error:
         raise UsageError(str(error.message), "separate counts by commas") from None
+
+
+def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice") -> Choice:
+    """`value` as one of `allowed`. Raises UsageError."""
+    found = next((one for one in allowed if one == value), None)
+    if found is None:
+        raise UsageError(f"{flag} {value}: not a {what}", f"choose from {', '.join(allowed)}")
+    return found
 
 
 def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
@@ -67,43 +76,15 @@ Model = Annotated[
         autocompletion=complete_model,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the result, warnings and errors.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what is done.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Offline = Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cuda[:N]|cpu", help="Where to run.")]
 Context = Annotated[
     int | None,
     typer.Option("--ctx", parser=parse_count, metavar="N", help="Context in tokens, such as 8k.", show_default="fits"),
 ]
-_OURS = "the model's"
-Temperature = Annotated[float | None, typer.Option("-t", "--temperature", help="0 is greedy.", show_default=_OURS)]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS)
-]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the likeliest that make up this share.", show_default=_OURS)
-]
-MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Drop tokens below this share of the likeliest.", show_default=_OURS)
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=_OURS)
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="random")]
-AllowNonfinite = Annotated[
-    bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
-]
 System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
-Kv = Annotated[
+Precision = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
+CacheKind = Annotated[
     str,
     typer.Option("--kv", metavar="auto|bf16|int8", help="How the cache holds keys and values; auto: as activations."),
 ]
@@ -119,4 +100,7 @@ Draft = Annotated[
         help="Speculate: a small model of the same vocabulary, or a lookup in the text, guesses tokens ahead.",
         autocompletion=complete_model,
     ),
+]
+DraftName = Annotated[
+    str, typer.Argument(metavar="DRAFT", help="The small model that is to guess.", show_default=False)
 ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from mycli.cli.progress import Lines, Progress, Silent, bar
+from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
@@ -78,31 +78,6 @@ def error_fields(error: UserError) -> dict[str, Any]:
     return {"message": error.message, "hint": remedy(error), "exit_code": int(error.exit_code), **code}
 
 
-class LiveMarkdown:
-    """A text on a terminal that grows, rendered as Markdown each time; its links are text, not escape sequences."""
-
-    def __init__(self, stream: TextIO, plain: bool) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        console = Console(file=stream, no_color=plain, highlight=False)
-        # Taller than the terminal, it ends in an ellipsis until it is complete: what has scrolled cannot be redrawn.
-        self._live = Live(console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
-        self._text = ""
-        self._live.start()
-
-    def add(self, text: str) -> None:
-        """More of the text."""
-        from rich.markdown import Markdown
-
-        self._text += text
-        self._live.update(Markdown(sanitize(self._text), hyperlinks=False))
-
-    def end(self) -> None:
-        """Show the whole."""
-        self._live.stop()
-
-
 class Output:
     """Everything a command says. `json_mode`: one JSON object (or JSON lines) on stdout instead of text."""
 
@@ -162,13 +137,19 @@ class Output:
         self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
         self._text.flush()
 
-    def markdown(self) -> "LiveMarkdown":
+    def markdown(self) -> LiveMarkdown:
         """Begin a text that is rendered as Markdown while it grows; for a terminal."""
         return LiveMarkdown(self._stdout, plain=not self.decorated(self._stdout))
 
     def json(self, value: Mapping[str, Any]) -> None:
         """The answer as an object. It is written when the command ends, with the error where it ends with one."""
         self._answer = value
+
+    def answered(self, value: Mapping[str, Any]) -> bool:
+        """Give the answer as an object where one is asked for; False where it is yet to be shown as text."""
+        if self.json_mode:
+            self.json(value)
+        return self.json_mode
 
     def json_record(self, value: Mapping[str, Any]) -> None:
         """One line of an answer of many, or the whole, at once: an object with `schema_version`."""
@@ -205,17 +186,19 @@ class Output:
 
     # Everything else
 
+    def _say(self, text: str) -> None:
+        self._stderr.write(text)
+        self._stderr.flush()
+
     def note(self, text: str) -> None:
         """Something worth knowing; -q hides it."""
         if not self._quiet:
-            self._stderr.write(sanitize(text) + "\n")
-            self._stderr.flush()
+            self._say(sanitize(text) + "\n")
 
     def footer(self, text: str) -> None:
         """A dim line of statistics; -q hides it."""
         if not self._quiet:
-            self._stderr.write(self.dim(sanitize(text)) + "\n")
-            self._stderr.flush()
+            self._say(self.dim(sanitize(text)) + "\n")
 
     def detail(self, text: str) -> None:
         """Something only -v shows."""
@@ -224,14 +207,13 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Something that may spoil the result; never hidden."""
-        self._stderr.write(f"warning: {sanitize(text)}\n")
-        self._stderr.flush()
+        self._say(f"warning: {sanitize(text)}\n")
 
     @contextmanager
     def progress(self, title: str, total: float, unit: str = "") -> Iterator[Progress]:
         """A bar with rate and time left on a terminal; otherwise nothing, or with -v a line every few seconds."""
         if self._quiet or not (self._stderr.isatty() or self.verbose):
-            yield Silent()
+            yield Progress()
         elif self._moving:
             with bar(self._stderr, title, total, unit, plain=not self.decorated()) as shown:
                 yield shown
@@ -255,8 +237,7 @@ class Output:
         """A yes-or-no question; anything but yes is no. Nobody is asked away from a terminal: that is no."""
         if not self.interactive:
             return False
-        self._stderr.write(f"{sanitize(question)} [y/N] ")
-        self._stderr.flush()
+        self._say(f"{sanitize(question)} [y/N] ")
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def error(self, error: UserError, cause: BaseException | None = None) -> None:
@@ -266,17 +247,13 @@ class Output:
         first the traceback of `cause` (the error itself).
         """
         if self._debug:
-            lines = traceback.format_exception(cause or error)
-            self._stderr.write(sanitize("".join(lines)))
+            self._say(sanitize("".join(traceback.format_exception(cause or error))))
         if self.json_mode:
             answer, self._answer = self._answer or {}, None
             self.json_record({**answer, "error": error_fields(error)})
             return
-        self._stderr.write(f"error: {one_line(error.message)}\n")
         hint = remedy(error)
-        if hint:
-            self._stderr.write(f"hint: {one_line(hint)}\n")
-        self._stderr.flush()
+        self._say(f"error: {one_line(error.message)}\n" + (f"hint: {one_line(hint)}\n" if hint else ""))
 
     def bug(self, error: BaseException) -> None:
         """What should not have happened; the traceback only with --debug."""

@@ -1,12 +1,12 @@
-"""How long work shows itself: a moving bar, a line now and then, or nothing. `Output.progress` chooses.
+"""What moves: how work shows itself, as a bar, a line now and then or nothing, and a text that grows.
 
-Knows Rich. Does not know what the work is, nor who is looking.
+`Output` chooses. Knows Rich. Does not know what the work is, nor who is looking.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from mycli.runtime.utils.sanitize import sanitize
 from mycli.runtime.utils.units import gib
@@ -14,29 +14,17 @@ from mycli.runtime.utils.units import gib
 LINE_SECONDS = 5  # between two lines where nothing may move
 
 
-class Progress(Protocol):
-    """A task of known size under way."""
+class Progress:
+    """A task of known size under way; this one is watched by nobody."""
 
     def advance(self, amount: float) -> None:
         """`amount` more is done, in the unit of the total."""
-        ...
 
     def describe(self, text: str) -> None:
         """What is being done now."""
-        ...
 
 
-class Silent:
-    """Progress that nobody watches."""
-
-    def advance(self, amount: float) -> None:
-        """Nothing."""
-
-    def describe(self, text: str) -> None:
-        """Nothing."""
-
-
-class Lines:
+class Lines(Progress):
     """Progress without movement: now and then a line, given to `say`. A `unit` of "B" counts bytes."""
 
     def __init__(self, say: Callable[[str], None], title: str, total: float, unit: str) -> None:
@@ -83,7 +71,7 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
     with progress.Progress(*columns, console=Console(file=stream, no_color=plain), transient=True) as bars:
         task = bars.add_task(sanitize(title), total=total)
 
-        class Bar:
+        class Bar(Progress):
             def advance(self, amount: float) -> None:
                 bars.advance(task, amount)
 
@@ -91,6 +79,31 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
                 bars.update(task, description=sanitize(text))
 
         yield Bar()
+
+
+class LiveMarkdown:
+    """A text on a terminal that grows, rendered as Markdown each time; its links are text, not escape sequences."""
+
+    def __init__(self, stream: TextIO, plain: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=stream, no_color=plain, highlight=False)
+        # Taller than the terminal, it ends in an ellipsis until it is complete: what has scrolled cannot be redrawn.
+        self._live = Live(console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
+        self._text = ""
+        self._live.start()
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        from rich.markdown import Markdown
+
+        self._text += text
+        self._live.update(Markdown(sanitize(self._text), hyperlinks=False))
+
+    def end(self) -> None:
+        """Show the whole."""
+        self._live.stop()
 
 
 @contextmanager

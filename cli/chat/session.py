@@ -14,15 +14,15 @@ from mycli.cli.command import Call
 from mycli.cli.format import compact, speculation
 from mycli.cli.generation import describe
 from mycli.cli.load import LoadedSession
-from mycli.cli.output import LiveMarkdown
+from mycli.cli.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError, UserError
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
-    from mycli.runtime.sampling.params import SamplingParams
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
@@ -43,7 +43,7 @@ class Chat:
 
     call: Call
     loaded: LoadedSession
-    sampling: "SamplingParams"
+    sampling: SamplingParams
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
     escapes: bool = False
@@ -77,6 +77,10 @@ class Chat:
             self.call.out.json_record({"model": self.loaded.source.name, **describe(reply, text)})
         else:
             self.call.out.footer(self.statistics(reply))
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the file of the session, so that it never lacks what was said nor holds what was taken back."""
         if self.session_file is not None:
             self.conversation.save(self.session_file, self.loaded.source.name)
 

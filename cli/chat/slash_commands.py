@@ -27,22 +27,10 @@ class SlashCommands:
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._out = chat.call.out
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/?": self.help,
-            "/set": self.set,
-            "/system": self.system,
-            "/show": self.show,
-            "/context": self.context,
-            "/stats": self.stats,
-            "/read": self.read,
-            "/retry": self.retry,
-            "/edit": self.edit,
-            "/undo": self.undo,
-            "/clear": self.clear,
-            "/save": self.save,
-            "/load": self.load,
-            "/bye": self.bye,
-        }
+        asking = (self.set, self.system, self.show, self.context, self.stats)
+        changing = (self.read, self.retry, self.edit, self.undo, self.clear, self.save, self.load, self.bye)
+        self.commands: dict[str, Callable[[str], None]] = {"/?": self.help}
+        self.commands |= {f"/{method.__name__}": method for method in (*asking, *changing)}
 
     def handle(self, line: str) -> None:
         """One message or command. Raises UserError; the conversation goes on after it."""
@@ -183,14 +171,14 @@ class SlashCommands:
     def undo(self, argument: str) -> None:
         """take the last message and its reply back"""
         message = self.chat.conversation.undo()
-        self._keep()
+        self.chat.keep()
         self._out.note(f"(taken back: {message if len(message) <= 60 else message[:59] + '…'})")
 
     def clear(self, argument: str) -> None:
         """forget the conversation"""
         self.chat.conversation.clear()
         self.chat.loaded.session.forget()
-        self._keep()
+        self.chat.keep()
         self._out.note("(a new conversation)")
 
     def save(self, argument: str) -> None:
@@ -203,18 +191,13 @@ class SlashCommands:
         """FILE: go on with a saved conversation"""
         path = self._path("/load", argument)
         model = self.chat.conversation.load(path)
-        self._keep()
+        self.chat.keep()
         held = "" if model == self.chat.loaded.source.name else f", held with {model}"
         self._out.note(f"({len(self.chat.conversation.turns)} messages loaded{held})")
 
     def bye(self, argument: str) -> None:
         """leave; Ctrl-D does too"""
         self.chat.finished = True
-
-    def _keep(self) -> None:
-        """Write the file of --session, so that it never holds what was taken back."""
-        if self.chat.session_file is not None:
-            self.chat.conversation.save(self.chat.session_file, self.chat.loaded.source.name)
 
     @staticmethod
     def _path(command: str, argument: str) -> Path:

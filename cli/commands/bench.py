@@ -218,8 +218,8 @@ def bench(
     ] = None,
     draft: options.Draft = "none",
     device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    kv: options.Kv = "auto",
+    dtype: options.Precision = "auto",
+    kv: options.CacheKind = "auto",
     shadow: options.Shadow = False,
 ) -> None:
     """Measure how fast a model is.

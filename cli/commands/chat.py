@@ -14,6 +14,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.load import load
 from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import state
 
 EXAMPLES = (
     "mycli chat pico",
@@ -67,8 +68,6 @@ def chat(
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
     sampling = drawn.resolve(loaded.model.defaults)
     if call.out.interactive:
-        from mycli.runtime.hub.resolve import state
-
         edit_lines(state() / "chat_history")
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")
     if conversation.turns:

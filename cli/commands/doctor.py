@@ -107,9 +107,7 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     name, bandwidth = measure_device(placement.device, state())
     found = list(check_kernels(placement.device, placement.dtype))
     reply = golden_reply(pico, placement)
-    if call.out.json_mode:
-        call.out.json(_as_json(facts, placement, bandwidth, found, reply))
-    else:
+    if not call.out.answered(_as_json(facts, placement, bandwidth, found, reply)):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
         rows = [

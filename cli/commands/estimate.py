@@ -18,6 +18,7 @@ from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
 from mycli.runtime.memory.estimate import (
     DEFAULT_CONTEXT,
@@ -171,8 +172,7 @@ def _card(call: Call, subject: _Subject) -> None:
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
-    if call.out.json_mode:
-        call.out.json(_as_json(subject, predict(subject.plan), ranks))
+    if call.out.answered(_as_json(subject, predict(subject.plan), ranks)):
         return
     _card(call, subject)
     if ranks is not None:
@@ -190,13 +190,12 @@ def _table(call: Call, subject: _Subject) -> None:
     else:
         choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
     rows = [(name, [predict(replace(one, context=c)).total for c in contexts]) for name, one in choices]
-    if call.out.json_mode:
-        table = [
-            {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
-            for name, totals in rows
-            for context, total in zip(contexts, totals, strict=True)
-        ]
-        call.out.json({"model": subject.model, "free_bytes": free, "table": table})
+    table = [
+        {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
+        for name, totals in rows
+        for context, total in zip(contexts, totals, strict=True)
+    ]
+    if call.out.answered({"model": subject.model, "free_bytes": free, "table": table}):
         return
     cells = [[name, *(gib(total) + ("" if total <= free else " !") for total in totals)] for name, totals in rows]
     call.out.table(["scheme", *map(str, contexts)], cells, right=range(1, len(contexts) + 1))
@@ -223,8 +222,7 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
         commands.append(f"{_quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
-    if call.out.json_mode:
-        call.out.json({**_as_json(fitted, predict(plan), None), "commands": commands})
+    if call.out.answered({**_as_json(fitted, predict(plan), None), "commands": commands}):
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -237,10 +235,10 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
     announce_placement(call, placement)
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
     parts = measure_memory(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
-    if call.out.json_mode:
-        compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
-        call.out.json({"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance})
-    else:
+    compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
+    if not call.out.answered(
+        {"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance}
+    ):
         rows = [[p.name, gib(p.predicted), gib(p.actual), f"{p.error:+.1%}"] for p in parts]
         call.out.table(["part", "predicted", "actual", "error"], rows, right=(1, 2, 3))
     check_parts(parts, tolerance)
@@ -263,8 +261,6 @@ def _open(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     except NotFoundError:
         if not fetch or call.offline or not is_hub_name(model):
             raise
-    from mycli.runtime.hub.client import Hub
-
     repo, revision = split_name(model)
     with Hub.connect(call.out.note) as hub:
         commit = hub.commit(repo, revision)

@@ -63,8 +63,7 @@ def sweep(call: Call, name: str, folder: "ModelFolder", placement: "Placement", 
             loss = [f"{value:.2g}" for value in (found.kl.value, found.kl_p99, found.kl_max)]
             loss.append(f"{found.same_top1.value:.2%}")
         cells.append([held, f"{size / 1024:.2f} KiB", f"{result.perplexity.value:.3f}", *loss])
-    if call.out.json_mode:
-        call.out.json({"model": name, "sweep": results})
+    if call.out.answered({"model": name, "sweep": results}):
         return
     columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
     call.out.table(columns, cells, right=range(1, len(columns)))
@@ -80,8 +79,8 @@ def evaluate(
     ctx: Context = 512,
     tokens: Tokens = None,
     device: options.Device = "auto",
-    dtype: options.Dtype = "fp32",
-    kv: options.Kv = "auto",
+    dtype: options.Precision = "fp32",
+    kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
 ) -> None:
     """Score a model on a text, alone or against another.
@@ -123,8 +122,7 @@ def evaluate(
     models = [StreamedModel(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
     with stages(call.out.progress) as progress:
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
-    if call.out.json_mode:
-        call.out.json({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)})
+    if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):
         return
     title = sources[0].name if ref is None else f"{sources[0].name} against {sources[-1].name}"
     call.out.card(title, quality(result))

@@ -19,23 +19,21 @@ def list_models(call: Call) -> None:
     from mycli.runtime.hub.local import local_models
 
     models = local_models()
-    if call.out.json_mode:
-        call.out.json(
+    answer = {
+        "models": [
             {
-                "models": [
-                    {
-                        "name": model.name,
-                        "kind": model.kind,
-                        "folder": str(model.folder),
-                        "commit": model.commit,
-                        "bytes": model.nbytes,
-                        "usable": not model.problem,
-                        "problem": model.problem or None,
-                    }
-                    for model in models
-                ]
+                "name": model.name,
+                "kind": model.kind,
+                "folder": str(model.folder),
+                "commit": model.commit,
+                "bytes": model.nbytes,
+                "usable": not model.problem,
+                "problem": model.problem or None,
             }
-        )
+            for model in models
+        ]
+    }
+    if call.out.answered(answer):
         return
     rows = [
         (model.name, model.kind, gib(model.nbytes), (model.commit or "")[:12], model.problem or "ready")

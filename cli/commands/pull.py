@@ -1,16 +1,15 @@
 """`mycli pull`: bring a model from the hub into the Hugging Face cache, verified and resumable."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import Download, fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, custom_code, resolve
 from mycli.runtime.utils.units import gib
-
-if TYPE_CHECKING:
-    from mycli.runtime.hub.download import Download
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -19,7 +18,7 @@ EXAMPLES = (
 )
 
 
-def _answer(job: "Download", source: Source | None) -> dict[str, Any]:
+def _answer(job: Download, source: Source | None) -> dict[str, Any]:
     missing = {file.name for file in job.missing}
     return {
         "model": job.model,
@@ -32,9 +31,8 @@ def _answer(job: "Download", source: Source | None) -> dict[str, Any]:
     }
 
 
-def _show(call: Call, job: "Download", source: Source | None) -> None:
-    if call.out.json_mode:
-        call.out.json(_answer(job, source))
+def _show(call: Call, job: Download, source: Source | None) -> None:
+    if call.out.answered(_answer(job, source)):
         return
     if source is not None:
         call.out.result(str(source.folder))
@@ -48,8 +46,9 @@ def _show(call: Call, job: "Download", source: Source | None) -> None:
 
 def _show_present(call: Call, model: str) -> None:
     source = resolve(model, offline=call.offline)
-    if call.out.json_mode:
-        call.out.json({"model": model, "repo": source.repo, "commit": source.revision, "folder": str(source.folder)})
+    if call.out.answered(
+        {"model": model, "repo": source.repo, "commit": source.revision, "folder": str(source.folder)}
+    ):
         return
     call.out.note(f"{model} is complete on this machine; the hub was not asked")
     call.out.result(str(source.folder))
@@ -67,9 +66,6 @@ def pull(
     Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
     What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
     """
-    from mycli.runtime.hub.client import Hub
-    from mycli.runtime.hub.download import fetch_files, plan_download
-
     if call.offline or "/" not in model:  # names without an organization are of this machine only
         _show_present(call, model)
         return

@@ -1,6 +1,6 @@
 """mycli quantize: a smaller copy of a model, with a card that says what it cost."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +12,20 @@ from mycli.cli.command import Call, command
 from mycli.cli.format import quality
 from mycli.cli.load import announce_placement
 from mycli.cli.progress import stages
+from mycli.quant import plot as plotting
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
+from mycli.runtime.hub.resolve import home, resolve
+from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
 from mycli.runtime.utils.units import gib
 
-if TYPE_CHECKING:
-    from mycli.quant.model_card import Layer
+if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
-    from mycli.quant.planning import QuantizationPlan
+    from mycli.quant.planning import QuantizationPlan, Report
+    from mycli.quant.recipe import Recipe
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -26,90 +33,88 @@ EXAMPLES = [
     "mycli quantize pico --bits 3 --group 64 --dry-run",
 ]
 
-WORST = 5
-
-Method = Annotated[
-    str,
-    typer.Option(
-        metavar="gptq|awq|awq+gptq|rtn",
-        help="How codes are chosen: awq rescales inputs, gptq makes up for errors; rtn only rounds, and needs no data.",
-    ),
-]
-Bits = Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")]
-TargetBpw = Annotated[
-    float | None,
-    typer.Option(
-        "--target-bpw",
-        min=2,
-        max=9,
-        metavar="X",
-        help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
-        show_default="--bits for all",
-    ),
-]
-Group = Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")]
-Scales = Annotated[
-    str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
-]
-Head = Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")]
-Calib = Annotated[
-    str | None,
-    typer.Option(
-        "--calib",
-        metavar="FILE|hf:DATASET",
-        help="Text, .jsonl or .parquet to calibrate on; hf:org/name[@revision][:path] is fetched.",
-        show_default="a mixed text in the package",
-    ),
-]
-Samples = Annotated[
-    int, typer.Option("--samples", parser=options.parse_count, metavar="N", help="Windows to calibrate on.")
-]
-Seq = Annotated[
-    int | None,
-    typer.Option("--seq", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512"),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")]
-Tune = Annotated[
-    bool,
-    typer.Option("--tune", help="Then train towards the original: each block, then the whole. Ten times as long."),
-]
-MaxFallback = Annotated[
-    float,
-    typer.Option("--max-fallback", min=0, max=1, help="End with code 6 where a larger share of layers was rounded."),
-]
-Report = Annotated[str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")]
-MaxKl = Annotated[float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")]
-Out = Annotated[Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")]
-WorkDir = Annotated[
-    Path | None,
-    typer.Option("--work-dir", help="Keeps finished blocks until the end.", show_default="hidden, beside the output"),
-]
-MaxRam = Annotated[
-    int | None,
-    typer.Option("--max-ram", parser=options.parse_memory, metavar="SIZE", help="Take no more memory, such as 4GiB."),
-]
-MaxVram = Annotated[
-    int | None,
-    typer.Option("--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."),
-]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+WORST = 5  # layers to name
 
 
-def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise UsageError(f"--{flag} {value}: not a choice", f"choose from {', '.join(allowed)}")
-    return value
+@dataclass(frozen=True)
+class RecipeFlags:
+    """What is made, and the text it is calibrated on."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="gptq|awq|awq+gptq|rtn",
+            help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
+            "rtn only rounds, and needs no data.",
+        ),
+    ] = "gptq"
+    bits: Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")] = 4
+    target_bpw: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bpw",
+            min=2,
+            max=9,
+            metavar="X",
+            help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
+            show_default="--bits for all",
+        ),
+    ] = None
+    group: Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")] = "128"
+    scales: Annotated[
+        str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
+    ] = "mse"
+    head: Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")] = (
+        "keep"
+    )
+    calib: Annotated[
+        str | None,
+        typer.Option(
+            "--calib",
+            metavar="FILE|hf:DATASET",
+            help="Text, .jsonl or .parquet to calibrate on; hf:org/name[@revision][:path] is fetched.",
+            show_default="a mixed text in the package",
+        ),
+    ] = None
+    samples: Annotated[
+        int, typer.Option("--samples", parser=options.parse_count, metavar="N", help="Windows to calibrate on.")
+    ] = 128
+    seq: Annotated[
+        int | None,
+        typer.Option("--seq", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512"),
+    ] = None
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")
+    ] = 0
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Then train towards the original: each block, then the whole. Ten times as long."),
+    ] = False
+
+    def resolve(self) -> "Recipe":
+        """The recipe. Raises UsageError for a value that it does not know."""
+        from mycli.quant.recipe import Recipe
+
+        if self.group != "channel" and not self.group.isdecimal():
+            raise UsageError(f"--group {self.group}: not a group size", "choose from 32, 64, 128, channel")
+        return Recipe(
+            method=self.method,
+            bits=self.bits,
+            group=None if self.group == "channel" else int(self.group),
+            scales=options.choice("--scales", self.scales, ("mse", "absmax")),
+            head=options.choice("--head", self.head, ("keep", "int8", "int4")),
+            samples=self.samples,
+            seq=self.seq,
+            seed=self.seed,
+            target_bpw=self.target_bpw,
+            tune=self.tune,
+        )
 
 
 def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     """Of `--calib`; None for what is not fetched: to a dry run all texts are alike."""
     if not calib.startswith("hf:"):
         return Path(calib)
-    from mycli.runtime.hub.client import Hub
-    from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
-
     name = DatasetName.parse(calib.removeprefix("hf:"))
     if call.offline:
         return cached_dataset(name)
@@ -123,27 +128,17 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def _parse_group(text: str) -> int | None:
-    if text == "channel":
-        return None
-    if not text.isdecimal():
-        raise UsageError(f"--group {text}: not a group size", "choose from 32, 64, 128, channel")
-    return int(text)
-
-
 def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
     size = work.size
-    if call.out.json_mode:
-        call.out.json(
-            {
-                "folder": str(target),
-                "name": work.recipe.name,
-                "size": asdict(size),
-                "memory_bytes": work.need.host,
-                "device_memory_bytes": work.need.device,
-                "tokens_at_once": work.need.at_once,
-            }
-        )
+    answer = {
+        "folder": str(target),
+        "name": work.recipe.name,
+        "size": asdict(size),
+        "memory_bytes": work.need.host,
+        "device_memory_bytes": work.need.device,
+        "tokens_at_once": work.need.at_once,
+    }
+    if call.out.answered(answer):
         return
     call.out.card(
         f"{target.name} (nothing is written)",
@@ -159,16 +154,15 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
 
 def _show_outcome(call: Call, outcome: "Outcome") -> None:
     size, card = outcome.size, outcome.card
-    if call.out.json_mode:
-        call.out.json(
-            {
-                "folder": str(outcome.folder),
-                "size": asdict(size),
-                "card": None if card is None else asdict(card),
-                "layers": [asdict(layer) for layer in outcome.layers],
-                "notes": outcome.notes,
-            }
-        )
+    worst = sorted(map(plotting.point, outcome.layers), key=lambda one: one.error, reverse=True)[:WORST]
+    answer = {
+        "folder": str(outcome.folder),
+        "size": asdict(size),
+        "card": None if card is None else asdict(card),
+        "layers": [asdict(layer) for layer in outcome.layers],
+        "notes": outcome.notes,
+    }
+    if call.out.answered(answer):
         return
     call.out.card(
         outcome.folder.name,
@@ -178,36 +172,25 @@ def _show_outcome(call: Call, outcome: "Outcome") -> None:
             ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
             *([] if card is None else quality(card)),
             *_gain(outcome),
-            ("worst layers", _ranked(outcome)),
+            ("worst layers", ", ".join(f"{one.name.removeprefix('model.')} {one.error:.2%}" for one in worst)),
         ],
     )
 
 
-def _breach(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> GateError | None:
-    """Why the model is not what was asked for, None where it is."""
+def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
+    """Raises GateError for a model that is not what was asked for."""
     found = None if outcome.card is None else outcome.card.divergence
     if max_kl is not None and found is not None and found.kl.value > max_kl:
-        return GateError(
+        raise GateError(
             f"the mean KL of {found.kl.value:.4g} is above --max-kl {max_kl:g}",
             f"more --bits or a smaller --group; the model is kept in {outcome.folder}",
         )
     if outcome.fallbacks > max_fallback * len(outcome.layers):
-        return GateError(
+        raise GateError(
             f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
             f" {max_fallback:g}",
             f"calibrate on more or other text; the model is kept in {outcome.folder}",
         )
-    return None
-
-
-def _ranked(outcome: "Outcome") -> str:
-    """The layers that lost most, in words."""
-
-    def error(layer: "Layer") -> float:
-        return layer.error if layer.output_error is None else layer.output_error
-
-    worst = sorted(outcome.layers, key=error, reverse=True)[:WORST]
-    return ", ".join(f"{layer.name.removeprefix('model.')} {error(layer):.2%}" for layer in worst)
 
 
 def _gain(outcome: "Outcome") -> list[tuple[str, str]]:
@@ -227,28 +210,48 @@ def _gain(outcome: "Outcome") -> list[tuple[str, str]]:
 def quantize(
     call: Call,
     model: options.Model,
-    method: Method = "gptq",
-    bits: Bits = 4,
-    target_bpw: TargetBpw = None,
-    group: Group = "128",
-    scales: Scales = "mse",
-    head: Head = "keep",
-    calib: Calib = None,
-    samples: Samples = 128,
-    seq: Seq = None,
-    seed: Seed = 0,
-    tune: Tune = False,
-    report: Report = "quick",
-    max_kl: MaxKl = None,
-    max_fallback: MaxFallback = 0.05,
+    made: RecipeFlags,
+    report: Annotated[
+        str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
+    ] = "quick",
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")
+    ] = None,
+    max_fallback: Annotated[
+        float,
+        typer.Option(
+            "--max-fallback", min=0, max=1, help="End with code 6 where a larger share of layers was rounded."
+        ),
+    ] = 0.05,
     device: options.Device = "auto",
-    output: Out = None,
-    work_dir: WorkDir = None,
-    plot: Plot = None,
-    max_ram: MaxRam = None,
-    max_vram: MaxVram = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")
+    ] = None,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--work-dir", help="Keeps finished blocks until the end.", show_default="hidden, beside the output"
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")
+    ] = None,
+    max_ram: Annotated[
+        int | None,
+        typer.Option(
+            "--max-ram", parser=options.parse_memory, metavar="SIZE", help="Take no more memory, such as 4GiB."
+        ),
+    ] = None,
+    max_vram: Annotated[
+        int | None,
+        typer.Option(
+            "--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")
+    ] = False,
 ) -> None:
     """Make a smaller copy of a model, and measure what it lost.
 
@@ -256,44 +259,26 @@ def quantize(
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
     from mycli.quant import pipeline, planning
-    from mycli.quant import plot as plotting
     from mycli.quant.model_card import label
-    from mycli.quant.recipe import Recipe
-    from mycli.runtime.checkpoint.model_folder import ModelFolder
-    from mycli.runtime.engine.config import EngineConfig
-    from mycli.runtime.hub.resolve import home, resolve
-    from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
     if plot is not None:
         plotting.require_svg(plot)
-    recipe = Recipe(
-        method=method,
-        bits=bits,
-        group=_parse_group(group),
-        scales=_choice("scales", scales, ("mse", "absmax")),  # type: ignore[arg-type]  # checked here
-        head=_choice("head", head, ("keep", "int8", "int4")),  # type: ignore[arg-type]  # checked here
-        samples=samples,
-        seq=seq,
-        seed=seed,
-        target_bpw=target_bpw,
-        tune=tune,
-    )
-    _choice("report", report, ("quick", "full", "none"))
+    recipe = made.resolve()
+    held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
     folder = ModelFolder.open(source.folder)
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
-    gpu = placement.device.type == "cuda"
-    text = _calibration_file(call, calib, fetch=not dry_run or target_bpw is not None) if calib else None
+    text = _calibration_file(call, made.calib, not dry_run or recipe.target_bpw is not None) if made.calib else None
     plan = partial(
         planning.plan_quantization,
         source,
         folder=folder,
         text=text,
-        report=report,  # type: ignore[arg-type]  # checked above
-        gpu=gpu,
+        report=held_out,
+        gpu=placement.device.type == "cuda",
         max_ram=max_ram,
         max_vram=max_vram,
     )
@@ -302,7 +287,7 @@ def quantize(
         kept = gib(head_bytes(MemoryPlan(folder.config)))
         call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
-    if target_bpw is not None:
+    if recipe.target_bpw is not None:
         with stages(call.out.progress) as progress:
             work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
@@ -311,20 +296,13 @@ def quantize(
     announce_placement(call, placement)
     with stages(call.out.progress) as progress:
         outcome = pipeline.quantize(
-            work,
-            target,
-            placement,
-            overwrite=overwrite,
-            work_folder=work_dir,
-            progress=progress,
+            work, target, placement, overwrite=overwrite, work_folder=work_dir, progress=progress
         )
     for note in outcome.notes:
         call.out.note(note)
     if plot is not None:
         plotting.write(plot, target.name, [plotting.point(layer) for layer in outcome.layers])
     _show_outcome(call, outcome)
-    breach = _breach(outcome, max_kl, max_fallback)
-    if breach is not None:
-        raise breach
+    _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
         call.out.note(f"talk with it: mycli chat {target.name}")

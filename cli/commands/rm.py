@@ -7,6 +7,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.local import plan_removal, remove
 from mycli.runtime.utils.units import gib
 
 EXAMPLES = (
@@ -27,8 +28,6 @@ def rm(
     One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
     first, elsewhere it wants --yes. Folders that mycli did not store are left alone.
     """
-    from mycli.runtime.hub.local import plan_removal, remove
-
     removal = plan_removal(model)
     if not yes and not call.out.interactive:
         raise UsageError(f"nobody can be asked whether to delete {removal.name}", f"mycli rm {model} --yes")
@@ -36,7 +35,6 @@ def rm(
         call.out.note("nothing was deleted")
         return
     remove(removal, call.out.note)
-    if call.out.json_mode:
-        call.out.json({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes})
+    if call.out.answered({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes}):
         return
     call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")

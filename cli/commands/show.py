@@ -1,19 +1,19 @@
 """`mycli show`: what a model is, from its configuration and headers, without loading or downloading it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.quant.plot import Point, require_svg, write
 from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import is_hub_name, resolve
+from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import gib
-
-if TYPE_CHECKING:
-    from mycli.runtime.hub.model_info import ModelInfo
-    from mycli.runtime.utils.json_fields import Fields
 
 EXAMPLES = (
     "mycli show pico",
@@ -24,30 +24,26 @@ EXAMPLES = (
 )
 
 
-def _find(call: Call, model: str) -> "ModelInfo":
-    from mycli.runtime.hub.model_info import fetch_model_info, read_model_info
-
+def _find(call: Call, model: str) -> ModelInfo:
     try:
         return read_model_info(resolve(model, offline=call.offline))
     except NotFoundError:
         if call.offline or not is_hub_name(model):
             raise
-    from mycli.runtime.hub.client import Hub
-
     with Hub.connect(call.out.note) as hub:
         return fetch_model_info(hub, model)
 
 
-def _defaults(info: "ModelInfo") -> dict[str, Any]:
+def _defaults(info: ModelInfo) -> dict[str, Any]:
     named = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: value for name in named if (value := getattr(info.defaults, name)) is not None}
 
 
-def _section(record: "Fields | None", key: str) -> Any:
+def _section(record: Fields | None, key: str) -> Any:
     return None if record is None else record.values.get(key)
 
 
-def _answer(info: "ModelInfo") -> dict[str, Any]:
+def _answer(info: ModelInfo) -> dict[str, Any]:
     config = info.config
     return {
         "model": info.source.name,
@@ -85,7 +81,7 @@ def _spelled(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
 
 
-def _origin(info: "ModelInfo") -> str:
+def _origin(info: ModelInfo) -> str:
     if info.record is None:
         return f"{info.source.repo} @ {info.source.revision}" if info.source.repo else "unknown"
     source = info.record.object("source")
@@ -93,7 +89,7 @@ def _origin(info: "ModelInfo") -> str:
     return f"quantized from {source.text('name', 'an unknown model')}{revision}"
 
 
-def _card(info: "ModelInfo") -> list[tuple[str, str]]:
+def _card(info: ModelInfo) -> list[tuple[str, str]]:
     if info.record is None or not info.record.has("card"):
         return []
     card = info.record.object("card")
@@ -110,7 +106,7 @@ def _card(info: "ModelInfo") -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(info: "ModelInfo") -> list[tuple[str, str]]:
+def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     config = info.config
     windows = sorted({window for window in config.windows if window is not None})
     rope = "" if config.rope.kind == "default" else f", {config.rope.kind} rope x {config.rope.factor:g}"
@@ -133,42 +129,34 @@ def _rows(info: "ModelInfo") -> list[tuple[str, str]]:
     ]
 
 
-def _show_tensors(call: Call, info: "ModelInfo") -> None:
+def _show_tensors(call: Call, info: ModelInfo) -> None:
     entries = info.tensors.values()
-    if call.out.json_mode:
-        listed = [
-            {"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries
-        ]
-        call.out.json({"model": info.source.name, "tensors": listed})
+    listed = [{"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.nbytes, "file": e.file} for e in entries]
+    if call.out.answered({"model": info.source.name, "tensors": listed}):
         return
     rows = [(e.name, e.dtype, " x ".join(map(str, e.shape)), str(e.nbytes), e.file) for e in entries]
     call.out.table(("tensor", "dtype", "shape", "bytes", "file"), rows, right=(3,))
 
 
-def _show_template(call: Call, info: "ModelInfo") -> None:
+def _show_template(call: Call, info: ModelInfo) -> None:
     if info.template is None:
         raise UsageError(f"{info.source.name} has no chat template", "mycli run MODEL --raw continues a text")
-    if call.out.json_mode:
-        call.out.json({"model": info.source.name, "template": info.template})
+    if call.out.answered({"model": info.source.name, "template": info.template}):
         return
     call.out.result(info.template)
 
 
-def _show_recipe(call: Call, info: "ModelInfo") -> None:
+def _show_recipe(call: Call, info: ModelInfo) -> None:
     if info.record is None:
         raise UsageError(f"{info.source.name} was not quantized by mycli", "mycli quantize MODEL")
     record = {key: _section(info.record, key) for key in ("recipe", "source", "versions")}
-    if call.out.json_mode:
-        call.out.json({"model": info.source.name, **record})
+    if call.out.answered({"model": info.source.name, **record}):
         return
     rows = [(f"{key} {name}", str(value)) for key, part in record.items() for name, value in (part or {}).items()]
     call.out.card(info.source.name, [(name, value) for name, value in rows if name != "source files"])
 
 
-def _plot(info: "ModelInfo", path: Path) -> None:
-    from mycli.quant.plot import Point, require_svg, write
-    from mycli.runtime.utils.json_fields import Fields
-
+def _plot(info: ModelInfo, path: Path) -> None:
     require_svg(path)
     points = []
     for index, values in enumerate(info.record.array("layers", dict) if info.record is not None else ()):

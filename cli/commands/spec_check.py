@@ -1,12 +1,9 @@
 """`mycli spec check`: can one model draft for another?"""
 
-from typing import Annotated
-
-import typer
-
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -15,24 +12,19 @@ EXAMPLES = (
     "mycli spec check org/model-8b org/model-1b  # needs the network",
 )
 
-Draft = Annotated[str, typer.Argument(metavar="DRAFT", help="The small model that is to guess.", show_default=False)]
-
 
 @command
-def spec_check(call: Call, model: options.Model, draft: Draft) -> None:
+def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> None:
     """Say whether one model can draft for another.
 
     Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
     for nothing. No weights are read.
     """
-    from mycli.runtime.hub.resolve import resolve
-
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
     rows = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
     tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]
     found = check_vocabularies(tokenizers[0], tokenizers[1])
-    if call.out.json_mode:
-        call.out.json({"tokens": found.tokens, "rows": rows, "different": 0, "ends_differ": found.ends_differ})
+    if call.out.answered({"tokens": found.tokens, "rows": rows, "different": 0, "ends_differ": found.ends_differ}):
         return
     padded = "" if rows[0] == rows[1] else "; the heads are padded differently, which is no matter"
     ends = "other ones; the target's are used" if found.ends_differ else "the same"

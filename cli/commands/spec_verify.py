@@ -7,7 +7,6 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.commands.spec_check import Draft
 from mycli.cli.flags import LoadFlags
 from mycli.cli.input import read_file
 from mycli.cli.load import load
@@ -22,7 +21,7 @@ TOP_K = 8
 def spec_verify(
     call: Call,
     model: options.Model,
-    draft: Draft,
+    draft: options.DraftName,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line.", show_default="built in")
     ] = None,
@@ -31,7 +30,7 @@ def spec_verify(
     draws: Annotated[int, typer.Option("--draws", min=100, help="Draws for the test of the distribution.")] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    dtype: options.Precision = "auto",
 ) -> None:
     """Test that a draft changes nothing but the speed.
 
@@ -74,15 +73,12 @@ def spec_verify(
                 divergences.append(divergence)
     drawn = SamplingParams(temperature=1.0, top_k=TOP_K, seed=0)
     test = chi_squared(subject, proposer, least_certain(subject, asked), drawn, draws)
-    if call.out.json_mode:
-        call.out.json(
-            {
-                "prompts": len(asked),
-                "divergences": [vars(one) for one in divergences],
-                "chi_squared": {**vars(test), "p_value": test.p_value},
-            }
-        )
-    else:
+    answer = {
+        "prompts": len(asked),
+        "divergences": [vars(one) for one in divergences],
+        "chi_squared": {**vars(test), "p_value": test.p_value},
+    }
+    if not call.out.answered(answer):
         same = f"{len(asked) - len(divergences)} of {len(asked)} replies the same"
         parts = [
             f"prompt {one.prompt + 1} parts at token {one.position + 1}, lead {one.margin:.2g}"

@@ -7,6 +7,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.errors import GateError
+from mycli.runtime.hub.local import drop_damaged, files_to_verify, find_local, verify_files
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli verify pico-rtn-int4-g128",
@@ -27,20 +28,15 @@ def verify(
 
     Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or lacks.
     """
-    from mycli.runtime.hub.local import drop_damaged, files_to_verify, find_local, verify_files
-
     source = find_local(model)
     files = files_to_verify(source)
     with call.out.progress(f"Reading {model}", sum(file.size for file in files.values()), "B") as bar:
         checked = verify_files(source, files, bar.advance)
     bad = [file.name for file in checked if file.state in ("damaged", "missing")]
     dropped = drop_damaged(source, checked) if drop else []
-    if call.out.json_mode:
-        listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
-        call.out.json(
-            {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
-        )
-    else:
+    listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
+    answer = {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
+    if not call.out.answered(answer):
         call.out.table(
             ("file", "bytes", "state"), [(file.name, str(file.nbytes), file.state) for file in checked], right=(1,)
         )

@@ -1,8 +1,8 @@
 """docs/commands.md is what the code says."""
 
-from mycli.cli.docs import page
 from mycli.cli.main import COMMANDS
 from mycli.runtime.errors import ExitCode
+from tests.support.command_reference import page
 from tests.support.paths import ROOT
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/commands.md from the code: `python -m mycli.cli.docs FILE`, which is `make docs`."""
+"""Writes docs/commands.md from the code: `python -m tests.support.command_reference FILE`, which is `make docs`."""
 
 import sys
 from pathlib import Path
