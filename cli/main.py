@@ -112,11 +112,12 @@ def _variable(option: Any) -> str:
     return next(name for name in names if os.environ.get(name))
 
 
-def _mistake(error: Any) -> UsageError:
-    """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
+def _mistake(error: Any, named: str | None) -> UsageError:
+    """A mistake that Typer found in a line of the command `named`: where the value came from, what is wrong, whose help
+    to read."""
     context: Any = getattr(error, "ctx", None)
     option: Any = getattr(error, "param", None)
-    hint = f"{context.command_path if context else 'mycli'} --help"
+    hint = f"{context.command_path if context else ' '.join(filter(None, ('mycli', named)))} --help"
     if option is None or not error.message:  # not about a value that was given
         text = str(error.format_message()).rstrip(".")
         return UsageError(text[:1].lower() + text[1:], hint)
@@ -165,7 +166,7 @@ def _run(arguments: list[str]) -> ExitCode:
     try:
         result = group.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
     except typer.TyperException as error:
-        raise _mistake(error) from error
+        raise _mistake(error, named) from error
     except SystemExit as stop:  # every command ends this way, and so does completion
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected

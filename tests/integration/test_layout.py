@@ -32,6 +32,9 @@ MOST_ROOMS, MOST_FLOORS = 18, 9
 SHARED_NAMES = {
     "EXAMPLES",  # of a command's help
     "read",  # of a config, one family each
+    "layer",  # of a family that declares its own
+    "names",  # of a registry: formats, solvers, transforms
+    "load",
     "solve",  # of a solver
     "NEEDS_HESSIAN",
     "main",
