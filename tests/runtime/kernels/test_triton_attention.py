@@ -8,9 +8,9 @@ import torch
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
-from tests.runtime.kernels.test_triton_epilogues import difference, numbers, product
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
+from tests.support.triton_products import difference, numbers, product
 
 pytest.importorskip("triton")
 
