@@ -25,7 +25,8 @@ from torch import Tensor
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import allocated, plan, quantize
+from mycli.quant.pipeline import allocated, quantize
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -64,9 +65,9 @@ def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
     """What this program makes of `recipe`, shown the same windows; `how` names the row."""
     target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
     source = Source(shown.source.name, shown.source, None, None)
-    work = plan(source, replace(recipe, samples=samples, seq=seq), report="none")
+    work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), report="none")
     if recipe.target_bpw is not None:
-        work = plan(source, allocated(work, CPU, target), report="none")
+        work = plan_quantization(source, allocated(work, CPU, target), report="none")
     quantize(work, target, CPU)
     return Made("mycli", how, packed_bits(target), target)
 

@@ -66,7 +66,7 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     }
     save_file(tensors, source / "model.safetensors")
     recipe = Recipe(method="rtn", scales="absmax", head="int4")
-    quantize(plan_quantization(Source(str(source), source, None, None), recipe), target, CPU, report="none")
+    quantize(plan_quantization(Source(str(source), source, None, None), recipe, report="none"), target, CPU)
     return target
 
 

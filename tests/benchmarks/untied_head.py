@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Head, Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import Source
@@ -42,7 +43,7 @@ def main() -> None:
         for head in HEADS:
             target = Path(name) / head
             source = Source("untied", Path(name) / "untied", None, None)
-            quantize(plan(source, Recipe(head=head), report="none"), target, CPU)
+            quantize(plan_quantization(source, Recipe(head=head), report="none"), target, CPU)
             found = evaluate(StreamedModel(ModelFolder.open(target), CPU), text, original).divergence
             assert found is not None
             print(f"| {head} | {found.kl.value:.4f} ± {found.kl.error:.4f} | {found.same_top1.value:.1%} |", flush=True)

@@ -8,7 +8,8 @@ import torch
 
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import plan, quantize
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
 from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales
@@ -84,8 +85,8 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
     recipe = Recipe(bits=3, group=64, samples=2 * HELD, seq=32)
-    plain = quantize(plan(SOURCE, recipe), tmp_path / "plain", CPU)
-    tuned = quantize(plan(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
+    plain = quantize(plan_quantization(SOURCE, recipe), tmp_path / "plain", CPU)
+    tuned = quantize(plan_quantization(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
     told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
     assert told["after"] <= told["before"] and any("tuning" in note for note in tuned.notes)
     assert json.loads((tmp_path / "plain" / "mycli.json").read_text())["tuning"] is None
@@ -97,7 +98,7 @@ def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
 
 def test_too_little_to_judge_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tuning needs calibration"):
-        plan(SOURCE, Recipe("rtn", tune=True))
-    few = plan(SOURCE, Recipe(group=64, samples=HELD - 1, seq=64, tune=True), report="none")
+        plan_quantization(SOURCE, Recipe("rtn", tune=True))
+    few = plan_quantization(SOURCE, Recipe(group=64, samples=HELD - 1, seq=64, tune=True), report="none")
     with pytest.raises(UsageError, match="windows"):
         quantize(few, tmp_path / "few", CPU)

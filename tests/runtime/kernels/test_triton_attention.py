@@ -10,11 +10,11 @@ from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
-from tests.support.triton_products import difference, numbers, product
 
 pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton.attention import BLOCK_K, LayerCache, decode_attention, splits  # noqa: E402  (only where Triton is)
+from tests.support.triton_products import difference, numbers, product  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 

@@ -11,10 +11,10 @@ from mycli.runtime.layers.rope import rotate
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
-from tests.support.triton_products import difference, numbers, product
 
 pytest.importorskip("triton")
 
+from tests.support.triton_products import difference, numbers, product  # noqa: E402  (only where Triton is)
 
 __all__ = ["interpret"]
 

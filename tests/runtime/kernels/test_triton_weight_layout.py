@@ -14,6 +14,7 @@ from mycli.runtime.kernels.triton.weight_layout import (
 )
 from mycli.runtime.quantization.packed_weight import unpack
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.support.random_tensors import weight
 from tests.support.weight_layout import codes_from_layout, scales_from_layout
 
 PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
