@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import INSTALLED, Completed, Mycli, run_here, run_process
-from tests.support.paths import PICO, ROOT
-
-__all__ = ["PICO", "ROOT", "Mycli"]
+from tests.support.paths import ROOT
 
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

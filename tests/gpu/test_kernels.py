@@ -19,8 +19,8 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from tests.quant.rounding.test_columns import SHAPES, agree, problem
-from tests.runtime.engine.test_decode_step import CAPACITY, CASES, Case, models
+from tests.support.columns import SHAPES, agree, problem
+from tests.support.decode_models import CAPACITY, CASES, Case, models
 
 pytestmark = [
     pytest.mark.gpu,

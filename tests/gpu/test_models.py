@@ -1,7 +1,5 @@
 """Whole models on CUDA against the CPU in fp32: dense and packed, prefill and decoding. What `make test-gpu` runs."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,13 +14,13 @@ from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, p
 from mycli.runtime.quantization.scheme import BITS, Packing
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
+from tests.support.paths import PICO
 from tests.support.random_tensors import codes, normal
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-PICO = Path(__file__).parents[2] / "runtime" / "pico" / "pico"
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 
 

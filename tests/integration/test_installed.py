@@ -13,7 +13,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.conftest import PICO, ROOT
+from tests.support.paths import PICO, ROOT
 
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
 

@@ -8,17 +8,15 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.import_graph import arrows, floors
 from tests.support.paths import ROOT
+from tests.support.sources import PARTS, name, sources, tree
 
-PARTS = ("cli", "quant", "runtime")
 MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"}, "runtime": {"runtime"}}
-DATA = ROOT / "runtime" / "pico"
 PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
@@ -32,6 +30,9 @@ MOST_ROOMS, MOST_FLOORS = 18, 9
 SHARED_NAMES = {
     "EXAMPLES",  # of a command's help
     "read",  # of a config, one family each
+    "layer",  # of a family that declares its own
+    "names",  # of a registry: formats, solvers, transforms
+    "load",
     "solve",  # of a solver
     "NEEDS_HESSIAN",
     "main",
@@ -55,22 +56,6 @@ LIGHT = (
     "bench --help",
     "doctor --help",
 )
-
-
-@cache
-def sources() -> list[Path]:
-    """Every module of the three packages."""
-    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
-    return [path for path in files if not path.is_relative_to(DATA) and "__pycache__" not in path.parts]
-
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def imports(module: ast.Module) -> Iterator[str]:

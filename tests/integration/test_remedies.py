@@ -10,7 +10,7 @@ import pytest
 
 from mycli.cli.main import COMMANDS
 from mycli.cli.remedies import REMEDIES
-from tests.integration.test_layout import name, sources, tree
+from tests.support.sources import name, sources, tree
 
 COMPILER = {"runtime/kernels/cpu/build.py": {"-o", "--version"}}  # options of the compiler, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))

@@ -15,15 +15,14 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
-from tests.conftest import PICO
-from tests.runtime.layers.test_families import CASES, make, whole
+from tests.support.families import CASES, make, whole
+from tests.support.models import CPU
+from tests.support.paths import PICO
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
-CPU = Placement(torch.device("cpu"), torch.float32)
 TOKENS = 24
 KINDS = ("llama-gqa4:2-hd16", "qwen3-qk-norm-hd32", "olmo2-gqa4:2", "phi3-gqa4:2")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from mycli.quant import pipeline, planning
 from mycli.quant.pipeline import allocated, quantize
-from mycli.quant.planning import plan
+from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
@@ -35,12 +35,12 @@ planning.QUICK_TOKENS = pipeline.QUICK_TOKENS = 2048  # the peak is of the logit
 recipe, report = json.loads(sys.argv[2]), sys.argv[4]
 source, target = Source("x", Path(sys.argv[1]), None, None), Path(sys.argv[3])
 cpu = Placement(torch.device("cpu"), torch.float32)
-work = plan(source, Recipe(**recipe), report=report)
+work = plan_quantization(source, Recipe(**recipe), report=report)
 need = work.need.host
 reset_peak()
 before = resident()
 if work.recipe.target_bpw is not None:
-    work = plan(source, allocated(work, cpu, target), report=report)
+    work = plan_quantization(source, allocated(work, cpu, target), report=report)
 quantize(work, target, cpu)
 assert "torch._dynamo" not in sys.modules, "torch's compiler, 150 MiB, was imported for nothing"
 print(json.dumps([need, peak_resident() - before]))

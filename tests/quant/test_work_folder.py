@@ -150,7 +150,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     A block is on disk before the next is begun, so at most one is lost. A target that exists is whole at any moment.
     """
     # Tiny, of many blocks.
-    source, target = random_model(tmp_path / "source", hidden_size=64, num_hidden_layers=8), tmp_path / "out"
+    source, target = random_model(tmp_path / "source", hidden_size=64, num_hidden_layers=6), tmp_path / "out"
     arguments = ["quantize", str(source), "--group", "32", "--samples", "32", "--report", "none", "--overwrite", "-q"]
     command = [sys.executable, "-m", "mycli.cli", *arguments, "--seq", "64", "-o", str(target)]
     work, chance = default_work_folder(target), random.Random(0)

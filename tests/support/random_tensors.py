@@ -8,6 +8,9 @@ import os
 import torch
 from torch import Tensor
 
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
+
 
 def generator(seed: int = 0) -> torch.Generator:
     """On the CPU."""
@@ -23,3 +26,10 @@ def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
     """uint8 below 2^bits."""
     drawn = torch.randint(0, 1 << bits, shape, generator=generator(seed), device="cpu", dtype=torch.uint8)
     return drawn.to(torch.get_default_device())
+
+
+def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
+    """Random codes and scales of `dtype` for a weight [rows, columns]."""
+    drawn = codes(packing.bits, rows, columns, seed=seed)
+    scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
+    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns)

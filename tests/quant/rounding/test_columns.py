@@ -7,22 +7,8 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.columns import BLOCK, solve_block
-from tests.support.random_tensors import generator
+from tests.support.columns import SHAPES, agree, problem
 from tests.support.triton_interpreter import Interpret, interpret  # noqa: F401  (reason: a fixture)
-
-SHAPES = [(128, 24), (128, 1), (37, 40), (1, 5)]
-
-
-def problem(count: int, rows: int, half: int, move: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-    drawing = generator(count + rows + half)
-    inputs = torch.randn(4 * count, count, generator=drawing)
-    hessian = inputs.T @ inputs / (4 * count)
-    matrix = hessian if move else torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    scales = torch.rand(count, rows, generator=drawing) * 0.1 + 0.05
-    scales *= torch.where(torch.rand(count, rows, generator=drawing) < 0.5, -1, 1)
-    residual = torch.randn(count, rows, generator=drawing) * half * 0.08
-    codes = torch.randint(0, 2 * half, (count, rows), generator=drawing).to(torch.uint8) if move else None
-    return residual, matrix, scales, codes, half
 
 
 def definition(
@@ -41,13 +27,6 @@ def definition(
         found[i] = (level + half).to(torch.uint8)
         left[i + 1 :] -= matrix[i, i + 1 :, None] * shifts[i]
     return found, shifts
-
-
-def agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Rounding may turn a rare tie, after which that row goes its own way."""
-    same = (actual[0] == expected[0]).all(dim=0)
-    assert same.float().mean() >= 0.95 and not actual[1].isnan().any()
-    assert torch.allclose(actual[1][:, same].double(), expected[1][:, same].double(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])

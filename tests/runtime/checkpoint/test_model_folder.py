@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint import model_folder
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 # Prints the folders whose config.json is opened, one a line, while `mycli run` works.
 WATCHED = """

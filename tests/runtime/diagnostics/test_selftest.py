@@ -10,7 +10,7 @@ from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
-from tests.conftest import PICO
+from tests.support.paths import PICO
 
 CPU = torch.device("cpu")
 

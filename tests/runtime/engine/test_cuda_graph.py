@@ -15,6 +15,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import RopeScaling
+from tests.support.graphs import recording
 from tests.support.prefix_model import CONFIG, CPU
 
 CAPACITY = 32
@@ -35,16 +36,6 @@ class Sums:
         self.calls += 1
         found = (tokens * 100 + lengths[:, None])[:, -1:] if last else tokens * 100 + lengths[:, None]
         return found[..., None].expand(-1, -1, 3).half()
-
-
-def recording(work: Launches) -> Launches:
-    """As a graph would: runs once when captured, and replays write to the same place."""
-    out = work().clone()
-
-    def again() -> Tensor:
-        return out.copy_(work())
-
-    return again
 
 
 def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[StaticCache, Rope]:

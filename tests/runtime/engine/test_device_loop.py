@@ -21,7 +21,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from tests.runtime.engine.test_cuda_graph import recording
+from tests.support.graphs import recording
 from tests.support.prefix_model import CPU, PrefixModel, random_function
 from tests.support.triton_interpreter import Interpret, interpret
 
@@ -272,7 +272,7 @@ def test_the_second_launch_of_a_kind_is_captured_and_goes_with_its_cache(interpr
 def fused() -> list[list[list[int]]]:
     """Tokens of the real pass: several a launch, one a launch, and by the host."""
     from mycli.runtime.engine.decode_step import DecodeStep
-    from tests.runtime.engine.test_decode_step import Case, models
+    from tests.support.decode_models import Case, models
 
     found = []
     for kind in ("loop", "host"):

@@ -24,8 +24,8 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.retry import RetryPolicy
-from tests.conftest import ROOT
 from tests.support.hub_server import Fault, HubServer, hub_server, safetensors
+from tests.support.paths import ROOT
 
 REPO = "org/tiny"
 WEIGHTS = safetensors({"w": ("F32", [4096], bytes(range(256)) * 64)})

@@ -12,8 +12,8 @@ from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import local as store
 from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.resolve import Source
-from tests.conftest import PICO
 from tests.support.hub_server import git_digest
+from tests.support.paths import PICO
 
 FIRST, SECOND = "a" * 40, "b" * 40
 

@@ -12,8 +12,8 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.retry import RetryPolicy
-from tests.conftest import PICO
 from tests.support.hub_server import Fault, HubServer, hub_server
+from tests.support.paths import PICO
 
 FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
 

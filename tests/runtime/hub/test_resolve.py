@@ -12,7 +12,7 @@ from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
-from tests.conftest import PICO, ROOT
+from tests.support.paths import PICO, ROOT
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 

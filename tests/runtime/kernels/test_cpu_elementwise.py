@@ -16,7 +16,7 @@ from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import FEW, rms_norm_few, rotate_few, silu_multiply_few
 from mycli.runtime.kernels.reference import rms_norm, rotate_halves, silu_multiply
 from mycli.runtime.layers.batch import Batch
-from tests.conftest import PICO
+from tests.support.paths import PICO
 from tests.support.random_tensors import normal
 
 pytestmark = pytest.mark.usefixtures("library")

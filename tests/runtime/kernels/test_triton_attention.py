@@ -8,13 +8,13 @@ import torch
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
-from tests.runtime.kernels.test_triton_epilogues import difference, numbers, product
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton.attention import BLOCK_K, LayerCache, decode_attention, splits  # noqa: E402  (only where Triton is)
+from tests.support.triton_products import difference, numbers, product  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 

@@ -5,43 +5,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.quantization.scheme import Packing
-from tests.runtime.kernels.test_triton_weight_layout import weight
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul  # noqa: E402  (only where Triton is)
+from tests.support.triton_products import difference, numbers, product  # noqa: E402  (only where Triton is)
 
 __all__ = ["interpret"]
 
 # The interpreter filters bf16 off where a GPU rounds, at each of a few steps.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
-
-
-def product(k: int, packing: Packing, processors: int = 1, n: int = 16) -> TritonMatmul:
-    return TritonMatmul(weight(packing, n, k, 0), Chip((9, 0), processors))
-
-
-def numbers(activation: Activation) -> Tensor:
-    """What an operand stands for, [rows, K'], fp32; checks the sums that go with it."""
-    rows, tiles = activation.values.shape[0], activation.tiles
-    scaled = activation.values.float().view(rows, tiles, -1) * activation.sums[:, :rows, 0].t().unsqueeze(-1)
-    torch.testing.assert_close(scaled.sum(-1).t(), activation.sums[:, :rows, 1], rtol=1e-4, atol=1e-4)
-    flat = scaled.view(rows, -1)
-    if activation.tile.permuted:  # (k half, t, pair of pairs, pair) -> (t, pair of pairs, k half, pair)
-        flat = flat.view(rows, -1, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows, -1)
-    return flat
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @dataclass(frozen=True)

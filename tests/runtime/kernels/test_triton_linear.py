@@ -12,8 +12,7 @@ from mycli.runtime.kernels.triton.linear import TritonKernel, small_product
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from tests.runtime.kernels.test_triton_weight_layout import weight
-from tests.support.random_tensors import normal
+from tests.support.random_tensors import normal, weight
 from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")

@@ -12,18 +12,12 @@ from mycli.runtime.kernels.triton.weight_layout import (
     repack_scales,
     tile_k,
 )
-from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
+from mycli.runtime.quantization.packed_weight import unpack
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from tests.support.random_tensors import codes, normal
+from tests.support.random_tensors import weight
 from tests.support.weight_layout import codes_from_layout, scales_from_layout
 
 PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
-
-
-def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
-    drawn = codes(packing.bits, rows, columns, seed=seed)
-    scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
-    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns)
 
 
 @given(

@@ -25,7 +25,7 @@ from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
 from mycli.runtime.tokenizer.chat_template import Message
-from tests.conftest import PICO
+from tests.support.paths import PICO
 from tests.support.prefix_model import CPU, PrefixModel
 
 CAPACITY = 256

@@ -14,7 +14,7 @@ import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.utils.files import LockedError, disk_errors, locked, require_space, try_lock, write_atomic
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 HOLDER = """
 import sys

@@ -1,0 +1,98 @@
+"""Models of packed weights for the fused pass, each beside a plain one of the same weights. Needs Triton."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mycli.runtime.kernels.triton.linear import TritonMatmul
+from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.random_tensors import generator
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    hidden_size=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate_size=160,
+    vocab_size=72,
+    max_context=256,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope=RopeScaling(),
+    tie_embeddings=False,
+    dtype="float16",
+)
+
+
+CAPACITY = 96
+
+
+# No powers of two, but for the layers.
+SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim": 32, "intermediate_size": 352}
+
+
+@dataclass(frozen=True)
+class Case:
+    changes: dict[str, Any] = field(default_factory=dict)
+    bits: int = 4
+    packed_head: bool = False
+    sequences: int = 1
+    new: int = 1
+    int8: bool = False
+    bias: bool = False
+
+    def __str__(self) -> str:
+        options = "-".join(f"{key}{value}" for key, value in self.changes.items())
+        flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-bias" * self.bias
+        return f"int{self.bits}-{self.sequences}x{self.new}{flags}-{options}"
+
+
+def packed(rows: int, columns: int, bits: int, generator: torch.Generator) -> PackedWeight:
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
+    scales = torch.rand(rows, columns // 32, generator=generator) * columns**-0.5 * 2 ** (3 - bits) + 1e-3
+    return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, 32), columns)
+
+
+def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
+    """Of the same weights, multiplied by Triton and dense."""
+    config = replace(CONFIG, **case.changes)
+    drawing = generator()
+    fused, plain = Transformer(config), Transformer(config)
+    embedding = torch.randn(config.vocab_size, config.hidden_size, generator=drawing).half().to(device)
+    for model in (fused, plain):
+        model.embedding = embedding
+    for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
+        if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
+            ours.weight = theirs.weight = (
+                (1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)).half().to(device)
+            )
+        elif isinstance(ours, Linear) and isinstance(theirs, Linear):
+            weight = packed(ours.out_features, ours.in_features, case.bits, drawing)
+            weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
+            theirs.replace(dequantize(weight))
+            ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
+            if ours is fused.head and not case.packed_head:
+                ours.replace(theirs.weight())
+            if case.bias and ours.specs[0].name.endswith("q_proj"):
+                ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
+    return fused, plain
+
+
+CASES = [
+    Case(),
+    Case(packed_head=True, new=3),
+    Case({"qk_norm": True, "heads": 6, "kv_heads": 1}, bits=3),
+    Case({"tie_embeddings": True, "hidden_size": 96}, bits=8, bias=True, sequences=2),
+    Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
+    Case(int8=True, new=2),
+    Case(SEVEN, bias=True, int8=True, new=5),
+]

@@ -1,0 +1,28 @@
+"""Products of random weights in Triton, and what their operands stand for. Needs Triton."""
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.random_tensors import weight
+
+
+def product(k: int, packing: Packing, processors: int = 1, n: int = 16) -> TritonMatmul:
+    return TritonMatmul(weight(packing, n, k, 0), Chip((9, 0), processors))
+
+
+def numbers(activation: Activation) -> Tensor:
+    """What an operand stands for, [rows, K'], fp32; checks the sums that go with it."""
+    rows, tiles = activation.values.shape[0], activation.tiles
+    scaled = activation.values.float().view(rows, tiles, -1) * activation.sums[:, :rows, 0].t().unsqueeze(-1)
+    torch.testing.assert_close(scaled.sum(-1).t(), activation.sums[:, :rows, 1], rtol=1e-4, atol=1e-4)
+    flat = scaled.view(rows, -1)
+    if activation.tile.permuted:  # (k half, t, pair of pairs, pair) -> (t, pair of pairs, k half, pair)
+        flat = flat.view(rows, -1, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows, -1)
+    return flat
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
