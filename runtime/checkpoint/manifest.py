@@ -17,6 +17,7 @@ from mycli.runtime.checkpoint.safetensors_header import (
     MAX_TENSORS,
     SINGLE,
     TensorEntry,
+    damaged,
     header_bytes,
     parse_header,
 )
@@ -28,11 +29,8 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
-__all__ = ["Manifest", "TensorEntry", "header_bytes", "parse_header"]
-
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NO_PICKLES = "pickles can run code and are never opened; convert it: https://huggingface.co/spaces/safetensors/convert"
-_FLOATS = ("BF16", "F16", "F32")
 _HARMLESS = ("rotary_emb.inv_freq",)  # computed from the config; old checkpoints store them too
 _TELLING = (
     ("weight_zero_point", "asymmetric quantization is not supported", READABLE),
@@ -78,7 +76,7 @@ class Manifest:
         for file in files.values():
             for name, entry in _read_header(file).items():
                 if name in tensors:
-                    raise ModelError(f"{name:.80}: both in {tensors[name].file} and in {file.name}", code="pull-again")
+                    raise damaged(f"{name:.80}: both in {tensors[name].file} and in {file.name}")
                 tensors[name] = entry
         if index is not None:
             _check_index(index, tensors)
@@ -102,8 +100,7 @@ class Manifest:
         fault. Reads the few bytes of each `weight_shape`, no weights.
         """
         dense = dict(config.tensors())
-        stored = stored_tensors(config, packings, _FLOATS)
-        expected = {name: (shape, dtypes) for name, shape, dtypes in stored}
+        expected = {name: (shape, dtypes) for name, shape, dtypes in stored_tensors(config, packings)}
         if config.tie_embeddings and "lm_head.weight" in self.tensors:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         unexpected = [name for name in self.tensors if name not in expected and not name.endswith(_HARMLESS)]
@@ -117,9 +114,7 @@ class Manifest:
             if entry.shape != shape:
                 raise _misshapen(entry, shape, dense)
             if entry.dtype not in dtypes:
-                raise ModelError(
-                    f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}", code="pull-again"
-                )
+                raise damaged(f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}")
         self._check_fused(config, packings)
         for name in packings:
             self._check_stored_shape(self.tensors[f"{name}.weight_shape"], dense[f"{name}.weight"])
@@ -142,9 +137,7 @@ class Manifest:
         data = self.files[entry.file].read(entry.nbytes, entry.offset)
         stored = struct.unpack("<2q" if entry.dtype == "I64" else "<2i", data)
         if stored != shape:
-            raise ModelError(
-                f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}", code="pull-again"
-            )
+            raise damaged(f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -168,12 +161,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     file = RegularFile.find(folder / INDEX)
     data = file.read(MAX_HEADER + 1)
     if data.count(b",") > 2 * MAX_TENSORS:
-        raise ModelError(f"{INDEX}: too many values for {MAX_TENSORS} tensors", code="pull-again")
+        raise damaged(f"{INDEX}: too many values for {MAX_TENSORS} tensors")
     shards = parse_object(data, INDEX, MAX_HEADER).object("weight_map").values
     if not 0 < len(shards) <= MAX_TENSORS:
-        raise ModelError(
-            f"{INDEX}: weight_map lists {len(shards)} tensors, 1 to {MAX_TENSORS} are allowed", code="pull-again"
-        )
+        raise damaged(f"{INDEX}: weight_map lists {len(shards)} tensors, 1 to {MAX_TENSORS} are allowed")
     for tensor, name in shards.items():
         if not isinstance(name, str) or not _is_shard(name):
             pickle = isinstance(name, str) and name.endswith(_PICKLES)
@@ -185,11 +176,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
     for name, shard in index.items():
         if name not in tensors:
-            raise ModelError(f"{INDEX}: {name!r:.80} should be in {shard}, but is in no shard", code="pull-again")
+            raise damaged(f"{INDEX}: {name!r:.80} should be in {shard}, but is in no shard")
         if tensors[name].file != shard:
-            raise ModelError(
-                f"{INDEX}: {name:.80} should be in {shard}, but is in {tensors[name].file}", code="pull-again"
-            )
+            raise damaged(f"{INDEX}: {name:.80} should be in {shard}, but is in {tensors[name].file}")
 
 
 def _no_weights(present: Collection[str], folder: Path) -> ModelError:
@@ -222,14 +211,14 @@ def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelE
         telling = [name for name in names if name.endswith(suffix)]
         if telling:
             return ModelError(f"{_listed(telling)}: {problem}", hint)
-    return ModelError(f"{_listed(names)}: not part of the model that config.json describes", code="pull-again")
+    return damaged(f"{_listed(names)}: not part of the model that config.json describes")
 
 
 def _missing(names: Sequence[str]) -> ModelError:
     problem = f"{_listed(names)}: missing, though config.json describes a model that has it"
     if names == ["lm_head.weight"]:
         return ModelError(problem, "if the model ties its embeddings, config.json must say so: tie_word_embeddings")
-    return ModelError(problem, code="pull-again")
+    return damaged(problem)
 
 
 def _misshapen(entry: TensorEntry, shape: Shape, dense: Mapping[str, Shape]) -> ModelError:

@@ -4,13 +4,11 @@ Reading copies (`preadv`), never maps, so a file that shrinks is an error and no
 one whose header was read. Knows values only as finite or not; what names mean is `runtime.checkpoint.manifest`'s.
 """
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -126,12 +124,12 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-class CheckpointWriter:
+class CheckpointWriter(Staging):
     """Writes a model folder whose tensors are known beforehand; a context that leaves all or nothing.
 
     `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from
-    any thread, and none is kept in memory. `stale` lists what a killed run left and this one removed. For errors on
-    entering see `Staging`; later failures of the disk are a ResourceError or UsageError naming the target.
+    any thread, and none is kept in memory. Until `finish`, `folder` is a model like any other once all is written, so
+    it can be tried first. Failures of the disk are a ResourceError or UsageError naming the target.
     """
 
     def __init__(
@@ -155,27 +153,12 @@ class CheckpointWriter:
         self._sizes = {file: len(header) for file, header in self._headers.items()}
         for entry in self._entries.values():
             self._sizes[entry.file] += entry.nbytes
-        self._staging = Staging(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
+        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
         self._files: dict[str, int] = {}
         self._pending = set(self._entries)
 
-    @property
-    def target(self) -> Path:
-        """Where the folder will be."""
-        return self._staging.target
-
-    @property
-    def folder(self) -> Path:
-        """Where the files are until `finish`: a model like any other once all is written, so it can be tried first."""
-        return self._staging.folder
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """Folders of killed runs that entering removed."""
-        return self._staging.stale
-
     def __enter__(self) -> Self:
-        self._staging.__enter__()
+        super().__enter__()
         try:
             with disk_errors(self.target):
                 for file, header in self._headers.items():
@@ -186,16 +169,13 @@ class CheckpointWriter:
             if len(self._headers) > 1:
                 self.add_file(INDEX, _index(self._entries))
         except BaseException:
-            self._close()
-            self._staging.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
-        self._staging.__exit__(kind, error, trace)
+        super().__exit__()
 
     def _close(self) -> None:
         while self._files:
@@ -232,23 +212,10 @@ class CheckpointWriter:
         with disk_errors(self.target):
             (self.folder / name).write_bytes(data)
 
-    def hashes(self) -> dict[str, str]:
-        """The sha256 of every file written so far, in hexadecimal, by name. All tensors must have been written."""
-        self._check_complete()
-        result = {}
-        with disk_errors(self.target):
-            for path in sorted(self.folder.iterdir()):
-                with path.open("rb") as file:
-                    result[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return result
-
     def finish(self) -> None:
         """Flush everything and rename the folder to its target. All tensors must have been written."""
-        self._check_complete()
-        Manifest.open(self.folder)  # what we wrote must pass our own reader before anyone sees it
-        self._close()
-        self._staging.commit()
-
-    def _check_complete(self) -> None:
         if self._pending:
             raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")
+        Manifest.open(self.folder)  # what we wrote must pass our own reader before anyone sees it
+        self._close()
+        self.commit()

@@ -8,7 +8,7 @@ files: the bytes may come from a disk or from a range request. Does not import t
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mycli.runtime.errors import ModelError
@@ -28,19 +28,16 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 # Matched only where length and brace cannot be those of a header: a header of 640 bytes starts like a pickle.
+_NO_PICKLES = "pickles can run code and are never opened; use safetensors"
 _MAGIC = (
     (b"GGUF", "a GGUF file", "use a repository that holds safetensors files"),
-    (
-        b"PK\x03\x04",
-        "a zip archive, as torch.save writes",
-        "pickles can run code and are never opened; use safetensors",
-    ),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes", _NO_PICKLES),
     (b"\x1f\x8b", "a gzip archive", "unpack it first"),
     (b"version https://git-lfs", "a git-lfs pointer, not the file it stands for", "run: git lfs pull"),
     (b"<", "an HTML or XML page, perhaps an error message", ""),
     (b"{", "a JSON text, perhaps an error message", ""),
-    (b"\x80\x02", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
-    (b"\x80\x04", "a Python pickle", "pickles can run code and are never opened; use safetensors"),
+    (b"\x80\x02", "a Python pickle", _NO_PICKLES),
+    (b"\x80\x04", "a Python pickle", _NO_PICKLES),
 )
 
 
@@ -56,6 +53,11 @@ class TensorEntry:
     nbytes: int
 
 
+def damaged(problem: str) -> ModelError:
+    """The error for a file that is not what its author wrote: another download may cure it."""
+    return ModelError(problem, code="pull-again")
+
+
 def _not_safetensors(prefix: bytes, problem: str, source: str) -> ModelError:
     plausible = int.from_bytes(prefix[:8], "little") <= MAX_HEADER and prefix[8:9] == b"{"
     for magic, meaning, hint in _MAGIC:
@@ -63,7 +65,7 @@ def _not_safetensors(prefix: bytes, problem: str, source: str) -> ModelError:
             return ModelError(
                 f"{source}: not a safetensors file but {meaning}", hint, code="" if hint else "pull-again"
             )
-    return ModelError(f"{source}: {problem}", code="pull-again")
+    return damaged(f"{source}: {problem}")
 
 
 def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
@@ -90,38 +92,31 @@ def _naturals(values: Any) -> bool:
 
 def _check_metadata(metadata: Any, source: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ModelError(f"{source}: {_METADATA} must map strings to strings", code="pull-again")
+        raise damaged(f"{source}: {_METADATA} must map strings to strings")
     size = sum(len(key) + len(value) for key, value in metadata.items())
     if size > MAX_METADATA:
-        raise ModelError(
-            f"{source}: {_METADATA} of {size} characters, more than the {MAX_METADATA} allowed", code="pull-again"
-        )
+        raise damaged(f"{source}: {_METADATA} of {size} characters, more than the {MAX_METADATA} allowed")
 
 
 def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
     if not name or one_line(name, MAX_NAME) != name or "../" in name or "..\\" in name:
-        raise ModelError(
-            f"{source}: tensor name {name!r:.80} is empty, too long or holds forbidden characters", code="pull-again"
-        )
+        raise damaged(f"{source}: tensor name {name!r:.80} is empty, too long or holds forbidden characters")
     if not isinstance(info, dict) or info.keys() != _FIELDS:
-        raise ModelError(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}", code="pull-again")
+        raise damaged(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in STORED:
         hint = f"readable: {', '.join(STORED)}"
         raise ModelError(f"{source}: {name:.80} has dtype {dtype!r:.40}, which is not supported", hint)
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise ModelError(f"{source}: {name:.80} has no valid shape: {shape!r:.80}", code="pull-again")
+        raise damaged(f"{source}: {name:.80} has no valid shape: {shape!r:.80}")
     if not _naturals(offsets) or len(offsets) != 2:
-        raise ModelError(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}", code="pull-again")
+        raise damaged(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}")
     begin, end = offsets
     nbytes = math.prod(shape) * STORED[dtype].nbytes
     if nbytes >= _LIMIT:
-        raise ModelError(f"{source}: {name:.80} of shape {shape} overflows 64 bits", code="pull-again")
+        raise damaged(f"{source}: {name:.80} of shape {shape} overflows 64 bits")
     if end - begin != nbytes:
-        raise ModelError(
-            f"{source}: {name:.80} {dtype} {shape} takes {nbytes} bytes, but its offsets hold {end - begin}",
-            code="pull-again",
-        )
+        raise damaged(f"{source}: {name:.80} {dtype} {shape} takes {nbytes} bytes, but its offsets hold {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), source, start + begin, nbytes)
 
 
@@ -130,18 +125,14 @@ def _check_coverage(entries: Iterable[TensorEntry], start: int, file_bytes: int,
     position = start
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset < position:
-            raise ModelError(f"{source}: {entry.name:.80} overlaps the tensor before it", code="pull-again")
+            raise damaged(f"{source}: {entry.name:.80} overlaps the tensor before it")
         if entry.offset > position:
-            raise ModelError(
-                f"{source}: {entry.offset - position} unused bytes before {entry.name:.80}", code="pull-again"
-            )
+            raise damaged(f"{source}: {entry.offset - position} unused bytes before {entry.name:.80}")
         position += entry.nbytes
     if position > file_bytes:
-        raise ModelError(
-            f"{source}: truncated: {position} bytes expected, the file has {file_bytes}", code="pull-again"
-        )
+        raise damaged(f"{source}: truncated: {position} bytes expected, the file has {file_bytes}")
     if position < file_bytes:
-        raise ModelError(f"{source}: {file_bytes - position} unused bytes after the last tensor", code="pull-again")
+        raise damaged(f"{source}: {file_bytes - position} unused bytes after the last tensor")
 
 
 def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, TensorEntry]:
@@ -156,11 +147,11 @@ def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, Tenso
     header = prefix[8:start]
     # A tensor takes about five commas. Counting them first bounds the memory that parsing can take.
     if header.count(b",") > 10 * MAX_TENSORS:
-        raise ModelError(f"{source}: the header has too many values for {MAX_TENSORS} tensors", code="pull-again")
+        raise damaged(f"{source}: the header has too many values for {MAX_TENSORS} tensors")
     values = dict(parse_object(header, source, MAX_HEADER).values)
     _check_metadata(values.pop(_METADATA, {}), source)
     if len(values) > MAX_TENSORS:
-        raise ModelError(f"{source}: {len(values)} tensors, more than the {MAX_TENSORS} allowed", code="pull-again")
+        raise damaged(f"{source}: {len(values)} tensors, more than the {MAX_TENSORS} allowed")
     entries = {name: _entry(name, info, start, source) for name, info in values.items()}
     _check_coverage(entries.values(), start, file_bytes, source)
     return entries
@@ -172,18 +163,13 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file: str) 
     Wide dtypes come first, so that every tensor is aligned to its items: libraries that map the file need that.
     """
     info: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    relative: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    position = 0
+    entries, position = [], 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -STORED[tensor[1]].nbytes):
         nbytes = math.prod(shape) * STORED[dtype].nbytes
         info[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-        relative[name] = (dtype, shape, position, nbytes)
+        entries.append(TensorEntry(name, dtype, shape, file, position, nbytes))
         position += nbytes
     text = json.dumps(info, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    entries = {
-        name: TensorEntry(name, dtype, shape, file, start + begin, nbytes)
-        for name, (dtype, shape, begin, nbytes) in relative.items()
-    }
-    return len(text).to_bytes(8, "little") + text, entries
+    header = len(text).to_bytes(8, "little") + text
+    return header, {entry.name: replace(entry, offset=len(header) + entry.offset) for entry in entries}

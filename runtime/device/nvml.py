@@ -5,6 +5,7 @@ Follows https://docs.nvidia.com/deploy/nvml-api. Starts no process and makes no 
 
 import ctypes
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,8 @@ class Gpu:
     free: int
     capability: tuple[int, int]
     driver: str
-    clock: int | None  # of its multiprocessors now, MHz; None where it does not say, such as a MIG instance
 
 
-_CLOCK_SM = 1
 _DRIVER_NOT_LOADED = 9  # the library is there, as in many container images, and no device
 
 
@@ -76,15 +75,7 @@ class Nvml:
         self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
         name, driver = self._string("nvmlDeviceGetName", handle), self._string("nvmlSystemGetDriverVersion")
-        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver, self._clock(handle))
-
-    def _clock(self, handle: ctypes.c_void_p) -> int | None:
-        clock = ctypes.c_uint()
-        try:
-            self._call("nvmlDeviceGetClockInfo", handle, _CLOCK_SM, ctypes.byref(clock))
-        except OSError:
-            return None
-        return clock.value
+        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
 
     def close(self) -> None:
         """Undo nvmlInit."""
@@ -129,18 +120,10 @@ def gpus() -> list[Gpu]:
     except OSError:
         return []
     try:
-        try:
-            nvml = Nvml(library)
-        except OSError as error:
-            if error.errno == _DRIVER_NOT_LOADED:
-                return []
-            raise
-        try:
-            return [
-                nvml.describe(handle, index)
-                for index, handle in enumerate(_visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
-            ]
-        finally:
-            nvml.close()
+        with closing(Nvml(library)) as nvml:
+            visible = _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            return [nvml.describe(handle, index) for index, handle in enumerate(visible)]
     except OSError as error:
+        if error.errno == _DRIVER_NOT_LOADED:
+            return []
         raise ResourceError(f"the NVIDIA driver does not answer: {error.strerror}", "nvidia-smi shows more") from None

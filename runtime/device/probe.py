@@ -4,7 +4,7 @@ Knows the names of devices, this machine and its notes. What really runs is deci
 which asks torch; the two differ only where torch cannot use a GPU that the driver shows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mycli.runtime.device.bandwidth import datasheet, remembered
@@ -29,10 +29,9 @@ class Target:
 def _with_bandwidth(target: Target, notes: Path) -> Target:
     measured = remembered(notes, target.name)
     if measured is not None:
-        return Target(target.place, target.name, target.gpu, target.free, measured, "measured here", target.notes)
+        return replace(target, bandwidth=measured, bandwidth_source="measured here")
     sheet = datasheet(target.name) if target.gpu else None
-    source = "data sheet" if sheet else ""
-    return Target(target.place, target.name, target.gpu, target.free, sheet, source, target.notes)
+    return replace(target, bandwidth=sheet, bandwidth_source="data sheet" if sheet else "")
 
 
 def cpu_name() -> str:

@@ -64,7 +64,7 @@ def _new(before: dict[int, int], after: dict[int, int]) -> int:
     return sum(size for address, size in after.items() if before.get(address) != size)
 
 
-class _Meter:
+class MemoryMeter:
     """Memory of the process, or on a GPU of torch's pool: what is held, and the most that was held since `begin`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +130,7 @@ def measure_memory(
 
     The cache is filled with zeros up to the last chunk: what a pass takes does not depend on what it reads.
     """
-    predicted, device, meter = estimate(plan), placement.device, _Meter(placement.device)
+    predicted, device, meter = estimate(plan), placement.device, MemoryMeter(placement.device)
     _warm_up(device, placement.dtype)
     empty = _storages(device)
     meter.begin()

@@ -3,8 +3,9 @@
 Knows sessions, proposers and statistics. Does not print, and does not know where prompts come from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,17 +67,14 @@ class ChiSquared:
         return float(torch.special.gammaincc(half[0], half[1]))
 
 
-class _Rows:
-    """Logits fp32 [vocab] after `prompt` and a few tokens more, each computed once."""
+def _rows(session: Session, prompt: Sequence[int]) -> Callable[..., Tensor]:
+    """What gives the logits fp32 [vocab] after `prompt` and a few tokens more, each row computed once."""
 
-    def __init__(self, session: Session, prompt: Sequence[int]) -> None:
-        self._session, self._prompt = session, list(prompt)
-        self._known: dict[tuple[int, ...], Tensor] = {}
+    @cache
+    def row(*tokens: int) -> Tensor:
+        return session.prefill([*prompt, *tokens])[0].clone()
 
-    def __call__(self, *tokens: int) -> Tensor:
-        if tokens not in self._known:
-            self._known[tokens] = self._session.prefill([*self._prompt, *tokens])[0].clone()
-        return self._known[tokens]
+    return row
 
 
 def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -98,7 +96,7 @@ def chi_squared(
     """
     sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
     sampler.observe(torch.tensor([prompt], device=subject.runner.device))
-    target, guess = _Rows(Session(subject.runner, subject.context), prompt), _Rows(draft, prompt)
+    target, guess = _rows(Session(subject.runner, subject.context), prompt), _rows(draft, prompt)
     seen = sampler.probabilities
     expected: dict[tuple[int, int], float] = {}
     after: dict[int, Tensor] = {}

@@ -19,7 +19,7 @@ import torch
 from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
-from mycli.runtime.device.system import peak_resident, reset_peak
+from mycli.runtime.diagnostics.memory_check import MemoryMeter
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
@@ -49,9 +49,8 @@ class Trial:
     def name(self) -> str:
         """As llama-bench: pp512, tg128 @ d2048; sequences are told only where there are several."""
         name = f"pp{self.prompt}" if self.prompt else f"tg{self.generate}"
-        return (
-            name + (f" @ d{self.depth}" if self.depth else "") + (f" x{self.sequences}" if self.sequences > 1 else "")
-        )
+        depth = f" @ d{self.depth}" if self.depth else ""
+        return name + depth + (f" x{self.sequences}" if self.sequences > 1 else "")
 
     @property
     def context(self) -> int:
@@ -149,11 +148,8 @@ def run_trial(
     A prompt's rate is its tokens over the time to the first token, sampling included. A reply's rate counts every
     decoding step: the prompt before it is one token, all the rest lies in the cache.
     """
-    cuda = runner.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(runner.device)
-    else:
-        reset_peak()
+    meter = MemoryMeter(runner.device)
+    meter.begin()
     test = _Test(runner, trial, seed)
     warmup = sum(test.once())
     rates, first, tokens = [], [], []
@@ -165,8 +161,7 @@ def run_trial(
             first.append(seconds[0])
         else:
             tokens += seconds
-    peak = torch.cuda.max_memory_allocated(runner.device) if cuda else peak_resident()
-    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, peak)
+    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, meter.highest())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -83,7 +82,7 @@ class Hub:
     def __enter__(self) -> "Hub":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def commit(self, repo: str, revision: str | None) -> str:
@@ -190,14 +189,16 @@ class Hub:
         """What a 4xx of the hub means to a person."""
         repo, page = wanted.repo, f"{self.address}/{wanted.repo}"
         if code == "GatedRepo" and self._token:
-            message = f"{repo} is gated, and this account has no access to it (yet)"
-            return NotFoundError(message, f"ask for it at {page}")
+            return NotFoundError(
+                f"{repo} is gated, and this account has no access to it (yet)", f"ask for it at {page}"
+            )
         if code == "GatedRepo":
             message = f"{repo} is gated: its authors ask for a consent first"
             return NotFoundError(message, code="accept-terms", data={"page": page})
         if code == "RevisionNotFound":
-            message = f"{repo} has no revision {wanted.revision}"
-            return NotFoundError(message, f"its branches and tags: {page}/tree/main")
+            return NotFoundError(
+                f"{repo} has no revision {wanted.revision}", f"its branches and tags: {page}/tree/main"
+            )
         if code == "EntryNotFound":
             return NotFoundError(f"{repo} has no file {wanted.name}", f"its files: {page}/tree/main")
         if status == 401 and self._token and code != "RepoNotFound":
@@ -210,8 +211,9 @@ class Hub:
             return NotFoundError(message, code="private-model")
         because = f": {reason}" if reason else ""
         if status == 403:
-            message = f"{repo}: {self.address} forbids access{because}"
-            return NotFoundError(message, "check what the token is allowed to do")
+            return NotFoundError(
+                f"{repo}: {self.address} forbids access{because}", "check what the token is allowed to do"
+            )
         return NotFoundError(f"{repo}: {self.address} answers {status}{because}", "check HF_ENDPOINT and the name")
 
 

@@ -21,6 +21,7 @@ from mycli.runtime.hub.resolve import (
     MAX_INDEX_BYTES,
     HubFile,
     Source,
+    file_bytes,
     parse_tree,
     read_shards,
     repo_folder,
@@ -134,9 +135,7 @@ def _blob(repo: str, file: HubFile) -> Path:
 
 def _find_blob(repo: str, file: HubFile) -> Path | None:
     path = _blob(repo, file)
-    with suppress(OSError):
-        return path if path.stat().st_size == file.size else None
-    return None
+    return path if os.path.exists(path) and file_bytes(path) == file.size else None
 
 
 def _partial(repo: str, file: HubFile) -> Path:
@@ -144,10 +143,8 @@ def _partial(repo: str, file: HubFile) -> Path:
 
 
 def _bytes_left(repo: str, file: HubFile) -> int:
-    with suppress(OSError):
-        size = _partial(repo, file).stat().st_size
-        return file.size - size if size <= file.size else file.size
-    return file.size
+    arrived = file_bytes(_partial(repo, file))
+    return file.size - arrived if arrived <= file.size else file.size
 
 
 def repo_lock(folder: Path, what: str, note: Callable[[str], None]) -> AbstractContextManager[None]:

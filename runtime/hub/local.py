@@ -25,6 +25,7 @@ from mycli.runtime.hub.resolve import (
     built_in_folder,
     cached_repos,
     commits,
+    file_bytes,
     home,
     hub_cache,
     is_hub_name,
@@ -92,7 +93,7 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
         name = repo if "main" in names else f"{repo}@{next(iter(names), commit)}"
         snapshot = folder / "snapshots" / commit
         problem = _problem(snapshot, read_tree(folder, commit))
-        unfinished = sum(_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
+        unfinished = sum(file_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
         yield LocalModel(name, "hub", snapshot, commit, _size([snapshot]) + unfinished, problem)
 
 
@@ -108,19 +109,12 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
     return f"incomplete: {missing[0]} missing{more}" if missing else ""
 
 
-def _bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # a link whose blob is gone
-        return 0
-
-
 def _real_files(folders: Iterable[Path]) -> set[str]:
     return {os.path.realpath(path) for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
 def _size(folders: Iterable[Path], without: Iterable[Path] = ()) -> int:
-    return sum(_bytes(Path(path)) for path in _real_files(folders) - _real_files(without))
+    return sum(file_bytes(Path(path)) for path in _real_files(folders) - _real_files(without))
 
 
 def plan_removal(model: str) -> Removal:
@@ -236,7 +230,7 @@ def _linked(source: Source) -> dict[str, HubFile]:
         if path.name in tree:
             found[path.name] = tree[path.name]
         elif path.is_symlink() and DIGEST.fullmatch(path.readlink().name):
-            found[path.name] = HubFile(path.name, _bytes(path), path.readlink().name)
+            found[path.name] = HubFile(path.name, file_bytes(path), path.readlink().name)
     with suppress(ModelError):  # an index that cannot be read: its own hash will say so
         for name in missing_files(source.folder, tree.values()):
             found.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))
@@ -247,13 +241,13 @@ def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[f
     """Compare size and hash of each file with what is known of it; `advance` is told the bytes read."""
     checked = [_check(source.folder / name, file, advance) for name, file in sorted(files.items())]
     others = sorted(p for p in source.folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
-    return [*checked, *(CheckedFile(path.name, _bytes(path), "unrecorded") for path in others)]
+    return [*checked, *(CheckedFile(path.name, file_bytes(path), "unrecorded") for path in others)]
 
 
 def _check(path: Path, file: HubFile, advance: Callable[[float], None]) -> CheckedFile:
     if not path.is_file():
         return CheckedFile(file.name, 0, "missing")
-    size = _bytes(path)
+    size = file_bytes(path)
     if size != file.size:
         return CheckedFile(file.name, size, "damaged")
     digest = hasher(file)

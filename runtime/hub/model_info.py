@@ -23,13 +23,7 @@ from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 # Small files that say what a model is; tokenizer.json is too large for a look.
-_TELLING = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    RECORD,
-)
+_TELLING = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
 _FIRST_READ = 1 << 16  # bytes of a shard: holds most headers whole
 
 

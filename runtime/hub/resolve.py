@@ -101,6 +101,14 @@ def repo_folder(repo: str) -> Path:
     return hub_cache() / (kind + repo.replace("/", "--"))
 
 
+def file_bytes(path: Path) -> int:
+    """The size of a file; 0 for one that is missing, or a link whose blob is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def safe_name(name: str) -> bool:
     """Whether a file of this name may be fetched: in the repository's root, with nothing that could act as a path."""
     return _NAME.fullmatch(name) is not None

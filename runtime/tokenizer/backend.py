@@ -13,12 +13,12 @@ Knows the library and its file format. Does not know chats, control tokens or de
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.utils.sandbox import Child, ChildError, serve
+from mycli.runtime.utils.sandbox import Child, ChildError
 
 ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
 LOAD_SECONDS = 20.0
@@ -28,8 +28,8 @@ MAX_STEPS = 16  # of a sequence of normalizers or pre-tokenizers
 _T = TypeVar("_T")
 _LLAMA3_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_O200K_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_O200K_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 # Backtracking in these is bounded by the length of a run of letters, digits, marks or blanks.
@@ -38,18 +38,8 @@ KNOWN_PATTERNS = frozenset(
         _LLAMA3_HEAD + r"|\p{N}{1,3}" + _LLAMA3_TAIL,  # Llama 3, cl100k
         _LLAMA3_HEAD + r"|\p{N}" + _LLAMA3_TAIL,  # Qwen 2, 2.5, 3
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-        _O200K_UPPER
-        + "*"
-        + _O200K_LOWER
-        + "+|"
-        + _O200K_UPPER
-        + "+"
-        + _O200K_LOWER
-        + r"*|\p{N}"
-        + _O200K_TAIL,  # Tekken
-        f"{_O200K_UPPER}*{_O200K_LOWER}+{_SUFFIX}|{_O200K_UPPER}+{_O200K_LOWER}*{_SUFFIX}|"
-        + r"\p{N}{1,3}"
-        + _O200K_TAIL,  # o200k
+        f"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*" + r"|\p{N}" + _O200K_TAIL,  # Tekken
+        f"{_UPPER}*{_LOWER}+{_SUFFIX}|{_UPPER}+{_LOWER}*{_SUFFIX}" + r"|\p{N}{1,3}" + _O200K_TAIL,  # o200k
         r"\p{N}",
         r"\p{N}{1,3}",
         r"[0-9]",
@@ -60,23 +50,6 @@ _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "S
 _PRE_TOKENIZERS = frozenset(
     ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts")
 )
-
-
-class Encoder(Protocol):
-    """What `Pipeline` and `GuardedPipeline` both offer."""
-
-    def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """Ids of `text`. `plain`: no added token is recognised. `inside`: `text` follows a control token, so nothing
-        that belongs to the start of a text (a SentencePiece prefix space) is added. Raises ModelError."""
-        ...
-
-    def normalize(self, text: str) -> str:
-        """`text` after the tokenizer's normalizer. Raises ModelError."""
-        ...
-
-    def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """The ids that the library gives to `tokens`, None for those it does not know."""
-        ...
 
 
 def _problem(error: BaseException) -> ModelError:
@@ -100,19 +73,20 @@ class Pipeline:
         self._plain.add_special_tokens([tokenizers.AddedToken(self._anchor, special=True, normalized=False)])
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """See `Encoder`."""
+        """Ids of `text`. `plain`: no added token is recognised. `inside`: `text` follows a control token, so nothing
+        that belongs to the start of a text (a SentencePiece prefix space) is added. Raises ModelError."""
         tokenizer = self._plain if plain else self._whole
         if not (plain and inside):
             return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
         return _call(lambda: list(tokenizer.encode(self._anchor + text, add_special_tokens=False).ids))[1:]
 
     def normalize(self, text: str) -> str:
-        """See `Encoder`."""
+        """`text` after the tokenizer's normalizer. Raises ModelError."""
         normalizer: Any = self._whole.normalizer
         return text if normalizer is None else _call(lambda: str(normalizer.normalize_str(text)))
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """See `Encoder`."""
+        """The ids that the library gives to `tokens`, None for those it does not know."""
         return [self._whole.token_to_id(token) for token in tokens]
 
 
@@ -133,16 +107,16 @@ class GuardedPipeline:
         self._child = Child("mycli.runtime.tokenizer.backend", str(path.resolve()), HELPER_MEMORY, reply_bytes=1 << 28)
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """See `Encoder`."""
+        """See `Pipeline`."""
         ids: list[int] = self._ask(["encode", text, add_special, plain, inside], _seconds(text))
         return ids
 
     def normalize(self, text: str) -> str:
-        """See `Encoder`."""
+        """See `Pipeline`."""
         return str(self._ask(["normalize", text], _seconds(text)))
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """See `Encoder`."""
+        """See `Pipeline`."""
         ids: list[int | None] = self._ask(["token_ids", list(tokens)], LOAD_SECONDS)
         return ids
 
@@ -157,7 +131,7 @@ def _seconds(text: str) -> float:
     return ENCODE_SECONDS + len(text) / 100_000
 
 
-def encoder_handler(path: str) -> Callable[[Any], Any]:
+def handler(path: str) -> Callable[[Any], Any]:
     """The helper's handler of [method of Pipeline, its arguments...] for the file at `path`."""
     pipeline = Pipeline(Path(path).read_bytes())
     methods: dict[str, Callable[..., Any]] = {
@@ -166,11 +140,6 @@ def encoder_handler(path: str) -> Callable[[Any], Any]:
         "token_ids": pipeline.token_ids,
     }
     return lambda request: methods[request[0]](*request[1:])
-
-
-def main() -> None:
-    """Entry point of the helper process."""
-    serve(encoder_handler)
 
 
 def _steps(part: Any, key: str) -> list[Any]:

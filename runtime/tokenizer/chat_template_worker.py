@@ -18,8 +18,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from mycli.runtime.utils.sandbox import serve
-
 MAX_OUTPUT = 1 << 23  # characters of a rendered conversation
 
 
@@ -98,16 +96,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
 
-def render_handler(_: object) -> Callable[[Any], list[str]]:
+def handler(_: object) -> Callable[[Any], list[str]]:
     """A handler of {"template": source, "variables": [one object per rendering]}: the rendered texts."""
     environment = _environment()
     compiled = lru_cache(4)(environment.from_string)
@@ -126,8 +119,3 @@ def render_handler(_: object) -> Callable[[Any], list[str]]:
         return texts
 
     return render
-
-
-def main() -> None:
-    """Entry point of the helper process."""
-    serve(render_handler)

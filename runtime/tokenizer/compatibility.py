@@ -14,26 +14,11 @@ SHOWN = 5  # differences that are listed
 
 
 @dataclass(frozen=True)
-class Difference:
-    """An id that is not the same token, with what it is in each model, for a person."""
-
-    id: int
-    target: str
-    draft: str
-
-
-@dataclass(frozen=True)
-class VocabularyComparison:
-    """`tokens`: ids that have a token in either model; `differences`: the first of `different` that disagree.
-
-    `rows`: embedding rows of target and draft, which may be padded differently. `ends_differ`: the two end a text with
-    other tokens; harmless, as the target's are used.
-    """
+class SharedVocabulary:
+    """`tokens`: ids that have a token in both models. `ends_differ`: the two end a text with other tokens; harmless, as
+    the target's are used."""
 
     tokens: int
-    rows: tuple[int, int]
-    different: int
-    differences: tuple[Difference, ...]
     ends_differ: bool
 
 
@@ -53,28 +38,20 @@ def _name(meaning: tuple[str, bytes] | None) -> str:
     return text if kind == "text" else f"special {text}"
 
 
-def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
-    """Every id of both: the same bytes, and special in both or in none."""
-    tokens = different = 0
-    differences: list[Difference] = []
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> SharedVocabulary:
+    """Every id of both must be the same bytes, special in both or in none. ModelError with the first that differ."""
+    tokens = 0
+    different: list[int] = []
     for index in range(max(len(target.vocabulary), len(draft.vocabulary))):
         ours, theirs = _meaning(target, index), _meaning(draft, index)
         tokens += ours is not None or theirs is not None
         if ours != theirs:
-            different += 1
-            if len(differences) < SHOWN:
-                differences.append(Difference(index, _name(ours), _name(theirs)))
-    rows = (len(target.vocabulary), len(draft.vocabulary))
-    return VocabularyComparison(tokens, rows, different, tuple(differences), target.eos != draft.eos)
-
-
-def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
-    """`compare_vocabularies`, and ModelError with the first differing ids unless all agree."""
-    found = compare_vocabularies(target, draft)
-    if found.different:
-        listed = "; ".join(f"{one.id} is {one.target} and {one.draft}" for one in found.differences)
-        raise ModelError(
-            f"the draft has another vocabulary: {found.different} of {found.tokens} ids differ ({listed})",
-            code="other-draft",
+            different.append(index)
+    if different:
+        listed = "; ".join(
+            f"{i} is {_name(_meaning(target, i))} and {_name(_meaning(draft, i))}" for i in different[:SHOWN]
         )
-    return found
+        raise ModelError(
+            f"the draft has another vocabulary: {len(different)} of {tokens} ids differ ({listed})", code="other-draft"
+        )
+    return SharedVocabulary(tokens, target.eos != draft.eos)

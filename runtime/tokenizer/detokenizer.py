@@ -44,15 +44,9 @@ class Detokenizer:
         self._byte_tokens = False
         self._metaspace = ""  # removed from the first token
         self.strip_spaces = 0  # how many spaces the start of a text loses
-        if (
-            isinstance(decoder, dict)
-            and decoder.get("type") == "Sequence"
-            and isinstance(decoder.get("decoders"), list)
-        ):
-            steps = decoder["decoders"]
-        else:
-            steps = [decoder]
-        if not steps or not all(isinstance(step, dict) for step in steps):
+        sequence = isinstance(decoder, dict) and decoder.get("type") == "Sequence"
+        steps = decoder.get("decoders") if sequence else [decoder]
+        if not steps or not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
             raise _unsupported(decoder)
         fused = False
         for step in steps:

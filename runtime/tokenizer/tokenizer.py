@@ -7,16 +7,17 @@ token is meant and when it is only spelled (`runtime.tokenizer.special_tokens`),
 
 import gc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.tokenizer.backend import Encoder, GuardedPipeline, Pipeline, is_trusted
+from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline, is_trusted
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, token_texts
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
-from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
+from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
 
 MAX_FILE_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 8 << 20
@@ -84,7 +85,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Pipeline | GuardedPipeline,
         vocabulary: Sequence[str | None],
         added: Sequence[AddedToken],
         decoder: Any,
@@ -109,7 +110,7 @@ class Tokenizer:
         given twice, a decoder not supported. A tokenizer that is merely unusual is run in a guarded process.
         """
         path = folder / "tokenizer.json"
-        data = _read(path)
+        data = read_bytes(path, MAX_FILE_BYTES)
         collecting = gc.isenabled()
         gc.disable()  # hundreds of thousands of small objects, none of them garbage: half of the parser's time
         try:
@@ -148,8 +149,7 @@ class Tokenizer:
         ids = self._encoder.encode(text, False, plain=True, inside=inside)
         if not self._control.ids.isdisjoint(ids):
             raise ModelError(
-                "tokenizer.json: the tokenizer makes control tokens of plain characters",
-                code="allow-special",
+                "tokenizer.json: the tokenizer makes control tokens of plain characters", code="allow-special"
             )
         return ids
 
@@ -199,26 +199,21 @@ class Tokenizer:
             return self._encoder.encode(text, False, plain=False, inside=False)
         contents = [message.content for message in messages]
         sentinels = Sentinels.absent_from([*contents, *strings([tools, arguments]), template.source(bool(tools))])
-        variants = [
-            (
-                [
-                    {"role": m.role, "content": self._control.wrap(m.content, sentinels, m.role == "assistant", keep)}
-                    for m in messages
-                ],
-                self._control.wrap(tools, sentinels, keep=keep),
-                self._control.wrap(arguments, sentinels, keep=keep),
-            )
-            for keep in (True, False)
+        wrap = partial(self._control.wrap, sentinels=sentinels)
+        both = (True, False)  # with the spellings, and with nothing in their place
+        conversations = [
+            [
+                {"role": m.role, "content": wrap(m.content, special_only=m.role == "assistant", keep=keep)}
+                for m in messages
+            ]
+            for keep in both
         ]
-        conversations, tool_lists, argument_lists = zip(*variants, strict=True)
-        wrapped_tools = None if tools is None else tool_lists
-        rendered, bare = template.render(conversations, wrapped_tools, argument_lists, add_generation_prompt)
+        tool_lists = None if tools is None else [wrap(tools, keep=keep) for keep in both]
+        argument_lists = [wrap(arguments, keep=keep) for keep in both]
+        rendered, bare = template.render(conversations, tool_lists, argument_lists, add_generation_prompt)
         _check_texts([rendered])
         if self._control.written(rendered, sentinels) != self._control.written(bare, sentinels):
-            raise UsageError(
-                "the chat template reacts to a control token spelled in a message",
-                code="allow-special",
-            )
+            raise UsageError("the chat template reacts to a control token spelled in a message", code="allow-special")
         ids: list[int] = []
         for segment in self._control.segments(rendered, sentinels):
             if segment.plain:
@@ -238,18 +233,14 @@ class Tokenizer:
         """The text that the template makes of a conversation: to be looked at, `chat` is what a model is given."""
         template = self._checked_template(messages, tools, arguments)
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        return template.render([conversation], None if tools is None else [tools], [arguments], add_generation_prompt)[
-            0
-        ]
+        tool_lists = None if tools is None else [tools]
+        return template.render([conversation], tool_lists, [arguments], add_generation_prompt)[0]
 
     def _checked_template(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, arguments: Mapping[str, Any]
     ) -> ChatTemplate:
         if self.template is None:
-            raise ModelError(
-                "tokenizer_config.json: the model has no chat_template",
-                code="continue-text",
-            )
+            raise ModelError("tokenizer_config.json: the model has no chat_template", code="continue-text")
         if not messages:
             raise UsageError("a conversation needs at least one message", "write something first")
         check_arguments(arguments)
@@ -269,13 +260,3 @@ def _check_texts(texts: Sequence[str]) -> None:
             raise UsageError(
                 f"character {error.start} of the text is half of a surrogate pair", "give valid UTF-8 text"
             ) from None
-
-
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}", "check the permissions of the folder") from None

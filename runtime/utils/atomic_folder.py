@@ -9,10 +9,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mycli.runtime.errors import UsageError
@@ -39,14 +37,13 @@ def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
 class Staging:
     """A context in which `folder` may be filled; `commit` makes it `target`, leaving the context any other way nothing.
 
-    Entering checks `nbytes` against the free space, and clears away what a killed run of the same target left behind:
-    `stale` lists the folders removed. Raises UsageError for a target that cannot be written, exists (unless
-    `overwrite`), overlaps `source` or is being written by another process; ResourceError for too little space.
+    Entering checks `nbytes` against the free space, and clears away what a killed run of the same target left behind.
+    Raises UsageError for a target that cannot be written, exists (unless `overwrite`), overlaps `source` or is being
+    written by another process; ResourceError for too little space.
     """
 
     def __init__(self, target: Path, nbytes: int, *, overwrite: bool = False, source: Path | None = None) -> None:
         self.target = Path(os.path.abspath(os.path.expanduser(target)))
-        self.stale: tuple[str, ...] = ()
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._source = source
@@ -68,21 +65,19 @@ class Staging:
             except LockedError as lock:
                 message = f"{self.target}: process {lock.holder} is writing it"
                 raise UsageError(message, "wait for it, or choose another name") from None
-            self.stale = tuple(self._clean())
+            self._clean()
             _check_place(self.target, self._source, self._overwrite)
             require_space(self.target.parent, self._nbytes)
             self.folder.mkdir()
             self._lock = entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
-    def _clean(self) -> Iterator[str]:
-        """Put back a folder whose replacement never came, remove all other leftovers; their names."""
+    def _clean(self) -> None:
+        """Put back a folder whose replacement never came, remove all other leftovers."""
         leftover = re.compile(rf"\.{re.escape(self.target.name)}\.(partial|replaced)-\d+-[0-9a-f]{{12}}")
         for path in sorted(self.target.parent.iterdir()):
             match = leftover.fullmatch(path.name)
@@ -90,7 +85,6 @@ class Staging:
                 path.rename(self.target)
             elif match:
                 shutil.rmtree(path)
-                yield path.name
 
     def commit(self) -> None:
         """Flush everything to disk, then rename: after a power cut the target is the old or the new folder, whole."""

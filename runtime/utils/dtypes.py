@@ -30,6 +30,7 @@ DTYPES = (
 )
 BY_NAME = {info.name: info for info in DTYPES}
 STORED = {info.stored: info for info in DTYPES}
+STORED_FLOATS = tuple(BY_NAME[name].stored for name in get_args(Dtype))
 FLOATS: dict[str, Dtype] = {BY_NAME[name].short: name for name in get_args(Dtype)}
 _TORCH_ALIASES: dict[str, Dtype] = {"half": "float16", "float": "float32"}
 

@@ -137,12 +137,17 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
     return Fields(value, source)
 
 
-def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
-    """`parse_object` of a file; a missing or irregular file is a ModelError too."""
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The first `limit` + 1 bytes of a file, enough to refuse a larger one; ModelError if missing or irregular."""
     try:
         if not path.is_file():
             raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
         with path.open("rb") as file:
-            return parse_object(file.read(limit + 1), path.name, limit)
+            return file.read(limit + 1)
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}", "check the permissions of the folder") from None
+
+
+def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
+    """`parse_object` of a file. Raises what `read_bytes` raises, too."""
+    return parse_object(read_bytes(path, limit), path.name, limit)

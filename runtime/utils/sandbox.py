@@ -28,8 +28,9 @@ import json, sys, types
 sys.path[:], home = json.loads(sys.stdin.buffer.readline())
 sys.modules["mycli"] = namespace = types.ModuleType("mycli")
 namespace.__path__ = [home]
-from {} import main
-main()
+from mycli.runtime.utils.sandbox import serve
+from {} import handler
+serve(handler)
 """
 _HOME = Path(__file__).parents[2]  # the folder that holds the package `runtime`
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
@@ -67,7 +68,7 @@ def _search_path() -> list[str]:
 
 
 class Child:
-    """One helper process running `module`.main(), started at the first question and kept between questions.
+    """One helper process serving `module`.handler, started at the first question; it ends with this object.
 
     `setup` is JSON that the handler is built from, `memory` the address space in bytes, `reply_bytes` the longest
     answer that is read. Safe to use from several threads; one question at a time.
@@ -93,13 +94,6 @@ class Child:
         if "kind" in reply:
             raise ChildError(reply["kind"], reply["message"])
         return reply["answer"]
-
-    def close(self) -> None:
-        """End the helper now; it also ends with this object and with this process."""
-        with self._lock:
-            if self._process is not None:
-                _stop(self._process)
-                self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -160,7 +154,7 @@ def _limit(which: int, soft: int) -> None:
 
 
 def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """The helper's side: answer lines from stdin until it closes. `build(setup)` gives the handler, at first use.
+    """The helper's side: answer lines from stdin until it closes. `build(setup)` gives what answers, at first use.
 
     The processor limit of each request covers a parent that was killed and cannot enforce the deadline.
     """

@@ -14,6 +14,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # a light command reads configurations only
@@ -70,9 +71,9 @@ def read_quantization(raw: Fields, linears: Sequence[str]) -> dict[str, Packing]
 
 
 def stored_tensors(
-    config: ModelConfig, packings: Mapping[str, Packing], floats: Collection[str]
+    config: ModelConfig, packings: Mapping[str, Packing]
 ) -> Iterator[tuple[str, Shape, Collection[str]]]:
-    """Name, shape and allowed dtypes of every tensor that a folder must hold; `floats` for what is not packed.
+    """Name, shape and allowed dtypes of every tensor that a folder must hold.
 
     Raises ModelError where a packing does not fit the shape of its linear.
     """
@@ -80,7 +81,7 @@ def stored_tensors(
     for name, shape in config.tensors():
         linear = linears.get(name)
         if linear is None:
-            yield name, shape, floats
+            yield name, shape, STORED_FLOATS
             continue
         packing = packings[linear.name]
         try:

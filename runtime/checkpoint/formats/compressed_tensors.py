@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from mycli.runtime.quantization.packed_weight import PackedWeight
 
 READABLE = "readable: compressed-tensors pack-quantized, symmetric, 2/3/4/8 bits, groups of 32/64/128 or per channel"
-SCALES = ("BF16", "F16", "F32")
 
 
 def tensors(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, Shape, Collection[str]]]:
     """Name, shape and allowed dtypes of the three tensors of a packed linear."""
     rows, columns = linear.out_features, linear.in_features
     yield f"{linear.name}.weight_packed", (rows, packing.words(columns)), ("I32",)
-    yield f"{linear.name}.weight_scale", (rows, packing.groups(columns)), SCALES
+    yield f"{linear.name}.weight_scale", (rows, packing.groups(columns)), STORED_FLOATS
     yield f"{linear.name}.weight_shape", (2,), ("I64", "I32")
 
 

@@ -82,6 +82,6 @@ def test_a_broken_driver_is_reported_not_fatal(
     monkeypatch.setattr(command, "gpus", broken)
     assert call() == ExitCode.OK
     assert "does not answer" in capsys.readouterr().out
-    monkeypatch.setattr(command, "gpus", lambda: [Gpu(0, "NVIDIA H200", 140 << 30, 130 << 30, (9, 0), "580.1", 1980)])
+    monkeypatch.setattr(command, "gpus", lambda: [Gpu(0, "NVIDIA H200", 140 << 30, 130 << 30, (9, 0), "580.1")])
     assert call() == ExitCode.OK
     assert "NVIDIA H200, compute 9.0, 130.00 GiB free of 140.00 GiB, driver 580.1" in capsys.readouterr().out

@@ -64,11 +64,6 @@ class FakeNvml:
         major._obj.value, minor._obj.value = 8, 9
         return 0
 
-    def _nvmlDeviceGetClockInfo(self, handle: Any, kind: int, clock: Any) -> int:
-        assert kind == 1  # NVML_CLOCK_SM
-        clock._obj.value = 1980
-        return 0 if handle.value > 1 else 3  # not supported
-
 
 @pytest.fixture(autouse=True)
 def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +106,7 @@ def test_cuda_visible_devices(setting: str | None, free: list[int], monkeypatch:
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu,) = found(monkeypatch, FakeNvml(THREE[:1]))
-    assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1", None)
-
-
-def test_the_clock_of_one_that_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [gpu.clock for gpu in found(monkeypatch, FakeNvml(THREE))] == [None, 1980, 1980]
+    assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1")
 
 
 def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def machine(
     monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, driver: bool = True, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """One with a GPU of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough."""
-    shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1", None)
+    shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1")
     monkeypatch.setattr(placement, "gpus", lambda: [shown])
 
     def available() -> bool:

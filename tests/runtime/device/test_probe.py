@@ -11,7 +11,7 @@ from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.probe import Target, cpu_name, find_target
 from mycli.runtime.errors import ResourceError, UsageError
 
-TWO = [Gpu(0, "NVIDIA H200", 140, 130, (9, 0), "1", None), Gpu(1, "NVIDIA Unknown", 24, 20, (8, 9), "1", None)]
+TWO = [Gpu(0, "NVIDIA H200", 140, 130, (9, 0), "1"), Gpu(1, "NVIDIA Unknown", 24, 20, (8, 9), "1")]
 
 
 def find(device: str, notes: Path, gpus: Callable[[], list[Gpu]]) -> Target:

@@ -139,8 +139,6 @@ def test_helper_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"hf_secret" not in environ.read_bytes()
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "libtorch" not in maps
-    template._child.close()
-    assert process.poll() is not None
 
 
 def write(folder: Path, config: dict[str, Any], file: str | None = None) -> Fields:

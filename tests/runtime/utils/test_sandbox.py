@@ -96,8 +96,8 @@ PROBE = """
 import sys
 from mycli.runtime.utils import sandbox
 
-def main():
-    sandbox.serve(lambda setup: lambda request: [sys.path, sandbox.__file__])
+def handler(setup):
+    return lambda request: [sys.path, sandbox.__file__]
 """
 
 
