@@ -65,7 +65,7 @@ def test_a_wrong_reply_fails(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_a_wrong_kernel_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "TOLERANCE", 0.0)
+    monkeypatch.setattr(doctor, "PRODUCT_TOLERANCE", 0.0)
     assert call() == ExitCode.GATE
     captured = capsys.readouterr()
     assert "WRONG" in captured.out and "is wrong on int4-g128" in captured.err
