@@ -102,7 +102,9 @@ def test_errors_are_drawn_by_both_who_know_them(tmp_path: Path, capsys: pytest.C
 def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "quantize",
-        "pico",
+        "pico-draft",
+        "--group",
+        "64",
         "--method",
         "rtn",
         "--bits",
@@ -192,7 +194,8 @@ def test_calibration_from_a_dataset_of_the_hub(
     """Nothing is fetched for a dry run; afterwards it works without the hub, and gives the same bytes."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     rows = "".join(json.dumps({"text": f"Row {i} of some text about {i * i}."}) + "\n" for i in range(400))
-    asked = ["quantize", "pico", "--samples", "4", "--seq", "128", "--report", "none", "--calib", "hf:org/texts"]
+    data = ["--samples", "4", "--seq", "128", "--calib", "hf:org/texts"]
+    asked = ["quantize", "pico-draft", "--group", "64", "--report", "none", *data]
     with hub_server() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address())
         commit = server.add("datasets/org/texts", {"train.jsonl": rows.encode()})
