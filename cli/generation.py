@@ -8,105 +8,98 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.load import LoadedSession
+from mycli.runtime.engine.stats import SpeculationStats, Timing
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion, Sample
-    from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
-    from mycli.runtime.sampling.params import SamplingParams
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_LIMIT = 512
 
 
 @dataclass(frozen=True)
-class GenerationOptions:
-    """How every prompt of a command is answered. `top`: logprobs of so many tokens a place, None for no logprobs."""
+class Generator:
+    """A loaded model that answers every prompt of a command in the same way.
 
-    sampling: "SamplingParams"
+    `top`: logprobs of so many tokens a place, None for no logprobs.
+    """
+
+    loaded: LoadedSession
+    sampling: SamplingParams
     limit: int | None = None
     stops: tuple[str, ...] = ()
     system: str | None = None
     raw: bool = False
     allow_special: bool = False
     grammar: "Grammar | None" = None
-    samples: int = 1
+    count: int = 1
     top: int | None = None
-
-
-class Generator:
-    """A loaded model that answers every prompt with the same options."""
-
-    def __init__(self, loaded: LoadedSession, options: GenerationOptions) -> None:
-        self._loaded = loaded
-        self._options = options
 
     @property
     def constrained(self) -> bool:
         """Whether a reply that is cut off is of no use."""
-        return self._options.grammar is not None
+        return self.grammar is not None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids of a text or a conversation. A text is a question, unless raw or the model has no chat template."""
-        options, tokenizer = self._options, self._loaded.model.tokenizer
+        tokenizer = self.loaded.model.tokenizer
         if isinstance(prompt, str):
-            if options.raw or tokenizer.template is None:
-                return tokenizer.encode(prompt, add_special=True, allow_special=options.allow_special)
+            if self.raw or tokenizer.template is None:
+                return tokenizer.encode(prompt, add_special=True, allow_special=self.allow_special)
             prompt = [Message("user", prompt)]
-        if options.system is not None and not any(message.role == "system" for message in prompt):
-            prompt = [Message("system", options.system), *prompt]
-        return tokenizer.chat(prompt, allow_special=options.allow_special)
-
-    def _limit(self, room: int) -> int | None:
-        """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
-        if self._options.limit is None and room > DEFAULT_LIMIT:
-            return DEFAULT_LIMIT
-        return self._options.limit
+        if self.system is not None and not any(message.role == "system" for message in prompt):
+            prompt = [Message("system", self.system), *prompt]
+        return tokenizer.chat(prompt, allow_special=self.allow_special)
 
     def _room(self, prompt: Sequence[int]) -> int:
-        return self._loaded.session.context - len(prompt) + 1
+        """Tokens that fit behind `prompt`."""
+        return self.loaded.session.context - len(prompt) + 1
+
+    def _limit(self, prompt: Sequence[int]) -> int | None:
+        """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
+        return DEFAULT_LIMIT if self.limit is None and self._room(prompt) > DEFAULT_LIMIT else self.limit
 
     def reply(self, prompt: Sequence[int]) -> "Completion":
         """One reply, to be streamed."""
         from mycli.runtime.engine.completion import Completion
 
-        options = self._options
         return Completion(
-            self._loaded.model,
-            self._loaded.session,
+            self.loaded.model,
+            self.loaded.session,
             prompt,
-            options.sampling,
-            limit=self._limit(self._room(prompt)),
-            stops=options.stops,
-            grammar=options.grammar,
-            top=options.top,
+            self.sampling,
+            limit=self._limit(prompt),
+            stops=self.stops,
+            grammar=self.grammar,
+            top=self.top,
         )
 
     def samples(self, prompt: Sequence[int]) -> "list[Sample]":
         """As many replies as are asked for, after one prefill."""
         from mycli.runtime.engine.completion import draw_samples
 
-        options, room = self._options, self._room(prompt)
-        limit = self._limit(room)
+        limit = self._limit(prompt)
         return draw_samples(
-            self._loaded.model,
-            self._loaded.session,
+            self.loaded.model,
+            self.loaded.session,
             prompt,
-            options.sampling,
-            count=options.samples,
-            limit=max(room, 0) if limit is None else limit,
-            stops=options.stops,
-            grammar=options.grammar,
-            top=options.top,
+            self.sampling,
+            count=self.count,
+            limit=max(self._room(prompt), 0) if limit is None else limit,
+            stops=self.stops,
+            grammar=self.grammar,
+            top=self.top,
         )
 
     def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The whole answer as an object: `text`, `finish_reason` and counts, or `samples` with these for each."""
-        if self._options.samples > 1:
+        if self.count > 1:
             drawn = self.samples(prompt)
-            timing = self._loaded.session.timing
+            timing = self.loaded.session.timing
             each = [{**_written(one, one.text), **self._logprobs(one.logprobs)} for one in drawn]
             return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
         reply = self.reply(prompt)
@@ -114,9 +107,9 @@ class Generator:
 
     def _logprobs(self, logprobs: "Sequence[TokenLogprob]") -> dict[str, Any]:
         """Nothing unless they were asked for."""
-        if self._options.top is None:
+        if self.top is None:
             return {}
-        tokenizer = self._loaded.model.tokenizer
+        tokenizer = self.loaded.model.tokenizer
         return {
             "logprobs": [
                 {
@@ -145,7 +138,7 @@ def describe(reply: "Completion", text: str) -> dict[str, Any]:
     }
 
 
-def draft_fields(timing: "Timing", record: "SpeculationStats") -> dict[str, Any]:
+def draft_fields(timing: Timing, record: SpeculationStats) -> dict[str, Any]:
     """What speculation did in a reply; `speedup` against plain steps in the same reply, null where there was none."""
     return {
         "passes": record.passes,

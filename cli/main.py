@@ -107,11 +107,6 @@ def option_keys(name: str) -> dict[str, str]:
     return {option_key(option.opts): option.name for option in _options(command)}
 
 
-def _variable(option: Any) -> str:
-    names: list[str] = option.envvar
-    return next(name for name in names if os.environ.get(name))
-
-
 def _mistake(error: Any, command: str | None) -> UsageError:
     """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
     context: Any = getattr(error, "ctx", None)
@@ -122,7 +117,7 @@ def _mistake(error: Any, command: str | None) -> UsageError:
         return UsageError(text[:1].lower() + text[1:], hint)
     source = getattr(context.get_parameter_source(option.name), "name", "")
     if source == "ENVIRONMENT":
-        where = _variable(option)
+        where = next(name for name in option.envvar if os.environ.get(name))
     elif source == "DEFAULT_MAP":
         where = f"{config_path()}: {option_key(option.opts)}"
     else:

@@ -112,10 +112,6 @@ class Output:
             return False
         return self._environment.get("FORCE_COLOR", "0") not in ("", "0") or (stream or self._stderr).isatty()
 
-    @property
-    def _moving(self) -> bool:
-        return self._stderr.isatty() and self._environment.get("TERM") != "dumb"
-
     def dim(self, text: str) -> str:
         """`text` in a quiet colour where stderr is a terminal that has one."""
         return f"\x1b[2m{text}\x1b[0m" if self.decorated() else text
@@ -214,7 +210,7 @@ class Output:
         """A bar with rate and time left on a terminal; otherwise nothing, or with -v a line every few seconds."""
         if self._quiet or not (self._stderr.isatty() or self.verbose):
             yield Progress()
-        elif self._moving:
+        elif self._stderr.isatty() and self._environment.get("TERM") != "dumb":
             with bar(self._stderr, title, total, unit, plain=not self.decorated()) as shown:
                 yield shown
         else:

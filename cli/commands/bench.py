@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,16 @@ from mycli.cli.commands.bench_speculative import bench_draft
 from mycli.cli.flags import LoadFlags
 from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.output import SCHEMA_VERSION
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ModelError, UsageError
+from mycli.runtime.hub.resolve import resolve, state
+from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.diagnostics.throughput import Change, Result, Trial
-    from mycli.runtime.engine.config import EngineConfig
-    from mycli.runtime.memory.estimate import MemoryPlan
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
@@ -38,7 +41,7 @@ KEY = ("model", "test", "device", "dtype", "kv")  # what must agree for two resu
 Row = dict[str, Any]
 
 
-def _row(common: Mapping[str, Any], result: "Result", plan: "MemoryPlan", bandwidth: float) -> Row:
+def _row(common: Mapping[str, Any], result: "Result", plan: MemoryPlan, bandwidth: float) -> Row:
     from mycli.runtime.diagnostics.throughput import percentile
 
     read = result.read_rate(plan)
@@ -80,17 +83,12 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _measure(call: Call, model: str, engine: "EngineConfig", trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
+def _measure(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
     """All trials of one model, the largest memory need checked before anything is loaded."""
-    import time
-
     from mycli.runtime.cache.kv_cache import cache_dtype
-    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.device.placement import dtype_info
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model, plan_memory
-    from mycli.runtime.hub.resolve import resolve, state
-    from mycli.runtime.memory.estimate import MemoryPlan
 
     source = resolve(model, offline=call.offline)
     folder = ModelFolder.open(source.folder)
@@ -227,9 +225,7 @@ def bench(
     Tokens per second of prompts (pp) and replies (tg) on synthetic tokens. With --draft: replies of -n tokens to real
     prompts, -r times without and with a draft in turn, by kind of text.
     """
-    style = "json" if call.out.json_mode else output
-    if style not in FORMATS:
-        raise UsageError(f"-o {output}: not a format", f"choose from {', '.join(FORMATS)}")
+    style = "json" if call.out.json_mode else options.choice("-o", output, FORMATS, "format")
     engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
 from mycli.cli.load import load
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationResult, SpeculationSubject
-    from mycli.runtime.engine.config import EngineConfig
 
 Columns = tuple[tuple[str, str, str], ...]  # heading, field, format
 DRAFT_LENGTHS = (4, 8)  # in the table beside the textbook's
@@ -64,7 +64,7 @@ def _table(call: Call, columns: Columns, rows: Iterable[dict[str, Any]]) -> None
 
 
 def _subject(
-    call: Call, model: str, engine: "EngineConfig"
+    call: Call, model: str, engine: EngineConfig
 ) -> "tuple[SpeculationSubject, Mapping[str, list[list[int]]]]":
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
@@ -86,7 +86,7 @@ def _subject(
     return subject, prompts(loaded.tokenizer)
 
 
-def bench_draft(call: Call, model: str, engine: "EngineConfig", *, limit: int, repetitions: int, style: str) -> None:
+def bench_draft(call: Call, model: str, engine: EngineConfig, *, limit: int, repetitions: int, style: str) -> None:
     """Measure and say whether it pays. `style` is md or json; replies of `limit` tokens, greedy."""
     if style not in ("md", "json"):
         raise UsageError(f"-o {style} with --draft", "choose md or json")

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.load import announce_build
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ResourceError
+from mycli.runtime.hub.resolve import resolve, state
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
@@ -64,6 +67,10 @@ def _kernel_row(one: "KernelFinding") -> list[str]:
 def _as_json(
     facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, found: "list[KernelFinding]", reply: str
 ) -> dict[str, Any]:
+    kernels = [
+        {"packing": f.packing, "kernel": f.kernel, "used": f.used, "error": f.error, "declined": f.reason, "ok": f.ok}
+        for f in found
+    ]
     return {
         "facts": dict(facts),
         "device": str(placement.device),
@@ -93,11 +100,8 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
-    from mycli.runtime.checkpoint.model_folder import ModelFolder
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
     from mycli.runtime.diagnostics.throughput import measure_device
-    from mycli.runtime.engine.config import EngineConfig
-    from mycli.runtime.hub.resolve import resolve, state
 
     pico = ModelFolder.open(resolve("pico", offline=True).folder)
     placement = EngineConfig(device=device).place(pico.config)

@@ -20,15 +20,7 @@ from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
-from mycli.runtime.memory.estimate import (
-    DEFAULT_CONTEXT,
-    Estimate,
-    MemoryPlan,
-    longest_context,
-    shadow_bytes,
-    tokens_per_second,
-)
-from mycli.runtime.memory.estimate import estimate as predict
+from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
@@ -53,7 +45,7 @@ class _Subject:
 
     model: str
     folder: ModelFolder
-    plan: MemoryPlan
+    plan: memory.MemoryPlan
     target: Target
     wish: PackingScheme  # what --quant and --head ask for
 
@@ -78,7 +70,7 @@ def _ceilings(subject: _Subject) -> dict[int, float]:
     bandwidth = subject.target.bandwidth
     if bandwidth is None:
         return {}
-    return {depth: tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
+    return {depth: memory.tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
 
 
 def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
@@ -88,7 +80,7 @@ def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
     ]
 
 
-def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str, Any]:
+def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> dict[str, Any]:
     plan, target, space = subject.plan, subject.target, result.workspace
     found: dict[str, Any] = {
         "model": subject.model,
@@ -108,17 +100,9 @@ def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str
             "total": result.total,
             "free": target.free,
         },
-        "workspace_bytes": {
-            "activations": space.activations,
-            "dequantization": space.dequantization,
-            "cache": space.cache,
-            "logits": space.logits,
-            "mask": space.mask,
-            "rope": space.rope,
-            "kept": space.kept,
-        },
+        "workspace_bytes": vars(space),
         "fits": result.total <= target.free,
-        "longest_context": longest_context(plan, target.free),
+        "longest_context": memory.longest_context(plan, target.free),
         "bandwidth_gb_per_second": target.bandwidth,
         "bandwidth_source": target.bandwidth_source,
         "ceiling_tokens_per_second": [{"depth": d, "rate": rate} for d, rate in _ceilings(subject).items()],
@@ -129,7 +113,7 @@ def _as_json(subject: _Subject, result: Estimate, ranks: int | None) -> dict[str
     return found
 
 
-def _verdict(subject: _Subject, result: Estimate) -> str:
+def _verdict(subject: _Subject, result: memory.Estimate) -> str:
     spare = subject.target.free - result.total
     if spare >= 0:
         return f"fits, {gib(spare)} to spare"
@@ -137,11 +121,11 @@ def _verdict(subject: _Subject, result: Estimate) -> str:
     return f"does not fit: {gib(-spare)} too much; {remedy(problem)}"
 
 
-def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
+def _rows(subject: _Subject, result: memory.Estimate) -> list[tuple[str, str]]:
     plan, target = subject.plan, subject.target
-    space, longest = result.workspace, longest_context(plan, target.free)
+    space, longest = result.workspace, memory.longest_context(plan, target.free)
     per_token = result.cache // (plan.context * plan.batch) / 1024
-    copied = f"; {gib(shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
+    copied = f"; {gib(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
         ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
         ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
@@ -168,11 +152,11 @@ def _rows(subject: _Subject, result: Estimate) -> list[tuple[str, str]]:
 
 def _card(call: Call, subject: _Subject) -> None:
     parameters = f"{subject.plan.config.parameters():,} parameters"
-    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, predict(subject.plan)))
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, memory.estimate(subject.plan)))
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
-    if call.out.answered(_as_json(subject, predict(subject.plan), ranks)):
+    if call.out.answered(_as_json(subject, memory.estimate(subject.plan), ranks)):
         return
     _card(call, subject)
     if ranks is not None:
@@ -189,7 +173,7 @@ def _table(call: Call, subject: _Subject) -> None:
         choices = [(subject.scheme, plan)]
     else:
         choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
-    rows = [(name, [predict(replace(one, context=c)).total for c in contexts]) for name, one in choices]
+    rows = [(name, [memory.estimate(replace(one, context=c)).total for c in contexts]) for name, one in choices]
     table = [
         {"scheme": name, "context": context, "total_bytes": total, "fits": total <= free}
         for name, totals in rows
@@ -202,13 +186,6 @@ def _table(call: Call, subject: _Subject) -> None:
     call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
 
 
-def _quantize_command(scheme: PackingScheme, model: str) -> str:
-    assert scheme.packing is not None
-    group = scheme.packing.group_size or "channel"
-    command = f"mycli quantize {shlex.quote(model)} --bits {scheme.packing.bits} --group {group}"
-    return command + (f" --head int{scheme.head.bits}" if scheme.head else "")
-
-
 def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     plan, free = subject.plan, subject.target.free
     fixed = subject.packed or subject.wish != PackingScheme()
@@ -219,10 +196,13 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     name, commands = subject.model, []
     if scheme.packing is not None:
         name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
-        commands.append(f"{_quantize_command(scheme, subject.model)} -o {shlex.quote(name)}")
+        group = scheme.packing.group_size or "channel"
+        head = f" --head int{scheme.head.bits}" if scheme.head else ""
+        widths = f"--bits {scheme.packing.bits} --group {group}{head}"
+        commands.append(f"mycli quantize {shlex.quote(subject.model)} {widths} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
-    if call.out.answered({**_as_json(fitted, predict(plan), None), "commands": commands}):
+    if call.out.answered({**_as_json(fitted, memory.estimate(plan), None), "commands": commands}):
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -268,35 +248,33 @@ def _open(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
-def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> MemoryPlan:
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
     config = folder.config
     if (engine.context or 1) > config.max_context:
         problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
     draft = None if engine.draft in (None, NGRAM) else _open(call, engine.draft)
-    return MemoryPlan(
+    return memory.MemoryPlan(
         config,
         folder.packings,
-        context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
+        context=engine.context or min(memory.DEFAULT_CONTEXT, config.max_context),
         batch=engine.sequences,
         dtype=engine.dtype,
         gpu=gpu,
-        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, kv=engine.kv),
+        draft=None if draft is None else memory.MemoryPlan(draft.config, draft.packings, kv=engine.kv),
         kv=engine.kv,
         shadow=engine.dense_prefill_copy,
         tiles=cpu().tiles,
     )
 
 
-def _wish(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
+def _wish(plan: memory.MemoryPlan, quant: str | None, head: str) -> PackingScheme:
     if plan.packings and (quant or head != "keep"):
         raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
-    if head not in HEADS:
-        raise UsageError(f"--head {head}: not a choice", f"choose from {', '.join(HEADS)}")
-    if quant is None and HEADS[head]:
+    bits = HEADS[options.choice("--head", head, tuple(HEADS))]
+    if quant is None and bits:
         raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
     packing = parse_packing(quant) if quant else None
-    bits = HEADS[head]
     return PackingScheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 

@@ -12,10 +12,13 @@ from mycli.cli.flags import KV, LoadFlags
 from mycli.cli.format import quality
 from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.progress import stages
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.memory.estimate import MemoryPlan
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.quant.evaluate import TokenWindows as Windows
-    from mycli.runtime.checkpoint.model_folder import ModelFolder
+    from mycli.quant.evaluate import TokenWindows
     from mycli.runtime.device.placement import Placement
 
 EXAMPLES = [
@@ -28,7 +31,7 @@ EXAMPLES = [
 Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
 Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
-Context = Annotated[
+Window = Annotated[
     int, typer.Option("--ctx", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512")
 ]
 Tokens = Annotated[
@@ -37,12 +40,11 @@ Tokens = Annotated[
 ]
 
 
-def sweep(call: Call, name: str, folder: "ModelFolder", placement: "Placement", text: "Windows") -> None:
+def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:
     """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
     from mycli.runtime.cache.kv_cache import cache_dtype
-    from mycli.runtime.memory.estimate import MemoryPlan
 
     reference = StreamedModel(folder, placement)
     results, cells = [], []
@@ -76,7 +78,7 @@ def evaluate(
     model: options.Model,
     ref: Ref = None,
     text: Text = None,
-    ctx: Context = 512,
+    ctx: Window = 512,
     tokens: Tokens = None,
     device: options.Device = "auto",
     dtype: options.Precision = "fp32",
@@ -93,9 +95,6 @@ def evaluate(
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
-    from mycli.runtime.checkpoint.model_folder import ModelFolder
-    from mycli.runtime.errors import UsageError
-    from mycli.runtime.hub.resolve import resolve
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
     engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()

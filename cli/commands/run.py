@@ -12,7 +12,7 @@ from mycli.cli.batch_file import run_batch
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
-from mycli.cli.generation import GenerationOptions, Generator
+from mycli.cli.generation import Generator
 from mycli.cli.input import read_file, read_prompt
 from mycli.cli.load import load
 from mycli.runtime.errors import UsageError
@@ -31,8 +31,6 @@ EXAMPLES = (
     'mycli run pico "Tell me a story." -t 0.8 --samples 3 -n 32',
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
-
-
 MAX_SAMPLES = 256
 
 
@@ -146,17 +144,15 @@ def run(
     loaded = load(call, model, loading.resolve(samples))
     generator = Generator(
         loaded,
-        GenerationOptions(
-            sampling=drawn.resolve(loaded.model.defaults),
-            limit=limit,
-            stops=drawn.stops,
-            system=system,
-            raw=raw,
-            allow_special=allow_special,
-            grammar=form.resolve(schema, loaded.model),
-            samples=samples,
-            top=logprobs,
-        ),
+        drawn.resolve(loaded.model.defaults),
+        limit=limit,
+        stops=drawn.stops,
+        system=system,
+        raw=raw,
+        allow_special=allow_special,
+        grammar=form.resolve(schema, loaded.model),
+        count=samples,
+        top=logprobs,
     )
     if asked.batch is not None:
         run_batch(call, asked.batch, asked.out, lambda one: generator.describe(generator.encode(one)))
