@@ -76,17 +76,7 @@ def _as_json(
         "device": str(placement.device),
         "dtype": str(placement.dtype).removeprefix("torch."),
         "bandwidth_gb_per_second": bandwidth,
-        "kernels": [
-            {
-                "packing": f.packing,
-                "kernel": f.kernel,
-                "used": f.used,
-                "error": f.error,
-                "declined": f.reason,
-                "ok": f.ok,
-            }
-            for f in found
-        ],
+        "kernels": kernels,
         "reply": reply,
     }
 

@@ -80,8 +80,8 @@ def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
     ]
 
 
-def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> dict[str, Any]:
-    plan, target, space = subject.plan, subject.target, result.workspace
+def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
+    plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     found: dict[str, Any] = {
         "model": subject.model,
         "scheme": subject.scheme,
@@ -95,12 +95,12 @@ def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> d
             "embeddings_and_head": result.embeddings,
             "cache": result.cache,
             "draft": result.draft,
-            "workspace": space.total,
+            "workspace": result.workspace.total,
             "runtime": result.runtime,
             "total": result.total,
             "free": target.free,
         },
-        "workspace_bytes": vars(space),
+        "workspace_bytes": vars(result.workspace),
         "fits": result.total <= target.free,
         "longest_context": memory.longest_context(plan, target.free),
         "bandwidth_gb_per_second": target.bandwidth,
@@ -121,8 +121,8 @@ def _verdict(subject: _Subject, result: memory.Estimate) -> str:
     return f"does not fit: {gib(-spare)} too much; {remedy(problem)}"
 
 
-def _rows(subject: _Subject, result: memory.Estimate) -> list[tuple[str, str]]:
-    plan, target = subject.plan, subject.target
+def _rows(subject: _Subject) -> list[tuple[str, str]]:
+    plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     space, longest = result.workspace, memory.longest_context(plan, target.free)
     per_token = result.cache // (plan.context * plan.batch) / 1024
     copied = f"; {gib(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
@@ -152,11 +152,11 @@ def _rows(subject: _Subject, result: memory.Estimate) -> list[tuple[str, str]]:
 
 def _card(call: Call, subject: _Subject) -> None:
     parameters = f"{subject.plan.config.parameters():,} parameters"
-    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, memory.estimate(subject.plan)))
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject))
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
-    if call.out.answered(_as_json(subject, memory.estimate(subject.plan), ranks)):
+    if call.out.answered(_as_json(subject, ranks)):
         return
     _card(call, subject)
     if ranks is not None:
@@ -202,7 +202,7 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
         commands.append(f"mycli quantize {shlex.quote(subject.model)} {widths} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
-    if call.out.answered({**_as_json(fitted, memory.estimate(plan), None), "commands": commands}):
+    if call.out.answered({**_as_json(fitted, None), "commands": commands}):
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -290,10 +290,7 @@ def estimate(
     head: Annotated[
         str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
     ] = "keep",
-    gpu: Annotated[
-        int | None,
-        typer.Option("--gpu", parser=options.parse_memory, metavar="SIZE", help="As if a GPU had this free: 24GiB."),
-    ] = None,
+    gpu: Annotated[int | None, options.memory("--gpu", help="As if a GPU had this free: 24GiB.")] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option("--bandwidth", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),

@@ -102,15 +102,7 @@ def run(
     model: options.Model,
     asked: PromptFlags,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--max-tokens",
-            parser=options.parse_count,
-            metavar="N",
-            help="Most tokens to write.",
-            show_default="512",
-        ),
+        int | None, options.count("-n", "--max-tokens", help="Most tokens to write.", show_default="512")
     ] = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,

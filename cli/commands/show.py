@@ -93,17 +93,17 @@ def _card(info: ModelInfo) -> list[tuple[str, str]]:
     if info.record is None or not info.record.has("card"):
         return []
     card = info.record.object("card")
-    rows = [("perplexity", f"{card.object('perplexity').number('value'):.4f}")]
-    if card.has("divergence"):
-        found = card.object("divergence")
-        before = found.object("reference_perplexity").number("value")
-        kl, p99 = found.object("kl").number("value", low=-1e-3), found.number("kl_p99", low=-1e-3)
-        rows = [
-            ("perplexity", f"{before:.4f} before, {card.object('perplexity').number('value'):.4f} after"),
-            ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
-            ("same top token", f"{found.object('same_top1').number('value'):.2%}"),
-        ]
-    return rows
+    after = card.object("perplexity").number("value")
+    if not card.has("divergence"):
+        return [("perplexity", f"{after:.4f}")]
+    found = card.object("divergence")
+    before = found.object("reference_perplexity").number("value")
+    kl, p99 = found.object("kl").number("value", low=-1e-3), found.number("kl_p99", low=-1e-3)
+    return [
+        ("perplexity", f"{before:.4f} before, {after:.4f} after"),
+        ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
+        ("same top token", f"{found.object('same_top1').number('value'):.2%}"),
+    ]
 
 
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:

@@ -51,11 +51,7 @@ def spec_verify(
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
     proposer = session.proposer
     subject = SpeculationSubject(
-        loaded.runner,
-        lambda: proposer,
-        loaded.vocabulary_size,
-        loaded.stop_ids,
-        session.context,
+        loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, session.context
     )
     if prompts is None:
         asked = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]
