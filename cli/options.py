@@ -48,6 +48,17 @@ def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice
     return found
 
 
+def parse_share(flag: str, text: str) -> float:
+    """`3%` or `0.03` as a number above 0, at most 1. Raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1
+    if not 0 < value <= 1:
+        raise UsageError(f"{flag} {text}: not a share", "give a percentage such as 3%")
+    return value
+
+
 def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """`["17=-100", ...]` as (token id, bias). Raises UsageError."""
     found = []
@@ -67,12 +78,12 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in local_names() if name.startswith(incomplete)]
 
 
-def count(*flags: str, **settings: Any) -> Any:
+def count_option(*flags: str, **settings: Any) -> Any:
     """An option whose value is a count such as 4k."""
     return typer.Option(*flags, parser=parse_count, metavar="N", **settings)
 
 
-def memory(*flags: str, **settings: Any) -> Any:
+def size_option(*flags: str, **settings: Any) -> Any:
     """An option whose value is an amount of memory such as 24GiB."""
     return typer.Option(*flags, parser=parse_memory, metavar="SIZE", **settings)
 
@@ -87,7 +98,7 @@ Model = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cuda[:N]|cpu", help="Where to run.")]
-Context = Annotated[int | None, count("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
+Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
 Precision = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]

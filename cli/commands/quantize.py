@@ -77,8 +77,8 @@ class RecipeFlags:
             show_default="a mixed text in the package",
         ),
     ] = None
-    samples: Annotated[int, options.count("--samples", help="Windows to calibrate on.")] = 128
-    seq: Annotated[int | None, options.count("--seq", help="Tokens in a window.", show_default="512")] = None
+    samples: Annotated[int, options.count_option("--samples", help="Windows to calibrate on.")] = 128
+    seq: Annotated[int | None, options.count_option("--seq", help="Tokens in a window.", show_default="512")] = None
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")
     ] = 0
@@ -228,8 +228,8 @@ def quantize(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")
     ] = None,
-    max_ram: Annotated[int | None, options.memory("--max-ram", help="Take no more memory, such as 4GiB.")] = None,
-    max_vram: Annotated[int | None, options.memory("--max-vram", help="Take no more of the GPU's memory.")] = None,
+    max_ram: Annotated[int | None, options.size_option("--max-ram", help="Take no more memory, such as 4GiB.")] = None,
+    max_vram: Annotated[int | None, options.size_option("--max-vram", help="Take no more of the GPU's memory.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")

@@ -14,7 +14,7 @@ from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
 from mycli.cli.generation import Generator
 from mycli.cli.input import read_file, read_prompt
-from mycli.cli.load import load
+from mycli.cli.load import load_session
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run(
     model: options.Model,
     asked: PromptFlags,
     limit: Annotated[
-        int | None, options.count("-n", "--max-tokens", help="Most tokens to write.", show_default="512")
+        int | None, options.count_option("-n", "--max-tokens", help="Most tokens to write.", show_default="512")
     ] = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -133,12 +133,12 @@ def run(
     if not 1 <= samples <= MAX_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range", f"choose between 1 and {MAX_SAMPLES}")
     schema, text = form.text(), asked.resolve()
-    loaded = load(call, model, loading.resolve(samples))
+    loaded = load_session(call, model, loading.resolve(samples))
     generator = Generator(
         loaded,
         drawn.resolve(loaded.model.defaults),
         limit=limit,
-        stops=drawn.stops,
+        stops=tuple(drawn.stop or ()),
         system=system,
         raw=raw,
         allow_special=allow_special,

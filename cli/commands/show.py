@@ -77,10 +77,6 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _spelled(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
-
-
 def _origin(info: ModelInfo) -> str:
     if info.record is None:
         return f"{info.source.repo} @ {info.source.revision}" if info.source.repo else "unknown"
@@ -121,7 +117,7 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("parameters", f"{config.parameters():,}"),
         ("weights", f"{gib(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})"),
         ("end tokens", ", ".join(map(str, info.eos)) or "none"),
-        ("sampling", _spelled(_defaults(info))),
+        ("sampling", ", ".join(f"{name} {value}" for name, value in _defaults(info).items()) or "none"),
         ("chat template", "yes (--template shows it)" if info.template else "no"),
         ("origin", _origin(info)),
         *_card(info),
