@@ -136,16 +136,14 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
     }
     if call.out.answered(answer):
         return
-    call.out.card(
-        f"{target.name} (nothing is written)",
-        [
-            ("folder", str(target)),
-            ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
-            ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            ("memory", f"{gib(work.need.host)} beyond the program's own"),
-            *([("GPU memory", gib(work.need.device))] if work.need.device else []),
-        ],
-    )
+    rows = [
+        ("folder", str(target)),
+        ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
+        ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+        ("memory", f"{gib(work.need.host)} beyond the program's own"),
+        *([("GPU memory", gib(work.need.device))] if work.need.device else []),
+    ]
+    call.out.card(f"{target.name} (nothing is written)", rows)
 
 
 def _gain(points: Sequence[Point]) -> list[tuple[str, str]]:
@@ -169,17 +167,15 @@ def _show_outcome(call: Call, outcome: "Outcome", points: Sequence[Point]) -> No
     }
     if call.out.answered(answer):
         return
-    call.out.card(
-        outcome.folder.name,
-        [
-            ("folder", str(outcome.folder)),
-            ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
-            ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            *([] if card is None else quality(card)),
-            *_gain(points),
-            ("worst layers", ", ".join(f"{one.name.removeprefix('model.')} {one.error:.2%}" for one in worst)),
-        ],
-    )
+    rows = [
+        ("folder", str(outcome.folder)),
+        ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
+        ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+        *([] if card is None else quality(card)),
+        *_gain(points),
+        ("worst layers", ", ".join(f"{one.name.removeprefix('model.')} {one.error:.2%}" for one in worst)),
+    ]
+    call.out.card(outcome.folder.name, rows)
 
 
 def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:

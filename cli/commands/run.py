@@ -174,7 +174,7 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     call.out.result("")
     if reply.finish_reason != "stop":
         cut = f"the reply was cut off: {reply.finish_reason} (-n and --ctx set the limits)"
-        if generator.constrained:
+        if generator.grammar is not None:
             call.out.warn(f"{cut}; it is only the beginning of what was asked for")
         else:
             call.out.detail(cut)
