@@ -93,12 +93,12 @@ def explain(error: Exception) -> UserError | None:
     return kind(f"{where}{error.strerror or error}", "check the path, its permissions and the free space")
 
 
-def guarded(out: Output, action: Callable[[], None]) -> ExitCode:
-    """Run `action` and say what went wrong, if something did, as one line and an exit code."""
+def guarded(out: Output, action: Callable[[], ExitCode | None]) -> ExitCode:
+    """The exit code of `action`, success for None; what went wrong, if something did, is said as one line."""
     try:
-        action()
+        code = action()
         out.flush()
-        return ExitCode.OK
+        return code or ExitCode.OK
     except tuple(_STOPS) as stop:
         return next(code for kind, code in _STOPS.items() if isinstance(stop, kind))
     except Exception as error:  # the one place where anything may arrive: a bug still ends in one line

@@ -78,11 +78,6 @@ class SamplingFlags:
         list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")
     ] = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end a reply."""
-        return tuple(self.stop or ())
-
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -39,11 +39,6 @@ class Generator:
     count: int = 1
     top: int | None = None
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a reply that is cut off is of no use."""
-        return self.grammar is not None
-
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids of a text or a conversation. A text is a question, unless raw or the model has no chat template."""
         tokenizer = self.loaded.model.tokenizer

@@ -1,4 +1,4 @@
-"""What `run` and `chat` do before the first token: resolve, place, check memory, load, and announce each choice."""
+"""What commands do before the first token: resolve, place, check memory, load, and announce each choice."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -8,7 +8,10 @@ from mycli.cli.command import Call
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.engine.config import NGRAM, EngineConfig
-from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.errors import NotFoundError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_name
+from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
@@ -26,7 +29,7 @@ class LoadedSession:
     session: "Session"
 
 
-def load(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
+def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
     """Load MODEL as `engine` says; without a context in it, with the model's own, or as much as fits.
 
     The session has one sequence; memory is checked for `engine.sequences`, for a command that branches it.
@@ -82,6 +85,20 @@ def _load(
     session = SpeculativeSession(loaded.runner, engine.context, proposer, policy)
     session.warm_up()
     return loaded, session
+
+
+def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
+    """The folder, or for a model that is only on the hub its config.json alone, if it may be fetched."""
+    try:
+        return ModelFolder.open(resolve(model, offline=call.offline).folder)
+    except NotFoundError:
+        if not fetch or call.offline or not is_hub_name(model):
+            raise
+    repo, revision = split_name(model)
+    with Hub.connect(call.out.note) as hub:
+        commit = hub.commit(repo, revision)
+        data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
+    return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
 def announce_placement(call: Call, placement: "Placement") -> None:

@@ -175,11 +175,4 @@ def main(arguments: list[str] | None = None) -> None:
     # it is loaded: wait for about a millisecond first, a third of what GNU's own OpenMP does.
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     words = sys.argv[1:] if arguments is None else arguments
-    code = ExitCode.OK
-
-    def run() -> None:
-        nonlocal code
-        code = _run(words)
-
-    problem = guarded(Output(json_mode="--json" in words, debug="--debug" in words), run)
-    sys.exit(problem or code)
+    sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

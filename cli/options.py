@@ -5,7 +5,7 @@ Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml 
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -48,6 +48,17 @@ def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice
     return found
 
 
+def parse_share(flag: str, text: str) -> float:
+    """`3%` or `0.03` as a number above 0, at most 1. Raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1
+    if not 0 < value <= 1:
+        raise UsageError(f"{flag} {text}: not a share", "give a percentage such as 3%")
+    return value
+
+
 def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """`["17=-100", ...]` as (token id, bias). Raises UsageError."""
     found = []
@@ -67,6 +78,16 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in local_names() if name.startswith(incomplete)]
 
 
+def count_option(*flags: str, **settings: Any) -> Any:
+    """An option whose value is a count such as 4k."""
+    return typer.Option(*flags, parser=parse_count, metavar="N", **settings)
+
+
+def size_option(*flags: str, **settings: Any) -> Any:
+    """An option whose value is an amount of memory such as 24GiB."""
+    return typer.Option(*flags, parser=parse_memory, metavar="SIZE", **settings)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -77,10 +98,7 @@ Model = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cuda[:N]|cpu", help="Where to run.")]
-Context = Annotated[
-    int | None,
-    typer.Option("--ctx", parser=parse_count, metavar="N", help="Context in tokens, such as 8k.", show_default="fits"),
-]
+Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
 Precision = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
@@ -89,8 +107,7 @@ CacheKind = Annotated[
     typer.Option("--kv", metavar="auto|bf16|int8", help="How the cache holds keys and values; auto: as activations."),
 ]
 Shadow = Annotated[
-    bool,
-    typer.Option("--shadow", help="On a GPU: keep packed weights in 16 bits too, which makes prompts faster."),
+    bool, typer.Option("--shadow", help="On a GPU: keep packed weights in 16 bits too, which makes prompts faster.")
 ]
 Draft = Annotated[
     str,

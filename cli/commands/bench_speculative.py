@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
-from mycli.cli.load import load
+from mycli.cli.load import load_session
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 
@@ -71,7 +71,7 @@ def _subject(
     from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
 
-    opened = load(call, model, engine)
+    opened = load_session(call, model, engine)
     loaded, session = opened.model, opened.session
     if not isinstance(session, SpeculativeSession):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")

@@ -1,7 +1,7 @@
 """`mycli chat`: a conversation in the terminal, streamed; nothing is done to its context silently."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -12,7 +12,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
-from mycli.cli.load import load
+from mycli.cli.load import load_session
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import state
 
@@ -22,7 +22,6 @@ EXAMPLES = (
     "mycli chat pico --session talk.json --overflow drop-oldest",
     'echo "My name is Leo." | mycli chat pico --json',
 )
-OVERFLOW: tuple[Overflow, ...] = ("refuse", "drop-oldest")
 
 
 @command
@@ -52,7 +51,7 @@ def chat(
     Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
     with --json each reply is an object on a line.
     """
-    full = next((kind for kind in OVERFLOW if kind == overflow), None)
+    full = next((kind for kind in get_args(Overflow) if kind == overflow), None)
     if full is None:
         raise UsageError(f"--overflow {overflow}: not known", "choose refuse or drop-oldest")
     if think not in (None, "on", "off"):
@@ -62,7 +61,7 @@ def chat(
         conversation.load(session)
     if system is not None:
         conversation.system = system
-    loaded = load(call, model, loading.resolve())
+    loaded = load_session(call, model, loading.resolve())
     template = loaded.model.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
@@ -77,7 +76,7 @@ def chat(
         loaded,
         sampling,
         conversation,
-        stops=drawn.stops,
+        stops=tuple(drawn.stop or ()),
         escapes=escapes,
         markdown=markdown,
         overflow=full,

@@ -10,20 +10,18 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import announce_placement
+from mycli.cli.load import announce_placement, open_config
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
-from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.resolve import is_hub_name, resolve, split_name, state
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.resolve import state
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
-from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 from mycli.runtime.utils.units import gib
 
 EXAMPLES = (
@@ -48,11 +46,6 @@ class _Subject:
     plan: memory.MemoryPlan
     target: Target
     wish: PackingScheme  # what --quant and --head ask for
-
-    @property
-    def packed(self) -> bool:
-        """Whether the folder holds packed tensors."""
-        return bool(self.folder.packings)
 
     @property
     def scheme(self) -> str:
@@ -80,8 +73,8 @@ def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
     ]
 
 
-def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> dict[str, Any]:
-    plan, target, space = subject.plan, subject.target, result.workspace
+def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
+    plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     found: dict[str, Any] = {
         "model": subject.model,
         "scheme": subject.scheme,
@@ -95,12 +88,12 @@ def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> d
             "embeddings_and_head": result.embeddings,
             "cache": result.cache,
             "draft": result.draft,
-            "workspace": space.total,
+            "workspace": result.workspace.total,
             "runtime": result.runtime,
             "total": result.total,
             "free": target.free,
         },
-        "workspace_bytes": vars(space),
+        "workspace_bytes": vars(result.workspace),
         "fits": result.total <= target.free,
         "longest_context": memory.longest_context(plan, target.free),
         "bandwidth_gb_per_second": target.bandwidth,
@@ -113,35 +106,27 @@ def _as_json(subject: _Subject, result: memory.Estimate, ranks: int | None) -> d
     return found
 
 
-def _verdict(subject: _Subject, result: memory.Estimate) -> str:
-    spare = subject.target.free - result.total
-    if spare >= 0:
-        return f"fits, {gib(spare)} to spare"
-    problem = shortage(subject.plan, subject.target.free, subject.target.place)
-    return f"does not fit: {gib(-spare)} too much; {remedy(problem)}"
-
-
-def _rows(subject: _Subject, result: memory.Estimate) -> list[tuple[str, str]]:
-    plan, target = subject.plan, subject.target
+def _rows(subject: _Subject) -> list[tuple[str, str]]:
+    plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     space, longest = result.workspace, memory.longest_context(plan, target.free)
+    verdict = f"fits, {gib(target.free - result.total)} to spare"
+    if result.total > target.free:
+        problem = shortage(plan, target.free, target.place)
+        verdict = f"does not fit: {gib(result.total - target.free)} too much; {remedy(problem)}"
+    limit = ", the model's limit" if longest == plan.config.max_context else ""
+    passes = f"passes {gib(space.activations)}, dequantization {gib(space.dequantization)}"
     per_token = result.cache // (plan.context * plan.batch) / 1024
     copied = f"; {gib(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
         ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
         ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
         ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token)"),
-        (
-            "workspace",
-            f"{gib(space.total)}  (passes {gib(space.activations)}, dequantization {gib(space.dequantization)})",
-        ),
+        ("workspace", f"{gib(space.total)}  ({passes})"),
         ("CUDA context" if target.gpu else "Python and torch", gib(result.runtime)),
         ("total", gib(result.total)),
         ("free", f"{gib(target.free)} on {target.place} ({target.name})"),
-        ("verdict", _verdict(subject, result)),
-        (
-            "longest context",
-            f"{longest} tokens" + (", the model's limit" if longest == plan.config.max_context else ""),
-        ),
+        ("verdict", verdict),
+        ("longest context", f"{longest} tokens{limit}"),
     ]
     if plan.draft is not None:
         rows.insert(3, ("draft", gib(result.draft)))
@@ -152,11 +137,11 @@ def _rows(subject: _Subject, result: memory.Estimate) -> list[tuple[str, str]]:
 
 def _card(call: Call, subject: _Subject) -> None:
     parameters = f"{subject.plan.config.parameters():,} parameters"
-    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject, memory.estimate(subject.plan)))
+    call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject))
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
-    if call.out.answered(_as_json(subject, memory.estimate(subject.plan), ranks)):
+    if call.out.answered(_as_json(subject, ranks)):
         return
     _card(call, subject)
     if ranks is not None:
@@ -169,7 +154,7 @@ def _table(call: Call, subject: _Subject) -> None:
     plan, free = subject.plan, subject.target.free
     limit = plan.config.max_context
     contexts = sorted({*(c for c in CONTEXTS if c <= limit), min(limit, CONTEXTS[-1]), plan.context})
-    if subject.packed or plan.packings:
+    if plan.packings:
         choices = [(subject.scheme, plan)]
     else:
         choices = [(s.name(plan.config), replace(plan, packings=s.packings(plan.config))) for s in schemes(plan.config)]
@@ -188,7 +173,7 @@ def _table(call: Call, subject: _Subject) -> None:
 
 def _fit(call: Call, subject: _Subject, context: int | None) -> None:
     plan, free = subject.plan, subject.target.free
-    fixed = subject.packed or subject.wish != PackingScheme()
+    fixed = subject.folder.packings or subject.wish != PackingScheme()
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
         raise shortage(plan, free, subject.target.place).reworded(f"{subject.model}: no choice fits into {gib(free)}")
@@ -202,7 +187,7 @@ def _fit(call: Call, subject: _Subject, context: int | None) -> None:
         commands.append(f"mycli quantize {shlex.quote(subject.model)} {widths} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
-    if call.out.answered({**_as_json(fitted, memory.estimate(plan), None), "commands": commands}):
+    if call.out.answered({**_as_json(fitted, None), "commands": commands}):
         return
     _card(call, fitted)
     call.out.result("\n".join(commands))
@@ -216,36 +201,11 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
     plan = replace(subject.plan, gpu=placement.device.type == "cuda")
     parts = measure_memory(subject.folder, plan, placement, allow_nonfinite=engine.allow_nonfinite)
     compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
-    if not call.out.answered(
-        {"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance}
-    ):
+    answer = {"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance}
+    if not call.out.answered(answer):
         rows = [[p.name, gib(p.predicted), gib(p.actual), f"{p.error:+.1%}"] for p in parts]
         call.out.table(["part", "predicted", "actual", "error"], rows, right=(1, 2, 3))
     check_parts(parts, tolerance)
-
-
-def _parse_tolerance(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1
-    if not 0 < value <= 1:
-        raise UsageError(f"--tol {text}: not a share", "give a percentage such as 3%")
-    return value
-
-
-def _open(call: Call, model: str, fetch: bool = True) -> ModelFolder:
-    """The folder, or for a model that is only on the hub its config.json alone, if it may be fetched."""
-    try:
-        return ModelFolder.open(resolve(model, offline=call.offline).folder)
-    except NotFoundError:
-        if not fetch or call.offline or not is_hub_name(model):
-            raise
-    repo, revision = split_name(model)
-    with Hub.connect(call.out.note) as hub:
-        commit = hub.commit(repo, revision)
-        data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
-    return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
 
 
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
@@ -253,7 +213,7 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> m
     if (engine.context or 1) > config.max_context:
         problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
         raise UsageError(problem, f"ask for at most {config.max_context}")
-    draft = None if engine.draft in (None, NGRAM) else _open(call, engine.draft)
+    draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
     return memory.MemoryPlan(
         config,
         folder.packings,
@@ -290,10 +250,7 @@ def estimate(
     head: Annotated[
         str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
     ] = "keep",
-    gpu: Annotated[
-        int | None,
-        typer.Option("--gpu", parser=options.parse_memory, metavar="SIZE", help="As if a GPU had this free: 24GiB."),
-    ] = None,
+    gpu: Annotated[int | None, options.size_option("--gpu", help="As if a GPU had this free: 24GiB.")] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option("--bandwidth", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),
@@ -315,13 +272,13 @@ def estimate(
     engine = loading.resolve(batch)
     if verify and (gpu or quant or head != "keep" or engine.draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
-    tolerance = _parse_tolerance(tol)
+    tolerance = options.parse_share("--tol", tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    folder = _open(call, model, fetch=not verify)
+    folder = open_config(call, model, fetch=not verify)
     plan = _plan(call, folder, engine, target.gpu)
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)

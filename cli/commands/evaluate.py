@@ -31,13 +31,8 @@ EXAMPLES = [
 Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
 Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
-Window = Annotated[
-    int, typer.Option("--ctx", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512")
-]
-Tokens = Annotated[
-    int | None,
-    typer.Option("--tokens", parser=options.parse_count, metavar="N", help="Stop after so many.", show_default="all"),
-]
+Window = Annotated[int, options.count_option("--ctx", help="Tokens in a window.", show_default="512")]
+Tokens = Annotated[int | None, options.count_option("--tokens", help="Stop after so many.", show_default="all")]
 
 
 def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:

@@ -1,12 +1,10 @@
 """`mycli list`: the models on this machine."""
 
 from mycli.cli.command import Call, command
+from mycli.runtime.hub.local import local_models
 from mycli.runtime.utils.units import gib
 
-EXAMPLES = (
-    "mycli list",
-    "mycli list --json",
-)
+EXAMPLES = ("mycli list", "mycli list --json")
 
 
 @command
@@ -16,8 +14,6 @@ def list_models(call: Call) -> None:
     Built in, quantized here, and in the Hugging Face cache. What other tools left in that cache is shown too; the last
     column says what cannot be used and why.
     """
-    from mycli.runtime.hub.local import local_models
-
     models = local_models()
     answer = {
         "models": [

@@ -1,5 +1,6 @@
 """mycli quantize: a smaller copy of a model, with a card that says what it cost."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.format import quality
 from mycli.cli.load import announce_placement
 from mycli.cli.progress import stages
-from mycli.quant import plot as plotting
+from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError
@@ -76,13 +77,8 @@ class RecipeFlags:
             show_default="a mixed text in the package",
         ),
     ] = None
-    samples: Annotated[
-        int, typer.Option("--samples", parser=options.parse_count, metavar="N", help="Windows to calibrate on.")
-    ] = 128
-    seq: Annotated[
-        int | None,
-        typer.Option("--seq", parser=options.parse_count, metavar="N", help="Tokens in a window.", show_default="512"),
-    ] = None
+    samples: Annotated[int, options.count_option("--samples", help="Windows to calibrate on.")] = 128
+    seq: Annotated[int | None, options.count_option("--seq", help="Tokens in a window.", show_default="512")] = None
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")
     ] = 0
@@ -140,21 +136,28 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
     }
     if call.out.answered(answer):
         return
-    call.out.card(
-        f"{target.name} (nothing is written)",
-        [
-            ("folder", str(target)),
-            ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
-            ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            ("memory", f"{gib(work.need.host)} beyond the program's own"),
-            *([("GPU memory", gib(work.need.device))] if work.need.device else []),
-        ],
-    )
+    rows = [
+        ("folder", str(target)),
+        ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
+        ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+        ("memory", f"{gib(work.need.host)} beyond the program's own"),
+        *([("GPU memory", gib(work.need.device))] if work.need.device else []),
+    ]
+    call.out.card(f"{target.name} (nothing is written)", rows)
 
 
-def _show_outcome(call: Call, outcome: "Outcome") -> None:
+def _gain(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """How the error of the layers' outputs compares with plain rounding, where it was observed."""
+    pairs = [(one.error, one.rounding) for one in points if one.rounding is not None]
+    if not pairs:
+        return []
+    ours, rounded = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    return [("error of outputs", f"{ours:.3%} on average, {rounded:.3%} if rounded to nearest")]
+
+
+def _show_outcome(call: Call, outcome: "Outcome", points: Sequence[Point]) -> None:
     size, card = outcome.size, outcome.card
-    worst = sorted(map(plotting.point, outcome.layers), key=lambda one: one.error, reverse=True)[:WORST]
+    worst = sorted(points, key=lambda one: one.error, reverse=True)[:WORST]
     answer = {
         "folder": str(outcome.folder),
         "size": asdict(size),
@@ -164,17 +167,15 @@ def _show_outcome(call: Call, outcome: "Outcome") -> None:
     }
     if call.out.answered(answer):
         return
-    call.out.card(
-        outcome.folder.name,
-        [
-            ("folder", str(outcome.folder)),
-            ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
-            ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-            *([] if card is None else quality(card)),
-            *_gain(outcome),
-            ("worst layers", ", ".join(f"{one.name.removeprefix('model.')} {one.error:.2%}" for one in worst)),
-        ],
-    )
+    rows = [
+        ("folder", str(outcome.folder)),
+        ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
+        ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+        *([] if card is None else quality(card)),
+        *_gain(points),
+        ("worst layers", ", ".join(f"{one.name.removeprefix('model.')} {one.error:.2%}" for one in worst)),
+    ]
+    call.out.card(outcome.folder.name, rows)
 
 
 def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
@@ -191,19 +192,6 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
             f" {max_fallback:g}",
             f"calibrate on more or other text; the model is kept in {outcome.folder}",
         )
-
-
-def _gain(outcome: "Outcome") -> list[tuple[str, str]]:
-    """How the error of the layers' outputs compares with plain rounding, where it was observed."""
-    pairs = [
-        (layer.output_error, layer.rounding_output_error)
-        for layer in outcome.layers
-        if layer.output_error is not None and layer.rounding_output_error is not None
-    ]
-    if not pairs:
-        return []
-    ours, rounded = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    return [("error of outputs", f"{ours:.3%} on average, {rounded:.3%} if rounded to nearest")]
 
 
 @command
@@ -236,18 +224,8 @@ def quantize(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")
     ] = None,
-    max_ram: Annotated[
-        int | None,
-        typer.Option(
-            "--max-ram", parser=options.parse_memory, metavar="SIZE", help="Take no more memory, such as 4GiB."
-        ),
-    ] = None,
-    max_vram: Annotated[
-        int | None,
-        typer.Option(
-            "--max-vram", parser=options.parse_memory, metavar="SIZE", help="Take no more of the GPU's memory."
-        ),
-    ] = None,
+    max_ram: Annotated[int | None, options.size_option("--max-ram", help="Take no more memory, such as 4GiB.")] = None,
+    max_vram: Annotated[int | None, options.size_option("--max-vram", help="Take no more of the GPU's memory.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")
@@ -264,7 +242,7 @@ def quantize(
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "drop --report none")
     if plot is not None:
-        plotting.require_svg(plot)
+        require_svg(plot)
     recipe = made.resolve()
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
@@ -300,9 +278,10 @@ def quantize(
         )
     for note in outcome.notes:
         call.out.note(note)
+    points = [point(layer) for layer in outcome.layers]
     if plot is not None:
-        plotting.write(plot, target.name, [plotting.point(layer) for layer in outcome.layers])
-    _show_outcome(call, outcome)
+        write(plot, target.name, points)
+    _show_outcome(call, outcome, points)
     _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
         call.out.note(f"talk with it: mycli chat {target.name}")

@@ -19,9 +19,7 @@ EXAMPLES = (
 
 @command
 def rm(
-    call: Call,
-    model: options.Model,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    call: Call, model: options.Model, yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False
 ) -> None:
     """Delete a stored model.
 

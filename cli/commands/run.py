@@ -14,7 +14,7 @@ from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
 from mycli.cli.generation import Generator
 from mycli.cli.input import read_file, read_prompt
-from mycli.cli.load import load
+from mycli.cli.load import load_session
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,15 +102,7 @@ def run(
     model: options.Model,
     asked: PromptFlags,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--max-tokens",
-            parser=options.parse_count,
-            metavar="N",
-            help="Most tokens to write.",
-            show_default="512",
-        ),
+        int | None, options.count_option("-n", "--max-tokens", help="Most tokens to write.", show_default="512")
     ] = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -141,12 +133,12 @@ def run(
     if not 1 <= samples <= MAX_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range", f"choose between 1 and {MAX_SAMPLES}")
     schema, text = form.text(), asked.resolve()
-    loaded = load(call, model, loading.resolve(samples))
+    loaded = load_session(call, model, loading.resolve(samples))
     generator = Generator(
         loaded,
         drawn.resolve(loaded.model.defaults),
         limit=limit,
-        stops=drawn.stops,
+        stops=tuple(drawn.stop or ()),
         system=system,
         raw=raw,
         allow_special=allow_special,
@@ -182,7 +174,7 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     call.out.result("")
     if reply.finish_reason != "stop":
         cut = f"the reply was cut off: {reply.finish_reason} (-n and --ctx set the limits)"
-        if generator.constrained:
+        if generator.grammar is not None:
             call.out.warn(f"{cut}; it is only the beginning of what was asked for")
         else:
             call.out.detail(cut)

@@ -77,10 +77,6 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _spelled(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
-
-
 def _origin(info: ModelInfo) -> str:
     if info.record is None:
         return f"{info.source.repo} @ {info.source.revision}" if info.source.repo else "unknown"
@@ -93,17 +89,17 @@ def _card(info: ModelInfo) -> list[tuple[str, str]]:
     if info.record is None or not info.record.has("card"):
         return []
     card = info.record.object("card")
-    rows = [("perplexity", f"{card.object('perplexity').number('value'):.4f}")]
-    if card.has("divergence"):
-        found = card.object("divergence")
-        before = found.object("reference_perplexity").number("value")
-        kl, p99 = found.object("kl").number("value", low=-1e-3), found.number("kl_p99", low=-1e-3)
-        rows = [
-            ("perplexity", f"{before:.4f} before, {card.object('perplexity').number('value'):.4f} after"),
-            ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
-            ("same top token", f"{found.object('same_top1').number('value'):.2%}"),
-        ]
-    return rows
+    after = card.object("perplexity").number("value")
+    if not card.has("divergence"):
+        return [("perplexity", f"{after:.4f}")]
+    found = card.object("divergence")
+    before = found.object("reference_perplexity").number("value")
+    kl, p99 = found.object("kl").number("value", low=-1e-3), found.number("kl_p99", low=-1e-3)
+    return [
+        ("perplexity", f"{before:.4f} before, {after:.4f} after"),
+        ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
+        ("same top token", f"{found.object('same_top1').number('value'):.2%}"),
+    ]
 
 
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:
@@ -121,7 +117,7 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("parameters", f"{config.parameters():,}"),
         ("weights", f"{gib(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})"),
         ("end tokens", ", ".join(map(str, info.eos)) or "none"),
-        ("sampling", _spelled(_defaults(info))),
+        ("sampling", ", ".join(f"{name} {value}" for name, value in _defaults(info).items()) or "none"),
         ("chat template", "yes (--template shows it)" if info.template else "no"),
         ("origin", _origin(info)),
         *_card(info),

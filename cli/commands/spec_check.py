@@ -21,18 +21,16 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     for nothing. No weights are read.
     """
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
-    rows = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
-    tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, rows, strict=True)]
+    sizes = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
+    tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, sizes, strict=True)]
     found = check_vocabularies(tokenizers[0], tokenizers[1])
-    if call.out.answered({"tokens": found.tokens, "rows": rows, "different": 0, "ends_differ": found.ends_differ}):
+    if call.out.answered({"tokens": found.tokens, "rows": sizes, "different": 0, "ends_differ": found.ends_differ}):
         return
-    padded = "" if rows[0] == rows[1] else "; the heads are padded differently, which is no matter"
+    padded = "" if sizes[0] == sizes[1] else "; the heads are padded differently, which is no matter"
     ends = "other ones; the target's are used" if found.ends_differ else "the same"
-    call.out.card(
-        f"{sources[1].name} can draft for {sources[0].name}",
-        [
-            ("vocabulary", f"the same {found.tokens:,} tokens, byte for byte"),
-            ("head rows", f"{rows[0]:,} and {rows[1]:,}{padded}"),
-            ("end tokens", ends),
-        ],
-    )
+    rows = [
+        ("vocabulary", f"the same {found.tokens:,} tokens, byte for byte"),
+        ("head rows", f"{sizes[0]:,} and {sizes[1]:,}{padded}"),
+        ("end tokens", ends),
+    ]
+    call.out.card(f"{sources[1].name} can draft for {sources[0].name}", rows)

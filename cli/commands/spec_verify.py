@@ -9,7 +9,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.input import read_file
-from mycli.cli.load import load
+from mycli.cli.load import load_session
 from mycli.runtime.errors import GateError, UsageError
 
 EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)
@@ -38,7 +38,7 @@ def spec_verify(
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
     probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
     """
-    opened = load(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
+    opened = load_session(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
@@ -51,11 +51,7 @@ def spec_verify(
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
     proposer = session.proposer
     subject = SpeculationSubject(
-        loaded.runner,
-        lambda: proposer,
-        loaded.vocabulary_size,
-        loaded.stop_ids,
-        session.context,
+        loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, session.context
     )
     if prompts is None:
         asked = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]
@@ -88,9 +84,8 @@ def spec_verify(
         result = f"p = {test.p_value:.3g} (chi squared {test.statistic:.1f}, {test.freedom} degrees of freedom)"
         rows = [("greedy", "; ".join([same, *parts])), ("drawn", f"{draws:,} pairs of tokens, top-k {TOP_K}: {result}")]
         call.out.card(f"{model} with the draft {draft}", rows)
+    hint = "report it with the output of mycli doctor"
     if any(not one.tie for one in divergences):
-        raise GateError("greedy replies differ by more than rounding", "report it with the output of mycli doctor")
+        raise GateError("greedy replies differ by more than rounding", hint)
     if test.p_value < SMALLEST_P:
-        raise GateError(
-            f"the drawn distribution differs (p = {test.p_value:.2g})", "report it with the output of mycli doctor"
-        )
+        raise GateError(f"the drawn distribution differs (p = {test.p_value:.2g})", hint)

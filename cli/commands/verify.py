@@ -37,9 +37,8 @@ def verify(
     listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
     answer = {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
     if not call.out.answered(answer):
-        call.out.table(
-            ("file", "bytes", "state"), [(file.name, str(file.nbytes), file.state) for file in checked], right=(1,)
-        )
+        rows = [(file.name, str(file.nbytes), file.state) for file in checked]
+        call.out.table(("file", "bytes", "state"), rows, right=(1,))
     if bad:
         again = "quantize it again" if source.repo is None else f"mycli pull {model}"
         if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
