@@ -52,9 +52,13 @@ def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
     `output` is of the product that was yielded last; None for steps that have not begun.
     """
     try:
-        linear, x = next(steps) if output is None else steps.send(output)
+        step = next(steps) if output is None else steps.send(output)
         while True:
-            linear, x = steps.send(linear(x))
+            linear, x = step
+            output = linear(x)
+            del step, x  # what is done with is let go of at once: of a prompt these are the largest tensors
+            step = steps.send(output)
+            del output
     except StopIteration as end:
         result: Tensor = end.value
         return result
@@ -85,7 +89,9 @@ class Attention(nn.Module):
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """x [sequences, tokens, hidden]."""
         projected = yield self.qkv, _normed(self.norm, x)
-        output = yield self.o, self._attended(projected, context)
+        attended = self._attended(projected, context)
+        del projected
+        output = yield self.o, attended
         return x + _normed(self.output_norm, output)
 
     def _attended(self, projected: Tensor, context: PassContext) -> Tensor:
@@ -124,7 +130,9 @@ class Mlp(nn.Module):
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """x [sequences, tokens, hidden]."""
         gate_up = yield self.gate_up, _normed(self.norm, x)
-        output = yield self.down, SILU_MULTIPLY(gate_up)
+        activated = SILU_MULTIPLY(gate_up)
+        del gate_up
+        output = yield self.down, activated
         return x + _normed(self.output_norm, output)
 
 
