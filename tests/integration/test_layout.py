@@ -26,17 +26,15 @@ PIPES = {
 MOST_ROOMS, MOST_FLOORS = 18, 9
 # Public names that several modules define on purpose: each is read by one reader, from any module of its kind.
 SHARED_NAMES = {
-    "layer",
-    "load",
-    "names",
-    "read_quantization",
     "EXAMPLES",  # of a command's help
     "read",  # of a config, one family each
     "layer",  # of a family that declares its own
     "names",  # of a registry: formats, solvers, transforms
+    "load",
+    "read_quantization",  # of a layout
     "solve",  # of a solver
     "NEEDS_HESSIAN",
-    "main",
+    "handler",  # of a helper process
 }
 # A command that does not run a model starts without these.
 HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
