@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -124,31 +124,19 @@ def _listen() -> None:
             signal.signal(number, _on_signal)
 
 
-def _fields(kind: Any) -> tuple[Field[Any], ...]:
-    """Of a record of options: a frozen dataclass whose fields are annotated as options are. Empty for another kind."""
-    return fields(kind) if is_dataclass(kind) else ()
-
-
 def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The options that a parameter stands for: itself, or the fields of a record."""
-    inner = _fields(parameter.annotation)
-    if not inner:
-        return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-    kinds = get_type_hints(parameter.annotation, include_extras=True)
-    found = []
-    for field in inner:
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        found.append(option.replace(annotation=kinds[field.name]))
-    return found
+    """The options that a parameter stands for: itself, or the fields of a record, annotated as options are."""
+    record = is_dataclass(parameter.annotation)
+    found = inspect.signature(parameter.annotation).parameters.values() if record else (parameter,)
+    return [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in found]
 
 
 def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
     """What `parameter` is given of the `values` of all options."""
-    inner = _fields(parameter.annotation)
-    return (
-        parameter.annotation(**{field.name: values[field.name] for field in inner}) if inner else values[parameter.name]
-    )
+    record = is_dataclass(parameter.annotation)
+    if not record:
+        return values[parameter.name]
+    return parameter.annotation(**{field.name: values[field.name] for field in fields(parameter.annotation)})
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

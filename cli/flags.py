@@ -5,7 +5,7 @@ resolves itself to what `runtime` is asked for. This is the one place where flag
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -17,7 +17,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.dtypes import FLOATS
 
 _OURS = "the model's"
-KV: tuple[Kv, ...] = ("auto", "bf16", "int8")
+KV: tuple[Kv, ...] = get_args(Kv)
 
 
 @dataclass(frozen=True)

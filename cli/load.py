@@ -9,7 +9,6 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError
-from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_name
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
@@ -95,6 +94,8 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
         if not fetch or call.offline or not is_hub_name(model):
             raise
     repo, revision = split_name(model)
+    from mycli.runtime.hub.client import Hub
+
     with Hub.connect(call.out.note) as hub:
         commit = hub.commit(repo, revision)
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)

@@ -48,17 +48,6 @@ def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice
     return found
 
 
-def parse_share(flag: str, text: str) -> float:
-    """`3%` or `0.03` as a number above 0, at most 1. Raises UsageError."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1
-    if not 0 < value <= 1:
-        raise UsageError(f"{flag} {text}: not a share", "give a percentage such as 3%")
-    return value
-
-
 def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """`["17=-100", ...]` as (token id, bias). Raises UsageError."""
     found = []

@@ -3,11 +3,12 @@
 Two copies of one block are on the device at a time, the original and the one being quantized; the residual streams of
 both models lie on the host. Within a block the order is that of execution, qkv, o, gate_up, down: each is observed
 after those before it were quantized, and aims at what the original puts out; then, if asked, the block is trained as a
-whole. Knows no scheme by name and no files beyond the checkpoint read from.
+whole. Knows no solver by name and no files beyond the checkpoint read from.
 """
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Solver:
         transform: str | None = None,
         tunes: bool = False,
     ) -> None:
-        self._scheme = solvers.load(method)
+        self._solver = solvers.load(method)
         self.scale_dtype = scale_dtype
         self._search = search
         self.transform = None if transform is None else transforms.load(transform)
@@ -65,7 +66,7 @@ class Solver:
         target, share = refit(torch.cat(list(weights.values())), fitted, held)
         hessian = fitted.hessian + held.hessian
         try:
-            solution = self._scheme.solve(target, grid, hessian)
+            solution = self._solver.solve(target, grid, hessian)
         except ModelError as error:
             raise error.reworded(f"{', '.join(weights)}: {error.message}") from error
         solved: dict[str, Quantized] = {}
@@ -168,7 +169,8 @@ def _pass_block(
     found: Solved | None,
 ) -> Solved:
     """A block as `found`, or solved here; `stream` of the quantized model and `full` of the original have left it."""
-    context, exact = model.context(stream.shape[1]), model.context(stream.shape[1], exact=True)
+    context = model.context(stream.shape[1])
+    exact = replace(context, cache=None)
     solved, settled = found, False
     if solved is None:
         quantized = BlockState(model.block(index), stream)

@@ -7,7 +7,7 @@ rounding. Linears that readers fuse, q k v and gate up, get one width. The model
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ def measure_shares(
     windows int64 [samples, seq].
     """
     config = model.config
-    context, exact = model.context(windows.shape[1]), model.context(windows.shape[1], exact=True)
+    context = model.context(windows.shape[1])
+    exact = replace(context, cache=None)
     with torch.inference_mode(), rough_products(model.placement.device):
         wanted = model.embed(windows)
         streams = wanted.new_empty(config.layers + 1, *wanted.shape)

@@ -1,7 +1,7 @@
 """From the folder of a model to the folder of its quantized copy, one linear or one block in memory at a time.
 
-What `planning` planned is done: read, solve, pack and write, tensor by tensor, or block by block where the scheme wants
-data. Then the copy is opened again, measured, described in `mycli.json`, and appears by one rename. Knows no scheme by
+What `planning` planned is done: read, solve, pack and write, tensor by tensor, or block by block where the solver wants
+data. Then the copy is opened again, measured, described in `mycli.json`, and appears by one rename. Knows no solver by
 name and nothing of a terminal.
 """
 
@@ -15,15 +15,13 @@ from pathlib import Path
 
 import torch
 
-from mycli.quant import mixed_precision as allocate
-from mycli.quant import model_card as record
-from mycli.quant import solvers
+from mycli.quant import model_card, solvers
 from mycli.quant.blockwise import Solver, quantize_blocks
-from mycli.quant.calibration import sampler as calibration
 from mycli.quant.calibration.hessian import HELD
-from mycli.quant.calibration.sampler import Calibration
+from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, allocate, low_width, measure_shares
 from mycli.quant.model_card import Layer, Size, Tuning
 from mycli.quant.planning import (
     QUICK_TOKENS,
@@ -80,8 +78,8 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     assert target is not None
     # Rescaled weights cannot be compared with the original's, so `awq` is left out.
     method = "gptq" if work.calibrates else work.recipe.method
-    samples = min(work.recipe.samples, allocate.COPY_WINDOWS)
-    bits = allocate.low_width(target, work.recipe.group)
+    samples = min(work.recipe.samples, COPY_WINDOWS)
+    bits = low_width(target, work.recipe.group)
     low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
     copy = plan_quantization(
         work.source, low, work.text, folder=work.folder, report="none", gpu=placement.device.type == "cuda"
@@ -91,11 +89,11 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
         quantize(copy, Path(name) / "low", placement, progress=progress)
         trim(apart=4 << 20)
         shown = _calibration(copy).windows
-        chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[: allocate.WINDOWS]
+        chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
         folders = (work.folder, ModelFolder.open(Path(name) / "low"))
         models = [StreamedModel(each, placement, work.need.at_once) for each in folders]
-        shares = allocate.measure_shares(models[0], models[1], shown[chosen], progress)
-    return replace(work.recipe, widths=allocate.allocate(shares, target, bits))
+        shares = measure_shares(models[0], models[1], shown[chosen], progress)
+    return replace(work.recipe, widths=allocate(shares, target, bits))
 
 
 def quantize(
@@ -144,14 +142,14 @@ def _quantize(
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
-    origin = record.digests(_source_files(work.folder))
+    origin = model_card.digests(_source_files(work.folder))
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         kept, tuning = None, None
         if shown is None:
             layers = _write_tensors(work, writer, placement.device, progress)
         else:
-            run = record.identify(work.recipe, shown, origin, placement, work.need.at_once)
+            run = model_card.identify(work.recipe, shown, origin, placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
         for path in companions(work.source.folder):
@@ -163,8 +161,8 @@ def _quantize(
         card = None if work.report == "none" else _measure(work, made, placement, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())
         writer.add_file(
-            record.CARD_FILE,
-            record.encode(
+            model_card.CARD_FILE,
+            model_card.encode(
                 recipe=work.recipe,
                 calibration=shown,
                 source=work.source,
@@ -173,7 +171,7 @@ def _quantize(
                 tuning=tuning,
                 card=card,
                 source_files=origin,
-                files=record.digests(written),
+                files=model_card.digests(written),
             ),
         )
         writer.finish()
@@ -191,8 +189,8 @@ def _calibration(work: QuantizationPlan) -> Calibration:
     tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
     samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
     if work.text is not None:
-        return calibration.from_file(work.text, tokenizer, samples, seq, seed)
-    return calibration.bundled(tokenizer, work.config.vocab_size, samples, seq, seed)
+        return from_file(work.text, tokenizer, samples, seq, seed)
+    return bundled(tokenizer, work.config.vocab_size, samples, seq, seed)
 
 
 def _notes(

@@ -1,6 +1,6 @@
 """What quantizing a model will write and need: shapes, disk and memory, checked before the first second of work.
 
-Reads config.json and the headers of the weights, no tensor. Knows no scheme by name and nothing of a terminal.
+Reads config.json and the headers of the weights, no tensor. Knows no solver by name and nothing of a terminal.
 """
 
 import math
@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from mycli.quant import model_card as record
-from mycli.quant import solvers
-from mycli.quant.calibration import sampler as calibration
+from mycli.quant import model_card, solvers
+from mycli.quant.calibration.sampler import check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.memory import Need, QuantizationWork, choose
 from mycli.quant.mixed_precision import WINDOWS
@@ -120,7 +119,7 @@ def plan_quantization(
     if folder.raw.has("quantization_config"):
         method = folder.raw.object("quantization_config").text("quant_method", "unknown method")
         raise ModelError(
-            f"{record.label(source)} is quantized already ({method})", "quantize the model it was made from"
+            f"{model_card.label(source)} is quantized already ({method})", "quantize the model it was made from"
         )
     config = folder.config
     packings = recipe.packings(config)
@@ -152,7 +151,7 @@ def plan_quantization(
     if recipe.tune and not work.calibrates:
         raise UsageError(f"tuning needs calibration, which method {recipe.method} has not", code="tune-gptq")
     if work.calibrates:
-        calibration.check_windows(recipe.samples, work.seq, config.max_context)
+        check_windows(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
     return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
 

@@ -6,9 +6,9 @@ Written by hand, so that it needs nothing installed. Knows names and numbers, no
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape, quoteattr
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors
@@ -78,7 +78,7 @@ def draw(title: str, points: Sequence[Point]) -> str:
     previous = ""
     for index, point in enumerate(points):
         across, colour = x(index), colours[_kind(point.name)]
-        lines.append(f"<g><title>{escape(_tell(point))}</title>")
+        lines.append(f"<g><title>{escape(_tell(point), quote=False)}</title>")
         if point.rounding is not None:
             ring = y(point.rounding)
             lines.append(f'<path d="M{across:.1f} {y(point.error):.1f}V{ring:.1f}" stroke="#bbb"/>')
@@ -111,4 +111,5 @@ def _tell(point: Point) -> str:
 
 
 def _text(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor={quoteattr(anchor)}>{escape(text)}</text>'
+    shown = escape(text, quote=False)
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{shown}</text>'

@@ -1,4 +1,4 @@
-"""What several test files need: the shipped model, and mycli as a process of its own."""
+"""What several test files need: an environment of its own, and mycli called in it, here or as a process."""
 
 import os
 import signal

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mycli.cli import options
+from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
-from mycli.cli.commands.bench_speculative import bench_draft
 from mycli.cli.flags import LoadFlags
 from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.output import SCHEMA_VERSION

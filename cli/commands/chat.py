@@ -51,9 +51,7 @@ def chat(
     Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
     with --json each reply is an object on a line.
     """
-    full = next((kind for kind in get_args(Overflow) if kind == overflow), None)
-    if full is None:
-        raise UsageError(f"--overflow {overflow}: not known", "choose refuse or drop-oldest")
+    full = options.choice("--overflow", overflow, get_args(Overflow))
     if think not in (None, "on", "off"):
         raise UsageError(f"--think {think}: neither on nor off", "--think on")
     conversation = Conversation()

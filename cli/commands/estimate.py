@@ -238,6 +238,17 @@ def _wish(plan: memory.MemoryPlan, quant: str | None, head: str) -> PackingSchem
     return PackingScheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 
+def _parse_share(text: str) -> float:
+    """`3%` or `0.03` as a number above 0, at most 1. Raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1
+    if not 0 < value <= 1:
+        raise UsageError(f"--tol {text}: not a share", "give a percentage such as 3%")
+    return value
+
+
 @command
 def estimate(
     call: Call,
@@ -272,7 +283,7 @@ def estimate(
     engine = loading.resolve(batch)
     if verify and (gpu or quant or head != "keep" or engine.draft):
         raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
-    tolerance = options.parse_share("--tol", tol)
+    tolerance = _parse_share(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:
         call.out.note(note)

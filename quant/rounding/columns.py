@@ -1,7 +1,7 @@
 """The loop over the columns of one block, which each wait for those before them: on a GPU one launch, elsewhere torch.
 
 The rows of a matrix do not know of each other, so a launch has one program for every few rows. What a block leaves to
-the columns after it is the business of the schemes. `columns_triton` is the same loop as device code.
+the columns after it is the business of the solvers. `columns_triton` is the same loop as device code.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Improving codes and scales that a solver chose, under the same Hessian: nothing here can make the error larger.
 
 Coordinate descent (QuantEase, arXiv 2309.01885) lets each code move again, now that all others are known; least squares
-then gives each row the scales that are best for its codes. Knows matrices, as the schemes do.
+then gives each row the scales that are best for its codes. Knows matrices, as the solvers do.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""The symmetric grid that every scheme rounds to, and the search for its scales.
+"""The symmetric grid that every solver rounds to, and the search for its scales.
 
 A group of weights w becomes codes u and one scale s, w ~ (u - Q) s with Q = 2^(bits-1), u in [0, 2Q). The grid has one
 step more below zero than above, so s may be negative: then the longer side lies where the group needs it. Scales are
 rounded to the dtype they are stored in *before* anything is rounded with them. Knows one matrix at a time; nothing of
-models, files or activations, except that a scheme may hand in how much each input column matters.
+models, files or activations, except that a solver may hand in how much each input column matters.
 """
 
 from dataclasses import dataclass

@@ -17,10 +17,10 @@ from mycli.runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class Solution:
-    """What a scheme chose, and what it met on the way.
+    """What a solver chose, and what it met on the way.
 
     damping: what it added to the diagonal of the Hessian, as a share of its mean; None where it needed no factor.
-    dead_columns: inputs that were always zero. fallback: the scheme gave up, and the codes are plain rounding.
+    dead_columns: inputs that were always zero. fallback: the solver gave up, and the codes are plain rounding.
     """
 
     quantized: Quantized
@@ -32,7 +32,7 @@ class Solution:
 class SolverModule(Protocol):
     """What a module of this package offers."""
 
-    NEEDS_HESSIAN: bool  # whether `solve` must be given one; a scheme that need not may still use it
+    NEEDS_HESSIAN: bool  # whether `solve` must be given one; a solver that need not may still use it
 
     def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         """Codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K]: the sum of x x^T.
@@ -43,12 +43,12 @@ class SolverModule(Protocol):
 
 
 def names() -> list[str]:
-    """The schemes there are, as recipes name them."""
+    """The solvers there are, as recipes name them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def load(name: str) -> SolverModule:
-    """The scheme of that name. Raises UsageError listing the names otherwise."""
+    """The solver of that name. Raises UsageError listing the names otherwise."""
     if name not in names():
         raise UsageError(f"method {name}: no such scheme", code="choose-method", data={"choices": ", ".join(names())})
     return cast(SolverModule, importlib.import_module(f"{__name__}.{name}"))

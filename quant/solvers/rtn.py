@@ -1,7 +1,7 @@
 """Rounding to nearest: every weight to the closest level of its group's grid, with the scales that `grid` finds.
 
 Needs no data. With a Hessian at hand its diagonal weights the search for the scales; the rounding itself stays blind to
-how errors of different columns add up, which is what the other schemes improve on.
+how errors of different columns add up, which is what the other solvers improve on.
 """
 
 from torch import Tensor

@@ -8,8 +8,8 @@ import torch
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.models.config import Dtype, Kv, ModelConfig
-from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, DtypeInfo
+from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, Dtype, DtypeInfo
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -7,7 +7,8 @@ where the wishes were written.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.utils.dtypes import Dtype
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.device.placement import Placement

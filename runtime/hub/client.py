@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.resolve import COMMIT, DATASETS, MAX_TREE_BYTES
+from mycli.runtime.hub.resolve import COMMIT, DATASETS, DIGEST, MAX_TREE_BYTES
 from mycli.runtime.hub.retry import RetryPolicy, TransientError, retry_after, transport_problem
 from mycli.runtime.utils.json_fields import Fields, parse_object
 
@@ -225,6 +225,9 @@ def _kind(repo: str) -> str:
 def _record(item: Fields) -> dict[str, Any]:
     """An entry of the hub's listing under the names that huggingface_hub gives its fields in the cache."""
     lfs, xet = item.object("lfs").values, item.values.get("xetHash")
+    digest = str(lfs.get("oid", item.values.get("oid")))
+    if not DIGEST.fullmatch(digest):
+        raise item.fail("oid", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
     record = {"size": item.values.get("size"), "blob_id": item.values.get("oid")}
     record |= {"lfs_sha256": lfs.get("oid"), "lfs_size": lfs.get("size")}
     record["xet_hash"] = xet if re.fullmatch(r"[0-9a-f]{64}", str(xet)) else None

@@ -147,9 +147,14 @@ def _bytes_left(repo: str, file: HubFile) -> int:
     return file.size - arrived if arrived <= file.size else file.size
 
 
+def lock_folder(folder: Path) -> Path:
+    """Where the locks of a repository's cache `folder` lie: those of this program, and huggingface_hub's."""
+    return folder.parent / ".locks" / folder.name
+
+
 def repo_lock(folder: Path, what: str, note: Callable[[str], None]) -> AbstractContextManager[None]:
     """Alone among the processes of this machine with a repository of the cache; whoever waits says for whom."""
-    path = folder.parent / ".locks" / folder.name / "mycli.lock"
+    path = lock_folder(folder) / "mycli.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return locked(path, lambda holder: note(f"{what} is being fetched by process {holder}: waiting for it"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.download import repo_lock
+from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.partial_file import hasher
 from mycli.runtime.hub.resolve import (
     BUILT_IN,
@@ -171,7 +171,7 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
         if not removal.commits:
             _delete_folder(folder)
     if not removal.commits:
-        shutil.rmtree(hub_cache() / ".locks" / folder.name, ignore_errors=True)
+        shutil.rmtree(lock_folder(folder), ignore_errors=True)
 
 
 def _delete_folder(folder: Path) -> None:

@@ -115,15 +115,17 @@ def safe_name(name: str) -> bool:
 
 
 def parse_tree(records: Fields) -> tuple[HubFile, ...]:
-    """The files of a commit, from an object as `trees/` of the cache has it. Raises ModelError for what is none."""
+    """The files of a commit, from an object as `trees/` of the cache has it; without those whose digest is no hash.
+
+    Raises ModelError for what is no such object.
+    """
     files = []
     for name in records.values:
         entry = records.object(name)
         size = entry.integer("lfs_size", entry.integer("size", low=0, high=1 << 60), low=0, high=1 << 60)
         digest = entry.text("lfs_sha256", entry.text("blob_id"))
-        if not DIGEST.fullmatch(digest):
-            raise entry.fail("blob_id", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
-        files.append(HubFile(name, size, digest))
+        if DIGEST.fullmatch(digest):
+            files.append(HubFile(name, size, digest))
     return tuple(files)
 
 
@@ -159,7 +161,8 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
 
 def commits(folder: Path) -> dict[str, tuple[str, ...]]:
     """Commits of which the repository's cache `folder` holds anything, with the branches and tags that point there."""
-    names = [path.name.removesuffix(".json") for kind in ("snapshots", "trees") for path in (folder / kind).glob("*")]
+    paths = [*_children(folder / "snapshots"), *_children(folder / "trees")]
+    names = (path.name.removesuffix(".json") for path in paths)
     found: dict[str, list[str]] = {name: [] for name in names if COMMIT.fullmatch(name)}
     refs = folder / "refs"
     for path in sorted(refs.rglob("*")):
@@ -193,14 +196,21 @@ def local_names() -> list[str]:
 
 def quantized() -> list[str]:
     """Names of the models quantized here."""
-    folders = (home() / "models").glob("*")
+    folders = _children(home() / "models")
     return sorted(p.name for p in folders if not p.name.startswith(".") and (p / "config.json").is_file())
 
 
 def cached_repos() -> list[str]:
     """`org/name` of the model repositories in the Hugging Face cache."""
-    names = (path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*"))
+    names = (path.name.removeprefix("models--").replace("--", "/") for path in _children(hub_cache(), "models--*"))
     return sorted(name for name in names if _REPO.fullmatch(name))
+
+
+def _children(folder: Path, pattern: str = "*") -> list[Path]:
+    try:
+        return list(folder.glob(pattern))
+    except OSError:  # a folder that may not be read holds nothing for us
+        return []
 
 
 def resolve(model: str, *, offline: bool = False) -> Source:

@@ -42,9 +42,10 @@ class Operation(Generic[_P, _R]):
             result = kernel(*arguments, **options)
             if not isinstance(result, str):
                 return result
-            reasons.append(f"{kernel.__name__}: {result}")
+            reasons.append(result)
         asked = ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else str(a) for a in arguments)
-        raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(reasons))
+        declined = (f"{kernel.__name__}: {reason}" for kernel, reason in zip(self.kernels, reasons, strict=True))
+        raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(declined))
 
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_few, functional.linear))

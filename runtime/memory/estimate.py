@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from mycli.runtime.memory.layer import pass_values
-from mycli.runtime.models.config import Dtype, Kv, ModelConfig
+from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import BY_NAME
+from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks

@@ -101,9 +101,10 @@ def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
         yield _Change(replace(plan, draft=None), code="leave-out-draft")
     if plan.batch > 1:
         yield _Change(replace(plan, batch=1), code="one-sequence")
-    for packing in [scheme.packing for scheme in schemes(plan.config) if scheme.packing and not plan.packings]:
-        packed = replace(plan, packings=PackingScheme(packing).packings(plan.config))
-        yield _Change(packed, code="quantize", data={"bits": packing.bits, "group": packing.group_size or "channel"})
+    for scheme in () if plan.packings else schemes(plan.config):
+        if scheme.packing is not None:
+            data = {"bits": scheme.packing.bits, "group": scheme.packing.group_size or "channel"}
+            yield _Change(replace(plan, packings=scheme.packings(plan.config)), code="quantize", data=data)
     if longest >= SHORTEST_CONTEXT:
         yield shorter
 

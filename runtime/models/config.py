@@ -13,7 +13,7 @@ from typing import Literal
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec, Shape, decoder_layer
-from mycli.runtime.utils.dtypes import Dtype as Dtype
+from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]

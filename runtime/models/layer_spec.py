@@ -126,15 +126,10 @@ class LayerSpec:
 
 def decoder_layer(config: "ModelConfig", index: int) -> LayerSpec:
     """A layer of the Llama kind: a norm before each part, q, k, v, gate and up each a tensor of its own."""
-    prefix, hidden, inner, eps = (
-        f"model.layers.{index}",
-        config.hidden_size,
-        config.intermediate_size,
-        config.rms_norm_eps,
-    )
+    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    per_head = config.qk_norm
     return LayerSpec(
         index,
         AttentionSpec(
@@ -148,8 +143,8 @@ def decoder_layer(config: "ModelConfig", index: int) -> LayerSpec:
                 LinearSpec(f"{attention}.k_proj", key, hidden, config.qkv_bias),
                 LinearSpec(f"{attention}.v_proj", key, hidden, config.qkv_bias),
             ),
-            q_norm=NormSpec(f"{attention}.q_norm", config.head_dim, eps) if per_head else None,
-            k_norm=NormSpec(f"{attention}.k_norm", config.head_dim, eps) if per_head else None,
+            q_norm=NormSpec(f"{attention}.q_norm", config.head_dim, eps) if config.qk_norm else None,
+            k_norm=NormSpec(f"{attention}.k_norm", config.head_dim, eps) if config.qk_norm else None,
             o=LinearSpec(f"{attention}.o_proj", hidden, query, config.output_bias),
         ),
         MlpSpec(

@@ -183,10 +183,10 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a conversation as the model's template writes it; no BOS is added to the template's own.
 
-        `arguments` go to the template and are checked against a list (`template.ARGUMENTS`). Control tokens spelled in
-        messages, tools or arguments are plain text (the policy is in `runtime.tokenizer.special_tokens`), unless
-        `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or failing
-        template.
+        `arguments` go to the template and are checked against a list (`chat_template.ARGUMENTS`). Control tokens
+        spelled in messages, tools or arguments are plain text (the policy is in `runtime.tokenizer.special_tokens`),
+        unless `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or
+        failing template.
         """
         template = self._checked_template(messages, tools, arguments)
         spelled = not allow_special and (

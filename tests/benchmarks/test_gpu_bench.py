@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.gpu.bench.report import Budget, Case, NotInstalled, Part, Report, Row, run
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, floors, roofline_seconds, token_bytes
+from tests.gpu.bench.timing import megahertz
 
 
 def test_bytes_and_ceilings_of_the_8b_model() -> None:
@@ -30,6 +32,36 @@ def test_floors_of_the_products() -> None:
 def test_roofline_takes_the_slower_limit() -> None:
     assert roofline_seconds(790e12, 1.0, 4300, 790) == pytest.approx(1.0)
     assert roofline_seconds(1.0, 4300e9, 4300, 790) == pytest.approx(1.0)
+
+
+class Library:
+    """libnvidia-ml as ctypes shows it: one GPU that says its clock, or a code."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.open = code, 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802  (reason: NVML's name)
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:  # noqa: N802  (reason: as above)
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802  (reason: as above)
+        handle._obj.value = 7
+        return 0 if uuid == b"GPU-1" else 6
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, clock: Any) -> int:  # noqa: N802  (reason: as above)
+        assert (handle.value, kind) == (7, 1)
+        clock._obj.value = 1980
+        return self.code
+
+
+def test_the_clock_is_told_where_the_gpu_says_it() -> None:
+    library = Library()
+    assert megahertz(library, "GPU-1") == 1980 and megahertz(library, "GPU-2") is None and library.open == 0
+    assert megahertz(Library(code=3), "GPU-1") is None
 
 
 class Clock:

@@ -13,7 +13,7 @@ import pytest
 from mycli.cli.command import explain
 from mycli.cli.main import GLOBAL, reorder
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
-from tests.support.command_line import Mycli
+from tests.support.command_line import Mycli, default_signals
 
 # A command of its own in a process of its own: `do` is what it does with its Call.
 PROBE = """
@@ -108,17 +108,11 @@ def test_signals_let_a_command_clean_up(number: int, code: int, environment: dic
         time.sleep(60)
     """
     file = tmp_path / "temporary"
-    child = start(do, environment, "--path", str(file), preexec_fn=_default_interrupt)
+    child = start(do, environment, "--path", str(file), preexec_fn=default_signals)
     assert child.stdout is not None and child.stdout.read(5) == "ready" and file.exists()
     child.send_signal(number)
     _, errors = child.communicate(timeout=60)
     assert (child.returncode, errors, file.exists()) == (code, "", False)
-
-
-def _default_interrupt() -> None:
-    # A test run in the background, or under nohup, has them ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_nohup_is_respected(environment: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 import re
 
 from tests.support.paths import ROOT
+from tests.support.sources import name, sources
 
 DOCS = ROOT / "docs"
 
@@ -20,6 +21,7 @@ def test_the_examples_of_contributing_are_in_the_files() -> None:
 
 def test_the_files_that_architecture_names_exist() -> None:
     text = (DOCS / "architecture.md").read_text()
-    files = {path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
-    for name in re.findall(r"`([\w/]+\.py)`", text):
-        assert any(path.endswith(f"/{name}") for path in files), name
+    files = [f"/{name(path)}" for path in sources()]
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(named) >= 30
+    assert not [one for one in named if not any(path.endswith(f"/{one}") for path in files)]

@@ -145,7 +145,7 @@ def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
     pulled = mycli_process("pull", REPO)
     folder = Path(pulled.stdout.strip())
     assert pulled.returncode == 0 and after and folder.name == before
-    assert {path.name: path.read_bytes() for path in folder.iterdir()}.items() <= FILES.items()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     planned = json.loads(mycli_process("pull", REPO, "--dry-run", "--json").stdout)
     assert planned["new_bytes"] > 0, "the next pull is of the branch as it is now"
     told = json.loads(mycli_process("show", REPO, "--offline", "--json").stdout)

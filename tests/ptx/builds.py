@@ -29,6 +29,8 @@ from mycli.runtime.kernels.triton.top_k_top_p import narrow_kernel, peak_kernel
 from mycli.runtime.kernels.triton.weight_layout import layout_of, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
+TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
+
 _RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
 
@@ -104,7 +106,7 @@ def multiply_builds(capability: int) -> Iterator[Build]:
     for bits in BITS:
         for group in (*GROUP_SIZES, None):
             packing = Packing(bits, group)
-            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in triton_tiles.TILE_ROWS):
+            for shape in dict.fromkeys(triton_tiles.tile(chip, packing, rows) for rows in TILE_ROWS):
                 yield _multiply(capability, packing, shape)
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import triton
@@ -144,7 +145,8 @@ def row(build: Build, capability: int) -> str:
 def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
     """The report, in Markdown."""
     rows = (row(build, capability) for capability in capabilities for build in builds(capability))
-    return f"Triton {triton.__version__}.\n\n{HEADER}{''.join(rows)}"
+    made = datetime.now(UTC).date().isoformat()
+    return f"Triton {triton.__version__}. Made {made}.\n\n{HEADER}{''.join(rows)}"
 
 
 def _main(arguments: list[str]) -> None:

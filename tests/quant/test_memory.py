@@ -83,6 +83,9 @@ NARROW = {**WIDE, "intermediate_size": 1024}
     ("shape", "recipe", "report"),
     [
         pytest.param(NARROW, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving"),
+        pytest.param(
+            WIDE, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving-wide", marks=pytest.mark.slow
+        ),
         pytest.param({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}, "quick", id="measuring"),
         pytest.param(NARROW, {"group": 64, "samples": 8, "seq": 512, "tune": True}, "none", id="tuning-a-block"),
         pytest.param(
@@ -104,7 +107,7 @@ NARROW = {**WIDE, "intermediate_size": 1024}
 def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object], report: str
 ) -> None:
-    """Against the peak of the resident set of a whole run, beyond what the process held before; see `machine`."""
+    """Against the peak of the resident set of a whole run, beyond what the process held before."""
     source = random_model(tmp_path / "source", 0.02, **shape)
     command = [sys.executable, "-c", PROGRAM, str(source), json.dumps(recipe), str(tmp_path / "out"), report]
 

@@ -30,7 +30,7 @@ from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
 from tests.support.models import CPU, random_model, write_config
-from tests.support.paths import PICO
+from tests.support.paths import DRAFT, PICO
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -217,9 +217,7 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
     assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
 
-    few = plan_quantization(
-        Source("draft", PICO.parent / "pico-draft", None, None), Recipe(group=64, samples=8, seq=32), report="none"
-    )
+    few = plan_quantization(Source("draft", DRAFT, None, None), Recipe(group=64, samples=8, seq=32), report="none")
     notes = quantize(few, tmp_path / "few", CPU).notes
     assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
 

@@ -174,7 +174,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     seconds = time.monotonic() - begun
     expected = record.digests(target.iterdir())
     shutil.rmtree(target)
-    struck = runs = 0
+    struck = runs = resumed = 0
     while struck < kills and runs < 4 * kills:
         runs += 1
         done = blocks(work)
@@ -188,9 +188,11 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         print(f"run {runs}: exit {code}, {len(done)} blocks found, {len(kept)} left, target {target.exists()}")
         if code == -signal.SIGKILL and work.exists():
             struck += 1
+            resumed += bool(done)
             assert done.items() <= kept.items(), "a finished block was solved again"
         if target.exists():
             assert record.digests(target.iterdir()) == expected
+    assert struck and resumed, "no run was killed that went on from finished blocks"
     assert start().wait() == 0
     assert record.digests(target.iterdir()) == expected
     print(f"{struck} of {runs} runs were killed at work, which takes {seconds:.1f} s: the same bytes every time")

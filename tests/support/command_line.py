@@ -7,6 +7,7 @@ and what is imported at all need a process; the words and the codes of a command
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -69,3 +70,9 @@ def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: 
         stream.flush()
         said.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]  # a BytesIO
     return Completed(arguments, code, *said)
+
+
+def default_signals() -> None:
+    """For a child: as in a terminal, whatever the test runner inherited in the background or under nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

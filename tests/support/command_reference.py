@@ -24,9 +24,9 @@ _INTRODUCTION = """# Commands
 Generated from the code by `make docs`.
 
 Results go to standard output, everything else to standard error. `--json` prints one object with `schema_version`
-(JSON lines for a stream). An error is then its field `error`, with `message`, `hint` and `exit_code`, beside what was
-found, as where a gate fails. Away from a terminal, and where `TERM=dumb`, there is no colour, no progress bar and no
-question.
+(JSON lines for a stream). An error is then its field `error`, with `message`, `hint`, `exit_code` and, where its remedy
+has a name, `code`, beside what was found, as where a gate fails. Away from a terminal, and where `TERM=dumb`, there is
+no colour, no progress bar and no question.
 
 Every command understands `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`, behind its name or
 before it.

@@ -10,13 +10,13 @@ from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import ModelConfig, RopeScaling
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
+from tests.support.prefix_model import CONFIG as TINY
 from tests.support.random_tensors import generator
 
-CONFIG = ModelConfig(
-    model_type="llama",
+CONFIG = replace(
+    TINY,
     hidden_size=128,
     layers=2,
     heads=4,
@@ -25,19 +25,15 @@ CONFIG = ModelConfig(
     intermediate_size=160,
     vocab_size=72,
     max_context=256,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope=RopeScaling(),
     tie_embeddings=False,
     dtype="float16",
 )
 
-
 CAPACITY = 96
 
 
-# No powers of two, but for the layers.
-SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim": 32, "intermediate_size": 352}
+# Seven heads of another size than elsewhere; widths that are no powers of two.
+SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim": 64, "intermediate_size": 352}
 
 
 @dataclass(frozen=True)

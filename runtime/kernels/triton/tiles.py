@@ -12,8 +12,6 @@ from typing import Any
 
 from mycli.runtime.quantization.scheme import Packing
 
-TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
-
 
 @dataclass(frozen=True)
 class Chip:

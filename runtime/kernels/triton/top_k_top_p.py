@@ -4,7 +4,7 @@ A search over the bits of the logits, four at a time: every program weighs its b
 pivots on, by counting (top-k) or by probability (top-p of what top-k left), and the next launch sums the weights and
 goes on from the largest pivot that reaches the goal. As many launches as the logits have bits to tell, each parallel
 over the vocabulary; no atomics, so the same logits give the same limit. Equal logits stay or go together, as in
-`runtime.sampling.sampler`. Does not draw, and does not know models.
+`runtime.sampling.logits_processors`. Does not draw, and does not know models.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 WAYS = 16
-LOWEST = -(1 << 31)  # key of nothing
 # Rounds until a pivot tells any two values apart: half of 8, 8 and 13 significant bits of a key stay open.
 ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 

@@ -1,6 +1,7 @@
 """`mycli estimate` as a person and a program see it."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,7 @@ from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.hub_server import HubServer, hub_server
-from tests.support.paths import ROOT
-
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
+from tests.support.published import PUBLISHED
 
 
 @pytest.fixture(autouse=True)
@@ -173,14 +172,16 @@ def test_table_is_schemes_by_contexts(llama: str, capsys: pytest.CaptureFixture[
 
 
 def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = str(Path(llama).rename(Path(llama).with_name("a llama")))
     found = answer(capsys, llama, "--fit", "--gpu", "8GiB")
     name = f"{Path(llama).name}-int4-g128"
     assert found["fits"] and found["scheme"] == "int4-g128"
     assert found["commands"] == [
-        f"mycli quantize {llama} --bits 4 --group 128 -o {name}",
-        f"mycli chat {name} --ctx {found['context']}",
+        f"mycli quantize {shlex.quote(llama)} --bits 4 --group 128 -o {shlex.quote(name)}",
+        f"mycli chat {shlex.quote(name)} --ctx {found['context']}",
     ]
     asked = answer(capsys, llama, "--fit", "--gpu", "24GiB", "--quant", "int8-channel", "--ctx", "16k")
+    assert shlex.split(found["commands"][0])[2] == llama
     assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
     small = answer(capsys, llama, "--quant", "int4-g64", "--head", "int8", "--fit", "--gpu", "8GiB")
     assert "--bits 4 --group 64 --head int8 -o" in small["commands"][0] and small["scheme"] == "int4-g64+int8-g64"

@@ -3,15 +3,19 @@
 The calls of a sequence should use different memory (`copies`), or the caches of the device are measured.
 """
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from mycli.runtime.device.nvml import gpus
+from mycli.runtime.device.nvml import Nvml
 
 Call = Callable[[], object]
+_CLOCK_SM = 1  # the number NVML gives it
 ROTATED = 200_000_000  # bytes of weights in rotation: several times the second-level cache of any GPU
 
 
@@ -31,13 +35,27 @@ class Context:
 
     def clock(self) -> dict[str, int]:
         """MHz of the multiprocessors now, for a row; empty without a GPU that says it."""
-        found = gpus()[self.device.index or 0].clock if self.cuda else None
+        if not self.cuda:
+            return {}
+        uuid = torch.cuda.get_device_properties(self.device).uuid
+        found = megahertz(ctypes.CDLL("libnvidia-ml.so.1"), f"GPU-{uuid}")
         return {} if found is None else {"MHz": found}
 
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+
+def megahertz(library: Any, uuid: str) -> int | None:
+    """Of the multiprocessors of a GPU now, by NVML; None where it does not say, such as a MIG instance."""
+    clock = ctypes.c_uint()
+    try:
+        with closing(Nvml(library)) as nvml:
+            failed = library.nvmlDeviceGetClockInfo(nvml.by_uuid(uuid), _CLOCK_SM, ctypes.byref(clock))
+    except OSError:
+        return None
+    return None if failed else clock.value
 
 
 def copies(nbytes: int, context: Context) -> int:

@@ -1,5 +1,7 @@
 """The cache against the obvious: lists that are cut and extended."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,24 +9,9 @@ from hypothesis import strategies as st
 
 from mycli.runtime.cache.kv_cache import StaticCache, quantize_vectors
 from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import ModelConfig, RopeScaling
+from tests.support.prefix_model import CONFIG as TINY
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    hidden_size=8,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    intermediate_size=8,
-    vocab_size=16,
-    max_context=64,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope=RopeScaling(),
-    tie_embeddings=True,
-    dtype="float32",
-)
+CONFIG = replace(TINY, hidden_size=8, layers=2, heads=2, head_dim=4, intermediate_size=8, vocab_size=16)
 
 
 @given(steps=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20)), max_size=12), seed=st.integers(0, 999))

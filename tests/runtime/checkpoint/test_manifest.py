@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError
@@ -320,7 +321,7 @@ def test_model_rejected(case: str, tmp_path: Path) -> None:
     change(tensors)
     with pytest.raises(ModelError, match=problem) as caught:
         manifest(tmp_path, tensors).check(described, packings)
-    assert caught.value.hint or caught.value.code
+    assert remedy(caught.value)
 
 
 # A good dense model under a config that does not fit it.

@@ -45,11 +45,11 @@ def test_a_reply_reads_each_config_once(options: list[str], folders: list[str], 
 def test_each_file_is_read_when_it_is_wanted_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "pico"
     shutil.copytree(PICO, folder)
-    opened = ModelFolder.open(folder)
     calls: list[str] = []
     read, headers = model_folder.read_generation_config, Manifest.open
     monkeypatch.setattr(model_folder, "read_generation_config", lambda *a: (calls.append("generation"), read(*a))[1])
     monkeypatch.setattr(Manifest, "open", lambda path: (calls.append("manifest"), headers(path))[1])
+    opened = ModelFolder.open(folder)
     assert calls == []
     assert opened.manifest is opened.checked_manifest() and opened.generation is opened.generation
     assert calls == ["manifest", "generation"]

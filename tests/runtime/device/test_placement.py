@@ -2,8 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,9 @@ from mycli.runtime.device import placement
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.placement import place
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
+from tests.support.paths import PICO
 
-CONFIG = ModelFolder.open(Path(str(files("mycli.runtime"))) / "pico" / "pico").config
+CONFIG = ModelFolder.open(PICO).config
 
 
 def machine(

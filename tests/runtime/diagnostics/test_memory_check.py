@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,13 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.models.config import Dtype, Kv
+from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import Dtype
+from tests.support.paths import PICO
 
-FOLDER = Path(str(files("mycli.runtime"))) / "pico" / "pico"
+FOLDER = PICO
 EXACT = ("weights", "embeddings and head", "cache")
 
 

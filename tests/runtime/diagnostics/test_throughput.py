@@ -3,8 +3,6 @@
 import itertools
 import math
 import time
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +21,14 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
+from tests.support.paths import PICO
 
 Passes = list[tuple[int, int, int]]
 
 
 @pytest.fixture(scope="module")
 def pico() -> ModelRunner:
-    folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32))
+    return load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture

@@ -1,23 +1,13 @@
 """The shape rules of tensor parallelism against models whose fate is known."""
 
-import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.json_fields import Fields
-from tests.support.paths import ROOT
-
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
-
-
-def published(name: str) -> ModelConfig:
-    return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
+from tests.support.published import published
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

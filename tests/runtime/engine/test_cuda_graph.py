@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
 from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import RopeScaling
+from mycli.runtime.models.config import Kv, RopeScaling
 from tests.support.graphs import recording
 from tests.support.prefix_model import CONFIG, CPU
 
@@ -192,6 +192,25 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
         assert replay.make_replay(plain, "auto", warnings.append) is None and words in warnings[-1]
     monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
     assert replay.make_replay(plain, "auto", warnings.append) is not None and len(warnings) == 2
+
+
+def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[torch.dtype]()
+
+    class Right(Sums):
+        def __call__(
+            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+        ) -> Tensor:
+            seen.append(cache.all(0)[0].data.dtype)
+            return torch.ones(*tokens.shape, 3).half()
+
+    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
+    monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
+    kinds: tuple[Kv, ...] = ("auto", "int8")
+    for kv in kinds:
+        seen.clear()
+        assert replay.make_replay(plain, kv, pytest.fail) is not None
+        assert set(seen) == {cache_dtype(kv, plain.dtype)}
 
 
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

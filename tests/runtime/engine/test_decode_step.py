@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.kernels.triton.tiles import Chip
@@ -19,15 +18,12 @@ pytest.importorskip("triton")
 
 from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
 from tests.support.decode_models import CAPACITY, CASES, CONFIG, Case, models  # noqa: E402  (as above)
+from tests.support.triton_products import difference  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
 PREFIX = 70
 LAYER = {"multiply_kernel": 4, "attend_kernel": 1}  # launches
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def compare(case: Case) -> tuple[float, float, dict[str, int]]:

@@ -295,11 +295,16 @@ def accelerated(trouble: str) -> tuple[bool, bool, list[str]]:
     """Whether a model then has a short pass and a loop, and the warnings."""
     model, warnings = Sequences(), list[str]()
     patch = pytest.MonkeyPatch()
-    patch.setattr(device_loop, "make_replay", lambda *_: None if trouble == "dense" else Replay(Step(model), None))
+
+    def make_replay(_: object, kv: str, __: object) -> Replay | None:
+        assert kv == "int8", "the kind of caches that it is run with"
+        return None if trouble == "dense" else Replay(Step(model), None)
+
+    patch.setattr(device_loop, "make_replay", make_replay)
     if trouble == "wrong":
         patch.setattr(device_loop, "sample_tokens", lambda *_: None)
     with patch.context():
-        fast = device_loop.accelerate(model, "auto", warnings.append)
+        fast = device_loop.accelerate(model, "int8", warnings.append)
     patch.undo()
     return fast.replay is not None, fast.loop is not None, warnings
 

@@ -1,9 +1,7 @@
 """The generator on pico: prefix reuse, chunks, batches, stopping early and full contexts change no token."""
 
 from collections.abc import Iterator
-from importlib.resources import files
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
+from tests.support.paths import PICO
 
 KINDS: tuple[Kv, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
@@ -25,8 +24,7 @@ OTHER = PROMPT[:6] + [9, 9, 700]
 
 @pytest.fixture(scope="module", params=KINDS)
 def pico(request: pytest.FixtureRequest) -> ModelRunner:
-    folder = Path(str(files("mycli.runtime"))) / "pico" / "pico"
-    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32, kv=request.param))
+    return load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32, kv=request.param))
 
 
 def greedy(session: Session, prompt: list[int], limit: int = 12) -> list[int]:

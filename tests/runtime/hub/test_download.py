@@ -113,6 +113,17 @@ def test_only_what_a_model_needs_is_fetched(server: HubServer, folders: Path) ->
     assert not [r for r in server.log if "pickle" in r.path or ".bin" in r.path or ".py" in r.path]
 
 
+def test_a_listing_with_a_digest_that_is_none_is_refused(
+    server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a name would become a path of the cache."""
+    server.add(REPO, FILES)
+    monkeypatch.setattr("tests.support.hub_server.git_digest", lambda data: "../../x")
+    error = failing(server)
+    assert isinstance(error, ModelError) and "'../../x' is not a hash" in error.message
+    assert not folders.exists()
+
+
 def test_the_cache_is_one_that_huggingface_hub_reads(server: HubServer, folders: Path) -> None:
     server.add(REPO, FILES)
     source = fetch(server)

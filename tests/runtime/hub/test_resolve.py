@@ -223,6 +223,28 @@ def test_a_damaged_record_counts_as_none(text: str) -> None:
     assert resolve("org/tiny").repo == "org/tiny"
 
 
+def test_an_entry_without_a_hash_is_left_out_of_a_record() -> None:
+    tree("org/tiny", COMMIT)
+    path = hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
+    files = {"odd": {"size": 1, "blob_id": "../x"}, "w": {"size": 9, "blob_id": "d" * 40}}
+    path.write_text(json.dumps({"format_version": 1, "files": files}))
+    assert hub.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 40),)
+
+
+def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the home of another user: what is a part of the program is there all the same."""
+
+    def refuse(self: Path, pattern: str) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    cached()
+    assert "org/tiny" in hub.local_names()
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert hub.local_names() == list(hub.BUILT_IN)
+    assert resolve("pico").folder == hub.built_in_folder("pico")
+    assert failure("nothing").exit_code == ExitCode.NOT_FOUND
+
+
 def test_the_record_prefers_the_large_files_hash() -> None:
     tree("org/tiny", COMMIT)
     path = hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"

@@ -18,7 +18,7 @@ from tests.support.triton_products import difference, numbers, product  # noqa: 
 
 __all__ = ["interpret"]
 
-# The interpreter filters bf16 off where a GPU rounds, at each of a few steps.
+# The interpreter cuts bf16 off where a GPU rounds, at each of a few steps.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 

@@ -102,7 +102,7 @@ def product(case: Case) -> tuple[float, float]:
 
 
 def ulp(dtype: torch.dtype) -> float:
-    """Of a number just below a power of two. The interpreter filters bf16 off where a GPU rounds to nearest."""
+    """Of a number just below a power of two. The interpreter cuts bf16 off where a GPU rounds to nearest."""
     return torch.finfo(dtype).eps
 
 

@@ -123,20 +123,23 @@ def test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits(interp
 
 
 SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
-ROWS, LAUNCHES = 40, 4
+ROWS = 40
 
 
-def counts(temperature: float) -> list[int]:
+def counts(temperature: float, launches: int) -> list[int]:
     logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).expand(ROWS, -1)
-    found = [draws(logits, len(SMALL), temperature, -7, length) for length in range(LAUNCHES)]
+    found = [draws(logits, len(SMALL), temperature, -7, length) for length in range(launches)]
     return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.7, marks=pytest.mark.slow)])
-def test_draws_are_distributed_as_softmax(temperature: float, interpret: Interpret) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "launches"),
+    [(0.7, 4), *(pytest.param(warm, 10, marks=pytest.mark.slow) for warm in (0.7, 1.7))],
+)
+def test_draws_are_distributed_as_softmax(temperature: float, launches: int, interpret: Interpret) -> None:
     """Draws of one launch differ by their sequence, launches by their position."""
-    found = interpret(counts, temperature)
-    expected = (SMALL / temperature).double().softmax(-1) * ROWS * LAUNCHES
+    found = interpret(counts, temperature, launches)
+    expected = (SMALL / temperature).double().softmax(-1) * ROWS * launches
     assert chisquare(found, expected.numpy()).pvalue > 1e-4  # type: ignore[arg-type]  # a list of numbers
 
 

@@ -123,18 +123,18 @@ def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -
 
 
 SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
-ROWS, LAUNCHES = 30, 2
+ROWS = 30
 DRAWN = {
     "min": SamplingParams(temperature=1.0, min_p=0.1),
     "all": SamplingParams(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
 }
 
 
-def counts(sampling: SamplingParams) -> list[int]:
+def counts(sampling: SamplingParams, launches: int) -> list[int]:
     logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).bfloat16().expand(ROWS, -1)
     to, filters = settings(sampling, ROWS, len(SMALL))
     found = []
-    for length in range(LAUNCHES):
+    for length in range(launches):
         to.lengths.fill_(length)
         to.seed.fill_(5)
         sample_tokens(logits, len(SMALL), True, to, 0, filters)
@@ -142,10 +142,11 @@ def counts(sampling: SamplingParams) -> list[int]:
     return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
 
 
+@pytest.mark.parametrize("launches", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DRAWN)
-def test_draws_are_distributed_as_on_the_host(name: str, interpret: Interpret) -> None:
-    found = torch.tensor(interpret(counts, DRAWN[name])).double()
-    expected = distribution(SMALL.double()[None], DRAWN[name])[0] * ROWS * LAUNCHES
+def test_draws_are_distributed_as_on_the_host(name: str, launches: int, interpret: Interpret) -> None:
+    found = torch.tensor(interpret(counts, DRAWN[name], launches)).double()
+    expected = distribution(SMALL.double()[None], DRAWN[name])[0] * ROWS * launches
     allowed = expected > 0
     assert 1 < int(allowed.sum()) < len(SMALL)
     assert not found[~allowed].any(), "a token that was filtered out was drawn"

@@ -1,6 +1,5 @@
 """Memory and bandwidth predictions against figures that others have published, and against each other."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,18 +25,12 @@ from mycli.runtime.memory.estimate import (
     weight_bytes,
 )
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.models.config import ModelConfig, RopeScaling, parse_config
+from mycli.runtime.models.config import ModelConfig, RopeScaling
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import GIB, gib
-from tests.support.paths import ROOT
+from tests.support.published import PUBLISHED, published
 
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests/support/published_models.json").read_text())
 INT4 = Packing(4, 128)
-
-
-def published(name: str) -> ModelConfig:
-    return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
 
 
 def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:

@@ -23,7 +23,7 @@ from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.support.paths import PICO, ROOT
+from tests.support.paths import DRAFT, PICO, ROOT
 
 SHARED = ROOT.parent / "shared" / "data" / "tokenizers"
 END = {"pico": "<|im_end|>", "llama-3": "<|eot_id|>", "qwen2": "<|im_end|>"}
@@ -235,7 +235,7 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
     runner = load_model(ModelFolder.open(PICO), placement)
     proposer: Proposer = PromptLookup()
     if name == "draft":
-        proposer = load_draft(ModelFolder.open(PICO.parent / "pico-draft"), pico, runner, 128)
+        proposer = load_draft(ModelFolder.open(DRAFT), pico, runner, 128)
     prompt = pico.encode("abbb abbb abbb a", add_special=True)
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=3)):
         replies = []
