@@ -23,13 +23,15 @@ _BLOCK = 32  # codes; always a whole number of words
 class PackedWeight:
     """Quantized weights as on disk; N output rows may stack several linears that share an input and a packing.
 
-    packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], in the model's dtype.
+    packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], in the model's dtype; offsets: fp32
+    of the scales' shape where `packing.offsets`, else None.
     """
 
     packed: Tensor
     scales: Tensor
     packing: Packing
     in_features: int
+    offsets: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -111,8 +113,15 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
-    """The weights [N, K] in the dtype of the scales: (u - 2^(bits-1)) * s, each operation rounded in that dtype."""
-    bits, k = weight.packing.bits, weight.in_features
-    codes = unpack(weight.packed, bits, k).to(weight.scales.dtype) - (1 << (bits - 1))
+    """The weights [N, K] in the dtype of the scales.
+
+    Each operation is rounded in that dtype; with offsets, in fp32 and the sum once more.
+    """
+    bits, k, dtype = weight.packing.bits, weight.in_features, weight.scales.dtype
+    scales = weight.scales if weight.offsets is None else weight.scales.float()
+    codes = unpack(weight.packed, bits, k).to(scales.dtype) - (1 << (bits - 1))
     groups = weight.packing.groups(k)
-    return (codes.view(-1, groups, k // groups) * weight.scales.unsqueeze(-1)).view(-1, k)
+    values = codes.view(-1, groups, k // groups) * scales.unsqueeze(-1)
+    if weight.offsets is not None:
+        values = values + weight.offsets.unsqueeze(-1)
+    return values.view(-1, k).to(dtype)

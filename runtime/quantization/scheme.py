@@ -15,11 +15,15 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Packing:
-    """A symmetric integer grid of `bits` bits with one signed scale per `group_size` inputs (None: per output row)."""
+    """An integer grid of `bits` bits with one signed scale per `group_size` inputs (None: per output row).
+
+    Symmetric, or with an offset beside each scale; see `PackedWeight`.
+    """
 
     bits: int
     group_size: int | None
     layout: str = "compressed_tensors"  # which of `checkpoint.formats` its tensors lie in
+    offsets: bool = False
 
     def groups(self, in_features: int) -> int:
         """Scales per output row. Raises ModelError where the group size does not divide `in_features`."""
@@ -43,7 +47,8 @@ class Packing:
     @property
     def name(self) -> str:
         """As in model names: int4-g128, int8-channel."""
-        return f"int{self.bits}-" + ("channel" if self.group_size is None else f"g{self.group_size}")
+        group = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"int{self.bits}-{group}" + ("-offset" if self.offsets else "")
 
 
 def parse_packing(name: str) -> Packing:

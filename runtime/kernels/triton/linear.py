@@ -279,7 +279,7 @@ class TritonKernel:
             return "the package triton is not installed"
         if dtype not in _ACTIVATIONS:
             return f"takes bf16 or fp16 activations, not {dtype}"
-        if packing.bits not in BITS or packing.group_size not in (None, *GROUP_SIZES):
+        if packing.bits not in BITS or packing.group_size not in (None, *GROUP_SIZES) or packing.offsets:
             return f"does not take {packing.name}"
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):

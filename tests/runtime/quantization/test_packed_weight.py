@@ -58,3 +58,14 @@ def test_dequantize_is_code_minus_half_range_times_scale(bits: int, group: int |
             expected[row, column] = (scales[row, column // (group or 128)].double() * signed).to(dtype)
     assert torch.equal(weight, expected)
     assert (scales < 0).any(), "signed scales are part of the format"
+
+
+def test_offsets_shift_each_group() -> None:
+    """With zero points z the weight is (u - z) * s."""
+    codes = torch.randint(0, 16, (5, 64), dtype=torch.uint8)
+    zeros, scales = torch.randint(0, 17, (5, 2)), torch.rand(5, 2)
+    packing = Packing(4, 32, offsets=True)
+    weight = dequantize(PackedWeight(pack(codes, 4), scales, packing, 64, (8 - zeros) * scales))
+    expected = ((codes.view(5, 2, 32).double() - zeros.unsqueeze(-1)) * scales.unsqueeze(-1).double()).view(5, 64)
+    assert torch.allclose(weight.double(), expected, rtol=0, atol=1e-6)
+    assert packing.name == "int4-g32-offset"
