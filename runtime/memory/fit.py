@@ -102,9 +102,10 @@ def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
     if plan.batch > 1:
         yield _Change(replace(plan, batch=1), code="one-sequence")
     for scheme in () if plan.packings else schemes(plan.config):
-        if scheme.packing is not None:
-            data = {"bits": scheme.packing.bits, "group": scheme.packing.group_size or "channel"}
-            yield _Change(replace(plan, packings=scheme.packings(plan.config)), code="quantize", data=data)
+        if (packing := scheme.packing) is not None:
+            packed = replace(plan, packings=scheme.packings(plan.config))
+            group = packing.group_size or "channel"
+            yield _Change(packed, code="quantize", data={"bits": packing.bits, "group": group})
     if longest >= SHORTEST_CONTEXT:
         yield shorter
 
