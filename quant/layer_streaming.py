@@ -19,6 +19,7 @@ from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.models.layer_spec import LinearSpec
 
 # Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
@@ -49,6 +50,7 @@ class StreamedModel:
         stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))
+            window.copy_(scale_embeddings(window, self.config))
         return stream
 
     def final_norm(self) -> RMSNorm:
@@ -133,15 +135,14 @@ class StreamedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
-        logits: Tensor = self.head(self.normed(hidden))
-        return logits.float()
+        return finish_logits(self.head(self.normed(hidden)), self.config)
 
 
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
     """Put gains and biases by name, of a transform or of tuning, into a block as it was read."""
     for norm in block.norms:
         if (gain := changed.get(f"{norm.name}.weight")) is not None:
-            norm.weight = gain.to(norm.weight)
+            norm.replace(gain)
     for linear in block.products.values():
         start = 0
         for spec in linear.specs:

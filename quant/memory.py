@@ -13,7 +13,7 @@ from mycli.quant.solvers.gptq import AT_ONCE
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import observed_values, trained_values, weight_values
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
@@ -97,9 +97,14 @@ def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
     return (max_ram is None or found.host <= max_ram) and (max_vram is None or found.device <= max_vram)
 
 
+def _largest(config: ModelConfig) -> LayerSpec:
+    """The layer that holds most."""
+    return max(config.layer_specs, key=weight_values)
+
+
 def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
     """Name, rows and inputs of each product of a block."""
-    groups: Mapping[str, tuple[LinearSpec, ...]] = work.config.block_linears(0)
+    groups: Mapping[str, tuple[LinearSpec, ...]] = _largest(work.config).products()
     return [(name, sum(each.out_features for each in group), group[0].in_features) for name, group in groups.items()]
 
 
@@ -108,7 +113,7 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
     # Beside them lies the block before, whose codes are written: as they are, and as a file.
-    weights = weight_values(config.layer(0))
+    weights = weight_values(_largest(config))
     streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.transforms else 3) + 2 * weights
     blocks = 2 * _FLOAT * weights
     # The streams are made one after the other, from the table as it is stored.
@@ -117,7 +122,7 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     for product, rows, inputs in _products(work):
         square = _FLOAT * inputs * inputs
         at_a_time = min(rows, max(1, AT_ONCE // inputs)) * inputs
-        stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(config.layer(0), product)))
+        stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(_largest(config), product)))
         solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
     head = config.head()
@@ -135,25 +140,25 @@ def _judging(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     streams = _FLOAT * work.judged * config.hidden_size * (config.layers + 3)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    blocks = 3 * _FLOAT * weight_values(config.layer(0))
-    return streams, max(head, blocks + _FLOAT * tokens * trained_values(config.layer(0)) + 3 * _SMALL)
+    blocks = 3 * _FLOAT * weight_values(_largest(config))
+    return streams, max(head, blocks + _FLOAT * tokens * trained_values(_largest(config)) + 3 * _SMALL)
 
 
 def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     """Of `quant.tuning.block`: each weight as a code, a level that moves, its gradient, two moments and the best
     level so far; twice more while it is differentiated, and thrice the largest product."""
-    weights = weight_values(work.config.layer(0))
+    weights = weight_values(_largest(work.config))
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
-    return streams, trained + _FLOAT * BATCH * work.seq * trained_values(work.config.layer(0))
+    return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 
 def _tuning(work: QuantizationWork) -> tuple[int, int]:
     """Of `quant.tuning.end_to_end`: all codes as bytes, scales with their gradients, moments and best so far, one
     block's weights as they are differentiated, and the stream of a batch at every block."""
     config = work.config
-    codes = config.layers * weight_values(config.layer(0))
+    codes = config.layers * weight_values(_largest(config))
     scaled = sum(
         packing.groups(linear.in_features) * linear.out_features
         for layer in range(config.layers)
@@ -165,10 +170,10 @@ def _tuning(work: QuantizationWork) -> tuple[int, int]:
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
-    block = 5 * _FLOAT * weight_values(config.layer(0))
+    block = 5 * _FLOAT * weight_values(_largest(config))
     kept = codes + 7 * _FLOAT * scaled + saved + head + _SMALL  # what writing the blocks left behind
     streams = _FLOAT * work.tokens * config.hidden_size
-    training = _FLOAT * tokens * trained_values(config.layer(0))
+    training = _FLOAT * tokens * trained_values(_largest(config))
     return streams, kept + max(training + block, min(training, _PIECES) + logits)
 
 
@@ -186,5 +191,7 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = max(work.context, at_once // work.context * work.context)
-    passing = _FLOAT * weight_values(config.layer(0)) + _FLOAT * tokens * observed_values(config.layer(0), "down") // 2
+    passing = (
+        _FLOAT * weight_values(_largest(config)) + _FLOAT * tokens * observed_values(_largest(config), "down") // 2
+    )
     return streams, max(int(head + slices), passing, head + table)

@@ -49,7 +49,7 @@ def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", te
             continue
         held = str(dtype).removeprefix("torch.")
         plan = MemoryPlan(reference.config, dtype=placement.dtype_name, kv=kind)
-        size = 2 * plan.config.layers * plan.config.kv_heads * plan.position_bytes
+        size = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
         with stages(call.out.progress) as progress:
             model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)

@@ -20,23 +20,23 @@ HELD = 8  # every so many windows, one is kept apart to judge by
 
 
 class BlockState:
-    """A block and the residual streams [windows, context, hidden], on the host, that enter its halves.
+    """A block and the residual streams [windows, context, hidden], on the host, that enter its parts.
 
     Where the block is `settled`, its weights are final: there is one stream, moved on in place as products are
-    observed, which has left the block when the last was. Otherwise each half has a stream of its own, filled as its
+    observed, which has left the block when the last was. Otherwise each part has a stream of its own, filled as its
     first product is observed.
     """
 
     def __init__(self, block: Block, stream: Tensor, settled: bool = False) -> None:
         self.block = block
         self.settled = settled
-        others = [stream if settled else torch.empty_like(stream) for _ in block.halves[1:]]
+        others = [stream if settled else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
 
-    def half(self, product: str) -> int:
-        """Which half `product` is in."""
+    def part(self, product: str) -> int:
+        """Which part `product` is in."""
         linear = self.block.products[product]
-        return next(index for index, half in enumerate(self.block.halves) if linear in half.products)
+        return next(index for index, part in enumerate(self.block.parts) if linear in part.products)
 
 
 @contextmanager
@@ -65,29 +65,29 @@ def require_finite(activations: Tensor) -> None:
 def inputs(state: BlockState, product: str, rows: slice, context: PassContext, device: torch.device) -> Tensor:
     """What `product` of the block gets for the windows `rows`: [windows, context, K].
 
-    Products must be asked for in order of execution: a half goes on from the stream that the first product of it left.
+    Products must be asked for in order of execution: a part goes on from the stream that the first product of it left.
     """
-    linear, index = state.block.products[product], state.half(product)
-    half, streams = state.block.halves[index], state.streams
-    if linear is half.products[0] and index > 0 and not state.settled:
+    linear, index = state.block.products[product], state.part(product)
+    part, streams = state.block.parts[index], state.streams
+    if linear is part.products[0] and index > 0 and not state.settled:
         x = streams[index - 1][rows].to(device)
-        streams[index][rows] = complete(state.block.halves[index - 1].steps(x, context)).to(streams[index].device)
-    steps = half.steps(streams[index][rows].to(device), context)
+        streams[index][rows] = complete(state.block.parts[index - 1].steps(x, context)).to(streams[index].device)
+    steps = part.steps(streams[index][rows].to(device), context)
     current, given = next(steps)
     while current is not linear:
         current, given = steps.send(current(given))
-    if state.settled and linear is half.products[-1]:
+    if state.settled and linear is part.products[-1]:
         streams[index][rows] = complete(steps, linear(given)).to(streams[index].device)
     return given
 
 
 @torch.inference_mode()
 def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None:
-    """Move the stream out of a block whose weights have become final since the last half was entered."""
-    stream, last_half = state.streams[0], state.block.halves[-1]
+    """Move the stream out of a block whose weights have become final since the last part was entered."""
+    stream, last_part = state.streams[0], state.block.parts[-1]
     for rows in model.batches(stream):
         x = state.streams[-1][rows].to(model.placement.device)
-        stream[rows] = complete(last_half.steps(x, context)).to(stream.device)
+        stream[rows] = complete(last_part.steps(x, context)).to(stream.device)
 
 
 @torch.inference_mode()

@@ -69,12 +69,13 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
 
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    gain = (norm.weight / scale).to(dtype).to(norm.weight.dtype)
+    offset = norm.spec.offset
+    gain = norm.stored(norm.weight / scale, dtype).to(norm.weight.dtype) + offset
     # Where the gain is zero, or too small once divided, the input stays as it was.
     usable = (norm.weight != 0) & (gain != 0)
     scale = torch.where(usable, norm.weight / gain, 1.0)
     norm.weight = torch.where(usable, gain, norm.weight)
-    return scale, {f"{norm.name}.weight": norm.weight}
+    return scale, {f"{norm.name}.weight": norm.weight - offset}
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:

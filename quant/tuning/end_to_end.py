@@ -27,6 +27,7 @@ from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.quant.work_folder import Solved
 from mycli.runtime.device.system import trim
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.quantization.scheme import Packing
 
 SCALE_EPOCHS = 4
@@ -101,8 +102,7 @@ class _Student:
         return y
 
     def logs(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(hidden)
-        return logits.float().log_softmax(-1)
+        return finish_logits(self._head(hidden), self._model.config).log_softmax(-1)
 
 
 def tune_scales(

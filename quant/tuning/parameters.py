@@ -72,12 +72,13 @@ class TunableGain:
     def install(self) -> None:
         """Into the norm, differentiable."""
         wanted = self._start + self._unit * self.change
-        self._norm.weight = straight_through(wanted, wanted.detach().to(self._dtype).to(wanted.dtype))
+        stored = self._norm.stored(wanted.detach(), self._dtype).to(wanted.dtype)
+        self._norm.weight = straight_through(wanted, stored + self._norm.spec.offset)
 
     @torch.no_grad()
     def stored(self) -> Tensor:
         """As it stands now."""
-        return (self._start + self._unit * self.change).to(self._dtype)
+        return self._norm.stored(self._start + self._unit * self.change, self._dtype)
 
 
 class TunableBlock:

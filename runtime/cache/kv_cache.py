@@ -77,7 +77,7 @@ class PassingCache:
 
 
 class StaticCache:
-    """Keys and values, [layers, 2, sequences, kv_heads, capacity, head_dim], in `dtype`: a floating type, or int8.
+    """Keys and values, [2, sequences, kv_heads, capacity, head_dim] a layer, in `dtype`: a floating type, or int8.
 
     `length` positions are filled. A pass writes at `length`; the owner of the loop then says `advance` (or `truncate`).
     """
@@ -85,10 +85,13 @@ class StaticCache:
     def __init__(
         self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype, sequences: int = 1
     ) -> None:
-        shape = (config.layers, 2, sequences, config.kv_heads, capacity, config.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
-        quantized = dtype == torch.int8
-        self._scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device) if quantized else None
+        self._data: list[Tensor] = []
+        self._scales: list[Tensor] = []  # none, where the data are the values themselves
+        for heads, head_dim in (config.cached(layer) for layer in range(config.layers)):
+            shape = (2, sequences, heads, capacity, head_dim)
+            self._data.append(torch.zeros(shape, dtype=dtype, device=device))
+            if dtype == torch.int8:
+                self._scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
         self.capacity = capacity
         self.sequences = sequences
         self.length = 0
@@ -96,7 +99,7 @@ class StaticCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._data.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        return sum(tensor.nbytes for tensor in (*self._data, *self._scales))
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
         """Store keys and values [sequences, kv_heads, new, head_dim] at `start`; all of both up to there, as views."""
@@ -106,18 +109,18 @@ class StaticCache:
         return self._write(layer, 0, start, end, keys), self._write(layer, 1, start, end, values)
 
     def _write(self, layer: int, kind: int, start: int, end: int, new: Tensor) -> Stored:
-        data = self._data[layer, kind]
-        if self._scales is None:
+        data = self._data[layer][kind]
+        if not self._scales:
             data[:, :, start:end] = new
             return Stored(data[:, :, :end])
-        scales = self._scales[layer, kind]
+        scales = self._scales[layer][kind]
         data[:, :, start:end], scales[:, :, start:end] = quantize_vectors(new)
         return Stored(data[:, :, :end], scales[:, :, :end])
 
     def all(self, layer: int) -> tuple[Stored, Stored]:
         """Keys and values of every position, filled or not, as views."""
-        scales = (None, None) if self._scales is None else (self._scales[layer, 0], self._scales[layer, 1])
-        return Stored(self._data[layer, 0], scales[0]), Stored(self._data[layer, 1], scales[1])
+        data, scales = self._data[layer], self._scales[layer] if self._scales else (None, None)
+        return Stored(data[0], scales[0]), Stored(data[1], scales[1])
 
     def advance(self, count: int) -> None:
         """`count` more positions are valid."""
@@ -125,9 +128,8 @@ class StaticCache:
 
     def copy_from(self, other: "StaticCache") -> None:
         """Take over what `other`, a cache of one sequence, holds: for every sequence of this one."""
-        self._data[:, :, :, :, : other.length] = other._data[:, :, :, :, : other.length]
-        if self._scales is not None and other._scales is not None:
-            self._scales[..., : other.length] = other._scales[..., : other.length]
+        for mine, theirs in zip((*self._data, *self._scales), (*other._data, *other._scales), strict=True):
+            mine[:, :, :, : other.length] = theirs[:, :, :, : other.length]
         self.length = other.length
 
     def truncate(self, length: int) -> None:

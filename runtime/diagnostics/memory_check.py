@@ -101,9 +101,10 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 def _touch(cache: StaticCache, runner: ModelRunner) -> None:
     """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
     config = runner.config
-    shape = (cache.sequences, config.kv_heads, min(TOUCHED, cache.capacity), config.head_dim)
-    zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
     for layer in range(config.layers):
+        heads, head_dim = config.cached(layer)
+        shape = (cache.sequences, heads, min(TOUCHED, cache.capacity), head_dim)
+        zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
         for start in range(0, cache.capacity, TOUCHED):
             part = zeros[:, :, : cache.capacity - start]
             cache.write(layer, start, part, part)

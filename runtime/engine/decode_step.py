@@ -21,6 +21,7 @@ from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 
 MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
@@ -51,12 +52,34 @@ def _only(linear: Linear) -> TritonMatmul | None:
 def _unlike(spec: LayerSpec) -> str | None:
     """What of a layer the fused kernels do not do; None where they do all of it."""
     attention, mlp = spec.attention, spec.mlp
-    if attention.norm is None or mlp.norm is None:
+    if spec.parallel or attention.norm is None or mlp.norm is None:
         return "a part of it has no norm before it"
     if attention.output_norm is not None or mlp.output_norm is not None:
         return "a part of it has a norm behind it"
+    if any(norm.offset or norm.centred for norm in spec.norms()):
+        return "its norms are not plain"
     if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
         return "queries or keys are normed over all heads at once"
+    if attention.v_norm is not None or attention.norms_rotated or not attention.makes_values:
+        return "keys or values are made in another way"
+    if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
+        return "heads are not turned whole, by halves"
+    if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
+        return "scores are scaled or capped in another way"
+    if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
+        return "it has another activation, or a multiplier"
+    return None
+
+
+def _unlike_model(config: ModelConfig) -> str | None:
+    """What of a model, beside its layers, the fused kernels do not do."""
+    if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
+        return "embeddings or logits are multiplied or capped"
+    if config.norm_offset or config.layer_norm:
+        return "its last norm is not plain"
+    shapes = {(spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs}
+    if len(shapes) > 1 or len(config.distinct_rotations) > 1:
+        return "its layers differ in heads or in how they turn them"
     return None
 
 
@@ -109,6 +132,9 @@ class DecodeStep:
         """For `model` as it is loaded, or the reason why it has none."""
         if model.dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in {model.dtype}"
+        reason = _unlike_model(model.config)
+        if reason is not None:
+            return reason
         layers = []
         for block in model.layers():
             layer = _layer(block)

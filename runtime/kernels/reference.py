@@ -46,8 +46,15 @@ class DequantizeKernel:
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x [..., size] over the root of its mean square, times gain [size]; in the dtype of x."""
+    """x [..., size] over the root of its mean square, times gain [size]; in the dtype of x, rounded once."""
+    if gain.dtype != x.dtype:
+        return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, eps).to(x.dtype)
     return functional.rms_norm(x, gain.shape, gain, eps)
+
+
+def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x [..., size] less its mean, over the root of its variance, times gain [size]; in the dtype of x."""
+    return functional.layer_norm(x, gain.shape, gain, None, eps)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,18 +70,65 @@ def silu_multiply(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def attend_dense(query: Tensor, keys: Stored, values: Stored, mask: Tensor | None, window: int | None) -> Tensor:
+def gelu_multiply(gate_up: Tensor) -> Tensor:
+    """GELU(gate) * up, by the tanh approximation (arXiv 1606.08415); shapes as in `silu_multiply`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def relu_square(x: Tensor) -> Tensor:
+    """ReLU(x)^2 (arXiv 2109.08668)."""
+    return functional.relu(x).square()
+
+
+def attend_dense(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """As `runtime.layers.attention.attend`; codes become dense in the dtype of the query, those of this layer only."""
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
     if tokens == 1 and window is not None:
         keys, values = keys.last(window), values.last(window)
     key, value = keys.dense(query.dtype), values.dense(query.dtype)
+    if softcap is not None:
+        return _attend_capped(query, key, value, mask, head_dim**-0.5 if scale is None else scale, softcap)
     if tokens == 1:
         # The queries of one kv head become the rows of one product: nothing is repeated, nothing is masked.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
-        return functional.scaled_dot_product_attention(grouped, key, value).reshape(batch, 1, -1)
+        return functional.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(batch, 1, -1)
     attended = functional.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
+        query.transpose(1, 2),
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=heads != kv_heads,
+        scale=scale,
     )
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Written out, since no kernel of torch has a softcap; in fp32, for one key head at a time: scores are large."""
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads, length = key.shape[1], key.shape[2]
+    if mask is None and tokens > 1:
+        mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    grouped = query.view(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+    out = torch.empty_like(grouped)
+    for head in range(kv_heads):
+        rows = grouped[:, :, head].transpose(1, 2).float()  # [batch, copies, tokens, head_dim]
+        scores = rows @ key[:, head].float().transpose(-1, -2).unsqueeze(1)
+        scores = torch.tanh(scores * (scale / softcap)) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out[:, :, head] = (scores.softmax(-1) @ value[:, head].float().unsqueeze(1)).transpose(1, 2).to(query.dtype)
+    return out.view(batch, tokens, -1)

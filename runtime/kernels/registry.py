@@ -6,7 +6,7 @@ others are asked at every call, and a kernel declines by returning its reason. F
 for a few tokens on a GPU, are `runtime.engine.decode_step`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
@@ -51,10 +51,15 @@ class Operation(Generic[_P, _R]):
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_few, functional.linear))
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (rms_norm_few, reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (rotate_few, reference.rotate_halves))
-SILU_MULTIPLY: Operation[[Tensor], Tensor] = Operation("SiLU", (silu_multiply_few, reference.silu_multiply))
-ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None], Tensor] = Operation(
-    "attention", (attend_few, reference.attend_dense)
-)
+LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
+# By the names of `runtime.models.layer_spec.ActivationName`: of what the first product of an MLP makes.
+ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
+    "silu": Operation("SiLU", (silu_multiply_few, reference.silu_multiply)),
+    "gelu_tanh": Operation("GELU", (reference.gelu_multiply,)),
+    "relu2": Operation("squared ReLU", (reference.relu_square,)),
+}
+ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None], Tensor]
+ATTENTION = Operation("attention", (attend_few, reference.attend_dense))
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -26,9 +26,18 @@ def visible(start: int, count: int, window: int | None, device: torch.device) ->
     return seen if window is None else seen & (query - key < window)
 
 
-def attend(query: Tensor, keys: Stored, values: Stored, mask: Tensor | None, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """query [batch, tokens, heads, head_dim]; keys, values of [batch, kv_heads, length, head_dim], the new tokens last.
 
     Returns [batch, tokens, heads * head_dim]. `mask` comes from `visible` for the same tokens and `window`.
+    `scale` and `softcap` are those of `AttentionSpec`.
     """
-    return ATTENTION(query, keys, values, mask, window)
+    return ATTENTION(query, keys, values, mask, window, scale, softcap)

@@ -1,11 +1,11 @@
-"""One decoder layer, written once: attention and MLP as sequences of products that whoever runs them multiplies.
+"""One decoder layer, written once: its parts as sequences of products that whoever runs them multiplies.
 
-Each half is a generator over the residual stream. It yields a linear with the input that is due to it, is sent what
+Each part is a generator over the residual stream. It yields a linear with the input that is due to it, is sent what
 came out, and returns the stream that leaves. Running a layer multiplies (`complete`); calibration looks at the inputs;
 both see the same pass. What a layer is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mycli.runtime.cache.kv_cache import KeyValues, Stored
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.registry import SILU_MULTIPLY
+from mycli.runtime.kernels.registry import ACTIVATION
 from mycli.runtime.layers.attention import attend, visible
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
-from mycli.runtime.layers.rope import Rope, rotate
+from mycli.runtime.layers.rope import Rope, RopeTables, rotate
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, RopeSpec
 from mycli.runtime.quantization.scheme import Packing
 
 Masks = Mapping[int | None, Tensor | None]
@@ -30,24 +30,23 @@ Steps = Generator[tuple[Linear, Tensor], Tensor, Tensor]  # yields a product and
 class PassContext:
     """What all layers of one pass share.
 
-    rope: cosines and sines [tokens, head_dim / 2]; masks by window: bool [tokens, length] or None, see `visible`;
-    cache: where keys and values go, None to attend to the tokens of this pass alone.
+    rope: tables of the new positions by kind of rotation; masks by window: bool [tokens, length] or None, see
+    `visible`; cache: where keys and values go, None to attend to the tokens of this pass alone.
     """
 
-    rope: tuple[Tensor, Tensor]
+    rope: Mapping[RopeSpec, RopeTables]
     masks: Masks
     cache: KeyValues | None = None
 
     @classmethod
     def make(cls, config: ModelConfig, rope: Rope, start: int, count: int, cache: KeyValues | None) -> "PassContext":
         """For `count` new tokens from position `start` on."""
-        tables = rope.tables(start, count)
-        masks = {window: visible(start, count, window, tables[0].device) for window in config.distinct_windows}
-        return cls(tables, masks, cache)
+        masks = {window: visible(start, count, window, rope.device) for window in config.distinct_windows}
+        return cls(rope.tables(start, count), masks, cache)
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
-    """Run a half of a layer to its end, every product multiplied: the stream that leaves it.
+    """Run a part of a layer to its end, every product multiplied: the stream that leaves it.
 
     `output` is of the product that was yielded last; None for steps that have not begun.
     """
@@ -71,40 +70,81 @@ def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return y
 
 
-class Attention(nn.Module):
-    """The first half of a layer: attention with grouped queries and rotary positions."""
+class LayerPart(nn.Module):
+    """A part of a layer on the residual stream: a norm, `products`, a norm, the sum. A subclass says what is between.
+
+    `scalar` [1], where there is one, multiplies the sum.
+    """
+
+    products: tuple[Linear, ...]
+
+    def __init__(self, spec: PartSpec) -> None:
+        super().__init__()
+        self.norm = make_norm(spec.norm)
+        self.output_norm = make_norm(spec.output_norm)
+        self.scalar: Tensor | None = None
+        self._residual = spec.residual
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """x [sequences, tokens, hidden], normed, to what is to be normed and added."""
+        raise NotImplementedError
+
+    def steps(self, x: Tensor, context: PassContext) -> Steps:
+        """The residual stream x [sequences, tokens, hidden] to the same."""
+        output = yield from self.inner(_normed(self.norm, x), context)
+        return self.sum(x, output)
+
+    def sum(self, x: Tensor, output: Tensor) -> Tensor:
+        """The stream x with what `inner` made added to it."""
+        output = _normed(self.output_norm, output)
+        x = x + (output if self._residual == 1.0 else output * self._residual)
+        return x if self.scalar is None else x * self.scalar
+
+
+class Attention(LayerPart):
+    """Attention with grouped queries, as `AttentionSpec` describes it."""
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
-        super().__init__()
+        super().__init__(spec)
         self.spec = spec
         self._layer = layer
-        self.norm = make_norm(spec.norm)
         self.qkv = Linear(spec.qkv)
         self.q_norm = make_norm(spec.q_norm)
         self.k_norm = make_norm(spec.k_norm)
+        self.v_norm = make_norm(spec.v_norm)
         self.o = Linear((spec.o,))
-        self.output_norm = make_norm(spec.output_norm)
         self.products = (self.qkv, self.o)
 
-    def steps(self, x: Tensor, context: PassContext) -> Steps:
-        """x [sequences, tokens, hidden]."""
-        projected = yield self.qkv, _normed(self.norm, x)
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        projected = yield self.qkv, x
+        del x
         attended = self._attended(projected, context)
         del projected
-        output = yield self.o, attended
-        return x + _normed(self.output_norm, output)
+        return (yield self.o, attended)
 
     def _attended(self, projected: Tensor, context: PassContext) -> Tensor:
         """q, k, v side by side [sequences, tokens, (heads + 2 kv_heads) * head_dim] to [..., heads * head_dim]."""
         spec, cache = self.spec, context.cache
-        sizes = [spec.heads, spec.kv_heads, spec.kv_heads]
+        sizes = [spec.heads, spec.kv_heads, spec.kv_heads][: 3 if spec.makes_values else 2]
         heads = projected.view(*projected.shape[:2], sum(sizes), spec.head_dim)
-        query, key, value = torch.split(heads, sizes, dim=2)
-        query, key = _normed_heads(self.q_norm, query), _normed_heads(self.k_norm, key)
-        query, key = rotate(query, *context.rope), rotate(key, *context.rope).transpose(1, 2)
-        value = value.transpose(1, 2)
+        query, key, *others = torch.split(heads, sizes, dim=2)
+        value = _normed_heads(self.v_norm, others[0] if others else key).transpose(1, 2)
+        key = self._turned(key, self.k_norm, context).transpose(1, 2)
+        query = self._turned(query, self.q_norm, context)
+        if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
+            query = query * scale[:, None, None]
         stored = (Stored(key), Stored(value)) if cache is None else cache.write(self._layer, cache.length, key, value)
-        return attend(query, *stored, context.masks[spec.window], spec.window)
+        return attend(query, *stored, context.masks[spec.window], spec.window, spec.scale, spec.softcap)
+
+    def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
+        """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
+        if not self.spec.norms_rotated:
+            x = _normed_heads(norm, x)
+        if self.spec.rope is not None:
+            tables = context.rope[self.spec.rope]
+            x = rotate(x, tables.cos, tables.sin, tables.interleaved)
+        return _normed_heads(norm, x) if self.spec.norms_rotated else x
 
 
 def _normed_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
@@ -115,52 +155,74 @@ def _normed_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return _normed(norm, x.flatten(-2)).view_as(x)
 
 
-class Mlp(nn.Module):
-    """The second half of a layer: gate and up, silu(gate) * up, down."""
+class Mlp(LayerPart):
+    """The MLP, as `MlpSpec` describes it."""
 
     def __init__(self, spec: MlpSpec) -> None:
-        super().__init__()
+        super().__init__(spec)
         self.spec = spec
-        self.norm = make_norm(spec.norm)
         self.gate_up = Linear(spec.gate_up)
         self.down = Linear((spec.down,))
-        self.output_norm = make_norm(spec.output_norm)
         self.products = (self.gate_up, self.down)
+        self._activate = ACTIVATION[spec.activation]
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        gate_up = yield self.gate_up, x
+        del x
+        activated = self._activate(gate_up)
+        del gate_up
+        return (yield self.down, activated)
+
+
+class Parallel:
+    """Two parts that read the same input, normed as the first norms it; both are added to what entered."""
+
+    def __init__(self, first: LayerPart, second: LayerPart) -> None:
+        self._first, self._second = first, second
+        self.products = (*first.products, *second.products)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
-        """x [sequences, tokens, hidden]."""
-        gate_up = yield self.gate_up, _normed(self.norm, x)
-        activated = SILU_MULTIPLY(gate_up)
-        del gate_up
-        output = yield self.down, activated
-        return x + _normed(self.output_norm, output)
+        """As `LayerPart.steps`."""
+        normed = _normed(self._first.norm, x)
+        attended = yield from self._first.inner(normed, context)
+        fed = yield from self._second.inner(normed, context)
+        return self._second.sum(self._first.sum(x, attended), fed)
 
 
 class Block(nn.Module):
-    """One layer: `halves` in order, `products` by name in order of execution, `norms` that it has."""
+    """One layer: `parts` in order, `products` by name in order of execution, `norms` that have a tensor."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
         self.attention = Attention(spec.attention, spec.index)
         self.mlp = Mlp(spec.mlp)
-        attention, mlp = self.attention, self.mlp
-        self.halves: tuple[Attention | Mlp, ...] = (attention, mlp)
-        self.products = dict(zip(spec.products(), (*attention.products, *mlp.products), strict=True))
-        streams = (attention.norm, attention.output_norm, mlp.norm, mlp.output_norm)
-        self.norms = [norm for norm in (*streams, attention.q_norm, attention.k_norm) if norm is not None]
+        self._last: LayerPart = self.mlp
+        self.parts: tuple[LayerPart | Parallel, ...] = (self.attention, self.mlp)
+        if spec.parallel:
+            self.parts = (Parallel(self.attention, self.mlp),)
+        linears = [linear for part in self.parts for linear in part.products]
+        self.products = dict(zip(spec.products(), linears, strict=True))
+        named = {norm.spec.name: norm for norm in self._norms()}
+        self.norms = [named[each.name] for each in spec.norms()]
+
+    def _norms(self) -> Iterator[RMSNorm]:
+        return (module for module in self.modules() if isinstance(module, RMSNorm))
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
         """Read this layer's tensors."""
-        for norm in self.norms:
+        for norm in self._norms():
             norm.load(checkpoint, device, dtype)
         for linear in self.products.values():
             linear.load(checkpoint, packings, device, dtype)
+        if self.spec.scalar is not None:
+            self._last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """x [sequences, tokens, hidden] to the same."""
-        for half in self.halves:
-            x = complete(half.steps(x, context))
+        for part in self.parts:
+            x = complete(part.steps(x, context))
         return x

@@ -1,29 +1,58 @@
-"""Root-mean-square norm (arXiv 1910.07467). Knows one vector at a time; not where in a layer it stands."""
+"""Root-mean-square norm (arXiv 1910.07467), and the norm that takes the mean away first (1607.06450).
+
+Knows one vector at a time; not where in a layer it stands.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.registry import RMS_NORM
+from mycli.runtime.kernels.registry import LAYER_NORM, RMS_NORM
 from mycli.runtime.models.layer_spec import NormSpec
 
 
 class RMSNorm(nn.Module):
-    """The norm over the last dimension, with a gain [size]."""
+    """The norm over the last dimension, with a gain [size], `weight`, which is `spec.offset` plus what a file stores.
+
+    With an offset the gain is kept in fp32: a sum of one and a small number has no place for the small one in bf16.
+    """
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
-        self.name = spec.name
-        self.eps = spec.eps
+        self.spec = spec
         self.weight = torch.empty(spec.size, device="meta")
+
+    @property
+    def name(self) -> str:
+        """Of its tensor, without `.weight`. Only for norms that have one."""
+        assert self.spec.name is not None
+        return self.spec.name
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return self.spec.eps
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """Read the gain."""
-        self.weight = checkpoint.read(f"{self.name}.weight").to(device, dtype)
+        if self.spec.name is None:
+            self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
+            return
+        stored = checkpoint.read(f"{self.name}.weight").to(device)
+        self.weight = stored.float() + self.spec.offset if self.spec.offset else stored.to(dtype)
+
+    def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a file of `dtype` holds for `gain`."""
+        return (gain - self.spec.offset if self.spec.offset else gain).to(dtype)
+
+    def replace(self, stored: Tensor) -> None:
+        """Take over what a file holds."""
+        self.weight = stored.to(self.weight) + self.spec.offset if self.spec.offset else stored.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        return RMS_NORM(x, self.weight, self.eps)
+        norm = LAYER_NORM if self.spec.centred else RMS_NORM
+        return norm(x, self.weight, self.spec.eps)
 
 
 def make_norm(spec: NormSpec | None) -> RMSNorm | None:

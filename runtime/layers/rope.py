@@ -1,21 +1,26 @@
 """Rotary positions: the frequencies of each scaling rule, and the tables of cosines and sines a pass needs.
 
-Follows RoFormer (arXiv 2104.09864) in the half-split layout of the Hugging Face checkpoints, position interpolation
-(2306.15595), dynamic NTK, YaRN (2309.00071) and the rule of Llama 3.1. Does not know attention or caches.
+Follows RoFormer (arXiv 2104.09864) in the half-split layout of the Hugging Face checkpoints, or in its own of
+neighbouring pairs; position interpolation (2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753), the rule
+of Llama 3.1, and Gemma 4's, which turns the first pairs of a head only. Does not know attention or caches.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.registry import ROTATION
 from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.models.layer_spec import RopeSpec
 
 
-def frequencies(config: ModelConfig, length: int, device: torch.device) -> Tensor:
-    """Inverse frequencies fp32 [head_dim / 2] for a sequence of `length` tokens (dynamic scaling depends on it)."""
-    scaling, dim, theta = config.rope, config.head_dim, config.rope_theta
+def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device) -> Tensor:
+    """Inverse frequencies fp32 [dim / 2] for a sequence of `length` tokens (dynamic scaling depends on it) in a
+    context of `context` (longrope does)."""
+    scaling, dim, theta = spec.scaling, spec.dim, spec.theta
     if scaling.kind == "dynamic" and length > scaling.original_context and dim > 2:
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
@@ -27,6 +32,12 @@ def frequencies(config: ModelConfig, length: int, device: torch.device) -> Tenso
         return _llama3(inverse, scaling)
     if scaling.kind == "yarn":
         return _yarn(inverse, scaling, theta, dim)
+    if scaling.kind == "longrope":
+        factors = scaling.long if context > scaling.original_context else scaling.short
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponents)
+    if scaling.kind == "proportional":
+        turning = int(scaling.share * dim // 2)
+        return torch.cat((inverse[:turning], torch.zeros_like(inverse[turning:]))) / scaling.factor
     return inverse
 
 
@@ -53,34 +64,79 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, theta: float, dim: int) -> Tens
     return inverse / scaling.factor * ramp + inverse * (1 - ramp)
 
 
+@dataclass(frozen=True)
+class RopeTables:
+    """Cosines and sines [tokens, dim / 2] of some positions, and what queries there are multiplied by [tokens], if
+    anything."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    query_scale: Tensor | None = None
+
+    def rows(self, start: int, count: int) -> "RopeTables":
+        """Those of `count` positions."""
+        rows = slice(start, start + count)
+        scale = None if self.query_scale is None else self.query_scale[rows]
+        return RopeTables(self.cos[rows], self.sin[rows], self.interleaved, scale)
+
+
 class Rope:
-    """Tables for the positions of one cache: made once, except for dynamic scaling past the trained context."""
+    """Tables for the positions of one cache, for each kind of rotation that layers have.
+
+    Made once, except for dynamic scaling past the trained context. Longrope's long factors are those of a cache that is
+    longer than the trained context, however short the text so far: keys in the cache keep the rotation they came with.
+    """
 
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._config = config
-        self._device = device
+        self.device = device
         self._dtype = dtype
-        self._length = min(capacity, config.rope.original_context) if config.rope.kind == "dynamic" else capacity
-        self._cos, self._sin = self._table(self._length)
+        self._capacity = capacity
+        self._tables = {spec: self._table(spec, self._length(spec)) for spec in config.distinct_rotations}
 
-    def _table(self, length: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(length, dtype=torch.float32, device=self._device).unsqueeze(1)
-        angles = angles * frequencies(self._config, length, self._device)
-        factor = self._config.rope.attention_factor
-        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+    def _length(self, spec: RopeSpec) -> int:
+        dynamic = spec.scaling.kind == "dynamic"
+        return min(self._capacity, spec.scaling.original_context) if dynamic else self._capacity
+
+    def _table(self, spec: RopeSpec, length: int) -> RopeTables:
+        positions = torch.arange(length, dtype=torch.float32, device=self.device)
+        angles = positions.unsqueeze(1) * frequencies(spec, length, self._capacity, self.device)
+        scaling = spec.scaling
+        cos, sin = (part * scaling.attention_factor for part in (angles.cos(), angles.sin()))
+        scale = None
+        if scaling.query_beta:
+            steps = torch.floor(positions / scaling.original_context)
+            scale = (1 + scaling.query_beta * torch.log(1 + steps)).to(self._dtype)
+        return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 
     def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [capacity or more, head_dim / 2] of all positions; None where they depend on the length."""
-        return (self._cos, self._sin) if capacity <= self._length else None
+        """Cosines and sines [capacity or more, dim / 2] of all positions, for a model that turns the halves of its
+        heads alike in all layers; None for others, and where they depend on the length."""
+        if len(self._tables) != 1:
+            return None
+        (spec, tables), *_ = self._tables.items()
+        if tables.interleaved or tables.query_scale is not None or capacity > self._length(spec):
+            return None
+        return tables.cos, tables.sin
 
-    def tables(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [count, head_dim / 2] of positions start .. start + count - 1."""
-        cos, sin = self._cos, self._sin
-        if start + count > self._length:
-            cos, sin = self._table(start + count)
-        return cos[start : start + count], sin[start : start + count]
+    def tables(self, start: int, count: int) -> Mapping[RopeSpec, RopeTables]:
+        """Those of positions start .. start + count - 1, by kind of rotation."""
+        found = {}
+        for spec, tables in self._tables.items():
+            long = start + count > self._length(spec)
+            found[spec] = (self._table(spec, start + count) if long else tables).rows(start, count)
+        return found
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, tokens, heads, head_dim] turned by tables [tokens, head_dim / 2]; pairs are (i, i + head_dim / 2)."""
-    return ROTATION(x, cos, sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [batch, tokens, heads, head_dim], of which the first dim values are turned by tables [tokens, dim / 2].
+
+    Pairs are (i, i + dim / 2). `interleaved`: (2i, 2i + 1), and the first of all pairs come out before the second of
+    all: queries and keys both do, so what they make of each other is the same.
+    """
+    dim = 2 * cos.shape[-1]
+    turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
+    if interleaved:
+        turned = turned.reshape(*turned.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
+    turned = ROTATION(turned, cos, sin)
+    return turned if rest is None else torch.cat((turned, rest), dim=-1)

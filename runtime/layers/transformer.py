@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import StaticCache
 from mycli.runtime.checkpoint.reader import Checkpoint
@@ -20,6 +19,7 @@ from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 
@@ -45,11 +45,11 @@ class Transformer(nn.Module):
         Of several errors the first in the order of the model is raised.
         """
 
-        def embed() -> None:
+        def read_embedding() -> None:
             self.embedding = checkpoint.read("model.embed_tokens.weight").to(device, dtype)
 
         first, *others = self.layers()
-        loads: list[Callable[[], None]] = [embed]
+        loads: list[Callable[[], None]] = [read_embedding]
         loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
         if cache is not None and cache.length != batch.start:
             raise ValueError(f"the batch starts at {batch.start}, the cache holds {cache.length}")
         context = PassContext.make(self.config, rope, batch.start, batch.count, cache)
-        x = functional.embedding(batch.tokens, self.embedding)
+        x = embed_tokens(batch.tokens, self.embedding, self.config)
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:
@@ -115,5 +115,4 @@ class Transformer(nn.Module):
             return None
         if batch.logits == "last":
             x = x[:, -1:]
-        logits: Tensor = self.head(self.norm(x))
-        return logits.float()
+        return finish_logits(self.head(self.norm(x)), self.config)

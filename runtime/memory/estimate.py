@@ -11,6 +11,7 @@ from math import prod
 
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.layer_spec import NormSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
@@ -54,11 +55,12 @@ class MemoryPlan:
         """Bytes of a scale of packed weights: as stored, in any dtype of activations."""
         return BY_NAME[self.config.dtype].nbytes
 
-    @property
-    def position_bytes(self) -> int:
-        """Bytes of one head's keys or values of one token in the cache: head_dim values, or codes and a scale of 4."""
+    def token_bytes(self, layer: int) -> int:
+        """Bytes of one token in the cache of a layer: 2 (keys, values) x heads x head_dim values, or codes and a scale
+        of 4 for each head."""
+        heads, head_dim = self.config.cached(layer)
         size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
-        return self.config.head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0)
+        return 2 * heads * (head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0))
 
     @property
     def rows(self) -> int:
@@ -117,18 +119,19 @@ class Estimate:
 def block_bytes(plan: MemoryPlan, layer: int) -> int:
     """One block: its linears, norms and biases.
 
-    A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales.
+    A linear [N, K] is N x K values, or packed N x ceil(K x bits / 32) words of 4 bytes and N x K / group scales. A gain
+    is values, or fp32 where it is a sum.
     """
     size, total = plan.value_bytes, 0
     for name, shape in plan.config.layer(layer).tensors():
         packing = plan.packings.get(name.removesuffix(".weight"))
         total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
-    return total
+    return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in plan.config.layer(layer).norms())
 
 
 def weight_bytes(plan: MemoryPlan) -> int:
     """All blocks and the last norm."""
-    return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm(plan)
+    return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm_bytes(plan, plan.config.norm())
 
 
 def shadow_bytes(plan: MemoryPlan) -> int:
@@ -140,8 +143,9 @@ def shadow_bytes(plan: MemoryPlan) -> int:
     return sum(spec.out_features * spec.in_features for group in packed for spec in group) * plan.value_bytes
 
 
-def _norm(plan: MemoryPlan) -> int:
-    return plan.config.hidden_size * plan.value_bytes
+def _norm_bytes(plan: MemoryPlan, norm: NormSpec) -> int:
+    """A gain: of an offset and what is stored, in fp32."""
+    return norm.size * (4 if norm.offset else plan.value_bytes)
 
 
 def head_bytes(plan: MemoryPlan) -> int:
@@ -174,17 +178,17 @@ def cache_positions(context: int) -> int:
 
 
 def cache_bytes(plan: MemoryPlan) -> int:
-    """2 (keys, values) x layers x kv_heads x positions x batch x bytes of a position.
+    """Positions x batch x bytes of a token in every layer.
 
     A sliding window does not make it smaller: the cache keeps every position.
     """
-    vectors = 2 * plan.config.layers * plan.config.kv_heads * cache_positions(plan.context) * plan.batch
-    return vectors * plan.position_bytes
+    token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
+    return cache_positions(plan.context) * plan.batch * token
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
     """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`)."""
-    return plan.rows * pass_values(plan.config.layer(0)) * plan.value_bytes
+    return plan.rows * max(map(pass_values, plan.config.layer_specs)) * plan.value_bytes
 
 
 def dequantization_bytes(plan: MemoryPlan) -> int:
@@ -204,10 +208,10 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 
 def dense_cache_bytes(plan: MemoryPlan) -> int:
     """Keys and values of one layer in the dtype of activations: what a prompt's attention makes of another kind."""
-    dense = plan.config.head_dim * plan.value_bytes
-    if plan.position_bytes == dense:
+    if plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2):
         return 0
-    return 2 * plan.config.kv_heads * cache_positions(plan.context) * plan.batch * dense
+    largest = max(heads * head_dim for heads, head_dim in map(plan.config.cached, range(plan.config.layers)))
+    return 2 * largest * cache_positions(plan.context) * plan.batch * plan.value_bytes
 
 
 def logits_bytes(plan: MemoryPlan) -> int:
@@ -216,15 +220,22 @@ def logits_bytes(plan: MemoryPlan) -> int:
 
 
 def mask_bytes(plan: MemoryPlan) -> int:
-    """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values."""
+    """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values.
+
+    One for each kind of window. Capped scores are written out too, and thrice: in fp32, of the query heads of one key
+    head.
+    """
+    config = plan.config
+    capped = [spec.attention for spec in config.layer_specs if spec.attention.softcap is not None]
+    scores = 3 * 4 * plan.batch * max((spec.heads // spec.kv_heads for spec in capped), default=0)
     if plan.context == plan.chunk:
-        return 0
-    return plan.chunk * plan.context * (1 + plan.value_bytes)
+        return plan.chunk * plan.context * scores
+    return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)
 
 
 def rope_bytes(plan: MemoryPlan) -> int:
-    """Cosines and sines: 2 x context x head_dim / 2 values."""
-    return plan.context * plan.config.head_dim * plan.value_bytes
+    """Cosines and sines, for each kind of rotation: 2 x context x dim / 2 values."""
+    return sum(plan.context * rope.dim * plan.value_bytes for rope in plan.config.distinct_rotations)
 
 
 def kept_bytes(plan: MemoryPlan) -> int:
@@ -274,10 +285,12 @@ def longest_context(plan: MemoryPlan, free: int, started: bool = False) -> int:
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
-    config = plan.config
-    positions = sum(min(depth, config.window(layer) or depth) for layer in range(config.layers))
-    cached = 2 * config.kv_heads * positions * plan.batch * plan.position_bytes
-    return weight_bytes(plan) + head_bytes(plan) + cached
+    cached = 0
+    for spec in plan.config.layer_specs:
+        attention = spec.attention
+        read = spec.index if attention.shares is None else attention.shares
+        cached += min(depth, attention.window or depth) * plan.token_bytes(read)
+    return weight_bytes(plan) + head_bytes(plan) + cached * plan.batch
 
 
 def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:

@@ -29,7 +29,8 @@ def pass_values(layer: LayerSpec) -> int:
     (query, key), hidden = _heads(layer), layer.attention.o.out_features
     attention = (query + 2 * key) + (query + key) + query + hidden
     mlp = 4 * layer.mlp.size + hidden
-    return 2 * hidden + max(attention, mlp)
+    beside = hidden if layer.parallel else 0  # what attention made waits for the MLP
+    return 2 * hidden + beside + max(attention, mlp)
 
 
 def observed_values(layer: LayerSpec, product: str) -> int:

@@ -8,15 +8,25 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec, Shape, decoder_layer
+from mycli.runtime.models.layer_spec import (
+    ActivationName,
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    RopeSpec,
+    Shape,
+    decoder_layer,
+)
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
 
 MAX_LAYERS = 4096
@@ -27,7 +37,10 @@ MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an a
 class RopeScaling:
     """How rotary frequencies are stretched past the trained context. Unused fields keep their neutral value.
 
-    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise).
+    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise). `short` and
+    `long`, of longrope, divide the frequencies, one number for each: in contexts of up to `original_context` tokens,
+    and in longer ones. `share`: of the frequencies, the first that turn (proportional). Queries are multiplied by
+    1 + `query_beta` ln(1 + floor(position / original_context)).
     """
 
     kind: RopeKind = "default"
@@ -39,13 +52,21 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    share: float = 1.0
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a gated SiLU MLP.
+    """A decoder-only transformer: what its layers are made of, and what stands before and behind them.
 
-    `declare` is the family's: what each layer is made of.
+    `declare` is the family's: what each layer is made of, from the fields here. `rope_theta`, `rope`, `rotary_dim`
+    (None: all of a head) and `interleaved` say how heads are turned; where layers differ, `rotations` does, one for
+    each layer, None for none. `norm_offset`: added to every stored gain. Embeddings are multiplied by
+    `embedding_scale`, rounded to the dtype of activations first if `rounds_scale`; logits by `logit_scale`, and a
+    `logit_softcap` c then makes them c tanh(. / c).
     """
 
     model_type: str
@@ -70,15 +91,23 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     declare: Callable[["ModelConfig", int], LayerSpec] = decoder_layer
+    activation: ActivationName = "silu"
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    rotations: tuple[RopeSpec | None, ...] = ()
+    norm_offset: float = 0.0
+    layer_norm: bool = False  # norms take the mean away first
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    rounds_scale: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_heads > self.heads or self.heads % self.kv_heads:
-            raise ModelError(
-                f"config.json: num_key_value_heads {self.kv_heads} does not divide num_attention_heads {self.heads}",
-                "the file may be damaged",
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"config.json: head_dim {self.head_dim} is odd; rotary positions need pairs", "")
+        for layer in self.layer_specs:
+            _check_attention(layer.attention)
         for name, shape in self.tensors():
             elements = 1
             for size in shape:
@@ -90,14 +119,40 @@ class ModelConfig:
         """The sliding window of `layer` in tokens (a query sees itself and window - 1 before it), None for all."""
         return self.windows[layer] if self.windows else None
 
-    @property
-    def distinct_windows(self) -> set[int | None]:
+    def rotation(self, layer: int) -> RopeSpec | None:
+        """How `layer` turns queries and keys; None where it does not."""
+        if self.rotations:
+            return self.rotations[layer]
+        return RopeSpec(self.rope_theta, self.rotary_dim or self.head_dim, self.rope, self.interleaved)
+
+    def norm_of(self, name: str | None, size: int | None = None) -> NormSpec:
+        """A norm of the model's kind over `size` values, None for the residual stream."""
+        return NormSpec(name, size or self.hidden_size, self.rms_norm_eps, self.norm_offset, self.layer_norm)
+
+    @cached_property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """What every layer is made of."""
+        return tuple(self.declare(self, index) for index in range(self.layers))
+
+    @cached_property
+    def distinct_windows(self) -> frozenset[int | None]:
         """The kinds of windows that layers have."""
-        return set(self.windows) or {None}
+        return frozenset(layer.attention.window for layer in self.layer_specs)
+
+    @cached_property
+    def distinct_rotations(self) -> tuple[RopeSpec, ...]:
+        """The kinds of rotation that layers have."""
+        found = (layer.attention.rope for layer in self.layer_specs)
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+
+    def cached(self, layer: int) -> tuple[int, int]:
+        """Key heads, and values of each, that `layer` keeps of a token; no heads where it reads those of another."""
+        spec = self.layer(layer).attention
+        return (spec.kv_heads if spec.shares is None else 0), spec.head_dim
 
     def layer(self, index: int) -> LayerSpec:
         """What layer `index` is made of."""
-        return self.declare(self, index)
+        return self.layer_specs[index]
 
     def block_linears(self, layer: int) -> dict[str, tuple[LinearSpec, ...]]:
         """The linears of one block by the product they are part of, in order of execution."""
@@ -113,7 +168,7 @@ class ModelConfig:
 
     def norm(self) -> NormSpec:
         """The norm after the last layer."""
-        return NormSpec("model.norm", self.hidden_size, self.rms_norm_eps)
+        return self.norm_of("model.norm")
 
     def head(self) -> LinearSpec:
         """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
@@ -137,6 +192,20 @@ class ModelConfig:
                 elements *= size
             total += elements
         return total
+
+
+def _check_attention(spec: AttentionSpec) -> None:
+    if spec.kv_heads > spec.heads or spec.heads % spec.kv_heads:
+        raise ModelError(
+            f"config.json: num_key_value_heads {spec.kv_heads} does not divide num_attention_heads {spec.heads}",
+            "the file may be damaged",
+        )
+    if spec.head_dim % 2 or (spec.rope is not None and spec.rope.dim % 2):
+        raise ModelError(f"config.json: head_dim {spec.head_dim} is odd; rotary positions need pairs", "")
+    if spec.rope is not None and spec.rope.scaling.kind == "longrope":
+        for key, factors in (("short_factor", spec.rope.scaling.short), ("long_factor", spec.rope.scaling.long)):
+            if len(factors) != spec.rope.dim // 2:
+                raise ModelError(f"config.json: {key} has {len(factors)} numbers for {spec.rope.dim // 2} pairs", "")
 
 
 def families() -> list[str]:

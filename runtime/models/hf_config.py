@@ -4,14 +4,15 @@ Knows the keys that change the arithmetic of a decoder. Keys that only describe 
 ignored; a key that would change the result and is not implemented is an error, never a silent difference.
 """
 
-import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mycli.runtime.models.config import MAX_LAYERS, RopeKind, RopeScaling
+from mycli.runtime.models.config import MAX_LAYERS
+from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_rope, trained_context
+from mycli.runtime.models.layer_spec import ActivationName
 from mycli.runtime.utils.dtypes import float_dtype
 from mycli.runtime.utils.json_fields import Fields
 
-UNSUPPORTED_HINT = "this program would compute something else than the model; use transformers or vLLM for it"
 # Each would change what is computed. The value beside a key is the one that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
@@ -31,78 +32,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "parallel_attn": (False,),
     "attention_chunk_size": (),
+    "use_bidirectional_attention": (False, "vision"),
 }
+ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def refuse_unsupported(raw: Fields) -> None:
-    """Raise ModelError for the first key of `NEUTRAL` whose value is not neutral, and for an unknown activation."""
+def with_defaults(raw: Fields, **defaults: Any) -> Fields:
+    """`raw` with what the family's configs leave out; a null that is written stands."""
+    return Fields({**defaults, **raw.values}, raw.source)
+
+
+def refuse_unsupported(raw: Fields, handled: Collection[str] = ()) -> None:
+    """Raise ModelError for the first key of `NEUTRAL` whose value is not neutral and that is not `handled`."""
     for key, neutral in NEUTRAL.items():
-        if raw.has(key) and raw.values[key] not in neutral:
+        if key not in handled and raw.has(key) and raw.values[key] not in neutral:
             raise raw.fail(key, f"= {raw.values[key]!r:.60} is not supported", UNSUPPORTED_HINT)
-    activation = raw.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise raw.fail("hidden_act", f"{activation!r} is not supported (silu is)", UNSUPPORTED_HINT)
 
 
-def _context(raw: Fields) -> int:
-    # Absent or absurd: the caller must then say how much context it wants, and memory bounds that.
-    return raw.integer("max_position_embeddings", 2048, high=1 << 62)
-
-
-def rope(raw: Fields) -> tuple[float, RopeScaling]:
-    """theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    both = [key for key in ("rope_parameters", "rope_scaling") if raw.has(key)]
-    if len(both) == 2 and raw.values[both[0]] != raw.values[both[1]]:
-        raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one of them")
-    scaling = raw.object(both[0] if both else "rope_scaling")
-    if any(isinstance(value, dict) for value in scaling.values.values()):
-        raise raw.fail(both[0], "differs by layer type, which is not supported", UNSUPPORTED_HINT)
-    theta_source = scaling if scaling.has("rope_theta") else raw
-    theta = theta_source.number("rope_theta", 10000.0, low=1e-6, high=1e12)
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
-        return theta, RopeScaling()
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        supported = "default, linear, dynamic, llama3, yarn"
-        raise scaling.fail("rope_type", f"{kind!r} is not supported", f"supported: {supported}")
-    return theta, _scaling(kind, scaling, raw)  # type: ignore[arg-type]  # narrowed by the test above
-
-
-def _scaling(kind: RopeKind, scaling: Fields, raw: Fields) -> RopeScaling:
-    trained = _context(raw)
-    # Dynamic scaling measures against the context of the config itself, as transformers does.
-    original = trained if kind == "dynamic" else scaling.integer("original_max_position_embeddings", trained)
-    factor = scaling.number("factor", trained / original if kind == "yarn" else None, low=1e-3, high=1e6)
-    if kind == "llama3":
-        low = scaling.number("low_freq_factor", low=1e-3)
-        high = scaling.number("high_freq_factor", low=1e-3)
-        if high <= low:
-            raise scaling.fail("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
-        return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
-    if kind == "yarn":
-        return RopeScaling(
-            kind,
-            factor,
-            original,
-            beta_fast=scaling.number("beta_fast", 32.0, low=1e-3),
-            beta_slow=scaling.number("beta_slow", 1.0, low=1e-3),
-            attention_factor=_yarn_attention(scaling, factor),
-            truncate=scaling.boolean("truncate", True),
-        )
-    return RopeScaling(kind, factor, original)
-
-
-def _yarn_attention(scaling: Fields, factor: float) -> float:
-    """The multiplier of cos and sin: given, or from mscale (DeepSeek), or 0.1 ln(factor) + 1 (arXiv 2309.00071)."""
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if scaling.has("attention_factor"):
-        return scaling.number("attention_factor", low=1e-6)
-    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        return magnitude(scaling.number("mscale", low=1e-6)) / magnitude(scaling.number("mscale_all_dim", low=1e-6))
-    return magnitude(1.0)
+def _activation(raw: Fields, known: Mapping[str, ActivationName]) -> ActivationName:
+    key = "hidden_activation" if raw.has("hidden_activation") else "hidden_act"
+    name = raw.text(key, next(iter(known)))
+    if name not in known:
+        raise raw.fail(key, f"{name!r} is not supported ({', '.join(known)})", UNSUPPORTED_HINT)
+    return known[name]
 
 
 def token_ids(raw: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -115,12 +67,18 @@ def token_ids(raw: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
+def common(
+    raw: Fields,
+    head_dim: int | None = None,
+    handled: Collection[str] = (),
+    activations: Mapping[str, ActivationName] = ACTIVATIONS,
+) -> dict[str, Any]:
     """The ModelConfig fields that every family reads the same way; a family adds or replaces what is its own.
 
-    `head_dim` is the family's where config.json gives none; None for hidden_size / num_attention_heads.
+    `head_dim` is the family's where config.json gives none; None for hidden_size / num_attention_heads. `handled`: the
+    keys of `NEUTRAL` that the family reads itself. `activations`: those that its MLP may have, the usual one first.
     """
-    refuse_unsupported(raw)
+    refuse_unsupported(raw, handled)
     hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads", high=1 << 16)
     if head_dim is None:
         if not raw.has("head_dim") and hidden % heads:
@@ -132,7 +90,7 @@ def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
         raise raw.fail("dtype", f"{spelled!r} is not supported", "supported: bfloat16, float16, float32")
     vocab = raw.integer("vocab_size")
     bos = token_ids(raw, "bos_token_id", vocab)
-    theta, scaling = rope(raw)
+    theta, scaling = read_rope(raw, handled)
     return {
         "model_type": raw.text("model_type"),
         "hidden_size": hidden,
@@ -142,7 +100,7 @@ def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "head_dim": raw.integer("head_dim", head_dim, high=1 << 16),
         "intermediate_size": raw.integer("intermediate_size"),
         "vocab_size": vocab,
-        "max_context": _context(raw),
+        "max_context": trained_context(raw),
         "rms_norm_eps": raw.number("rms_norm_eps", 1e-6, low=1e-30, high=1.0),
         "rope_theta": theta,
         "rope": scaling,
@@ -150,24 +108,46 @@ def common(raw: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "dtype": dtype,
         "eos": token_ids(raw, "eos_token_id", vocab),
         "bos": bos[0] if bos else None,
+        "activation": _activation(raw, activations),
     }
 
 
-def layer_windows(raw: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The sliding window of each layer from `layer_types`; the same for all where the key is absent."""
+def sliding_layers(raw: Fields, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[bool, ...]:
+    """Which layers attend to a window only, by `layer_types`; by `usual` where the key is absent, else none."""
     kinds = raw.array("layer_types", str, MAX_LAYERS)
     if not kinds:
-        return (window,) * layers if window else ()
+        return tuple(usual(index) if usual else False for index in range(layers))
     if len(kinds) != layers:
         raise raw.fail("layer_types", f"has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise raw.fail("layer_types", f"{kind!r:.40} is not supported", UNSUPPORTED_HINT)
-        if kind == "sliding_attention" and window is None:
-            raise raw.fail("layer_types", "asks for sliding_attention without sliding_window")
-    if "sliding_attention" not in kinds:
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def windows_of(raw: Fields, sliding: Collection[bool]) -> tuple[int | None, ...]:
+    """`sliding_window` for the layers that slide. Raises ModelError where there are some and it is not given."""
+    if not any(sliding):
         return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if not raw.has("sliding_window"):
+        raise raw.fail("layer_types", "asks for sliding_attention without sliding_window")
+    window = raw.integer("sliding_window")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def every(period: int) -> Callable[[int], bool]:
+    """All layers but each `period`-th slide."""
+    return lambda index: (index + 1) % period != 0
+
+
+def layer_windows(raw: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The sliding window of each layer from `layer_types`; the same for all where the key is absent."""
+    if not raw.has("layer_types"):
+        return (window,) * layers if window else ()
+    sliding = sliding_layers(raw, layers)
+    if any(sliding) and window is None:
+        raise raw.fail("layer_types", "asks for sliding_attention without sliding_window")
+    return tuple(window if slides else None for slides in sliding) if any(sliding) else ()
 
 
 def sliding_windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:

@@ -1,27 +1,34 @@
 """What one decoder layer is: its norms, linears, attention and MLP, declared once for everyone who has to know.
 
 Running a layer, calibrating it, rescaling it, tuning it, counting its memory and fusing its kernels all read the same
-declaration. `decoder_layer` declares a layer of the Llama kind; a family that differs declares its own in its file.
-Knows names and shapes of tensors. Does not import torch.
+declaration. A layer is a sequence of parts on the residual stream, each of which names its norms, its products, and
+what makes their inputs; `decoder_layer` declares a layer of the Llama kind from the fields of a config, and a family
+whose layers are others replaces in it what differs. Knows names and shapes of tensors. Does not import torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from mycli.runtime.models.config import ModelConfig
+    from mycli.runtime.models.config import ModelConfig, RopeScaling
 
 Shape = tuple[int, ...]
+ActivationName = Literal["silu", "gelu_tanh", "relu2"]  # of a gate, times what goes up beside it; relu2 has no gate
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """One RMSNorm as the checkpoint names it: a gain [size]."""
+    """One norm as the checkpoint names it: an RMSNorm whose gain is `offset` plus the tensor [size] of that name.
 
-    name: str
+    `name` None: no tensor, and a gain of one. `centred`: the mean is taken away first, a LayerNorm without a bias.
+    """
+
+    name: str | None
     size: int
     eps: float
+    offset: float = 0.0
+    centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,19 @@ class LinearSpec:
     out_features: int
     in_features: int
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotation of the first `dim` values of each head by position.
+
+    Pairs are (i, i + dim / 2), or `interleaved` (2i, 2i + 1).
+    """
+
+    theta: float
+    dim: int
+    scaling: "RopeScaling"
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,13 +69,48 @@ class OutputRows:
     width: int
 
 
+MadeBy = NormSpec | OutputRows | None  # what makes the inputs of a product one by one, if a single operation does
+
+
+class PartSpec(Protocol):
+    """What a layer does to the residual stream in one go: a norm, some products, a norm, the sum.
+
+    `norm` and `output_norm` are None where the family has none there. What is added is first multiplied by `residual`.
+    """
+
+    @property
+    def norm(self) -> NormSpec | None: ...  # noqa: D102  # a field of the parts below
+
+    @property
+    def output_norm(self) -> NormSpec | None: ...  # noqa: D102
+
+    @property
+    def residual(self) -> float: ...  # noqa: D102
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        """Its linears by the product they are part of, in order of execution."""
+        ...
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        """Its norms that do not stand on the residual stream."""
+        ...
+
+    def made_by(self, product: str) -> MadeBy:
+        """What makes the inputs of one of its products."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention on the residual stream: `norm`, q, k, v side by side, attention, o, `output_norm`, then the sum.
+    """Attention: q, k, v side by side, norms of heads, rotation, attention, o.
 
-    `norm` and `output_norm` are None where the family has none there. `q_norm` and `k_norm` come before the rotation:
-    over each head, or over all heads at once where their size is that of all heads. `window` in tokens: a query sees
-    itself and window - 1 before it, None for all.
+    `q_norm`, `k_norm`, `v_norm` are over each head, or over all heads at once where their size is that of all heads;
+    those of queries and keys come before the rotation, or after it (`norms_rotated`). `window` in tokens: a query sees
+    itself and window - 1 before it, None for all. `scale` multiplies the products of queries and keys, None for
+    1 / sqrt(head_dim); a `softcap` c then makes them c tanh(. / c).
+
+    `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
+    an earlier layer, `shares`, has put into the cache.
     """
 
     heads: int
@@ -68,50 +123,109 @@ class AttentionSpec:
     k_norm: NormSpec | None
     o: LinearSpec
     output_norm: NormSpec | None = None
+    v_norm: NormSpec | None = None
+    rope: RopeSpec | None = None
+    norms_rotated: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    shares: int | None = None
+    residual: float = 1.0
+
+    @property
+    def projected(self) -> int:
+        """How many heads the first product makes: queries, then keys and values where it makes them."""
+        return sum(linear.out_features for linear in self.qkv) // self.head_dim
+
+    @property
+    def makes_values(self) -> bool:
+        """Whether the values have rows of their own in the first product."""
+        return self.projected == self.heads + 2 * self.kv_heads
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        """As `PartSpec.products`."""
+        return {"qkv": self.qkv, "o": (self.o,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        """As `PartSpec.inner_norms`."""
+        return self.q_norm, self.k_norm, self.v_norm
+
+    def made_by(self, product: str) -> MadeBy:
+        """As `PartSpec.made_by`. A norm of values undoes a factor, and what keys share with values cannot take one."""
+        if product == "qkv":
+            return self.norm
+        if self.v_norm is not None or not self.makes_values:
+            return None
+        start, copies = (self.heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
+        return OutputRows("qkv", start, self.kv_heads, copies, self.head_dim)
 
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP on the residual stream: `norm`, gate and up side by side, silu(gate) * up, down, `output_norm`."""
+    """An MLP: gate and up side by side, activation(gate) * up, down; or, without a gate, up, activation(up), down."""
 
     size: int
     norm: NormSpec | None
     gate_up: tuple[LinearSpec, ...]
     down: LinearSpec
     output_norm: NormSpec | None = None
+    activation: ActivationName = "silu"
+    residual: float = 1.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.activation != "relu2"
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        """As `PartSpec.products`."""
+        return {"gate_up": self.gate_up, "down": (self.down,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        """As `PartSpec.inner_norms`."""
+        return ()
+
+    def made_by(self, product: str) -> MadeBy:
+        """As `PartSpec.made_by`. Without a gate, an activation stands between a row of up and the input it makes."""
+        if product == "gate_up":
+            return self.norm
+        return OutputRows("gate_up", self.size, 1, 1, self.size) if self.gated else None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: attention, then the MLP. A product is what is multiplied at once: linears that share their input."""
+    """One layer. A product is what is multiplied at once: linears that share their input.
+
+    `parallel`: attention and MLP both read the output of attention's norm, and both are added to what entered the
+    layer; else each reads what the part before it left. `scalar` names a tensor [1] that the stream is multiplied by
+    at last.
+    """
 
     index: int
     attention: AttentionSpec
     mlp: MlpSpec
+    parallel: bool = False
+    scalar: str | None = None
+
+    @property
+    def parts(self) -> tuple[PartSpec, ...]:
+        """What the layer does, in order."""
+        return self.attention, self.mlp
 
     def products(self) -> dict[str, tuple[LinearSpec, ...]]:
         """The linears of each product by its name, in order of execution; outputs lie side by side in this order."""
-        attention, mlp = self.attention, self.mlp
-        return {"qkv": attention.qkv, "o": (attention.o,), "gate_up": mlp.gate_up, "down": (mlp.down,)}
+        return {name: linears for part in self.parts for name, linears in part.products().items()}
 
     def norms(self) -> list[NormSpec]:
-        """The norms that the layer has."""
-        attention, mlp = self.attention, self.mlp
-        streams = (attention.norm, attention.output_norm, mlp.norm, mlp.output_norm)
-        return [norm for norm in (*streams, attention.q_norm, attention.k_norm) if norm is not None]
+        """The norms of the layer that have a tensor."""
+        streams = [norm for part in self.parts for norm in (part.norm, part.output_norm)]
+        inner = [norm for part in self.parts for norm in part.inner_norms()]
+        return [norm for norm in (*streams, *inner) if norm is not None and norm.name is not None]
 
-    def made_by(self, product: str) -> NormSpec | OutputRows | None:
-        """What makes the inputs of a product one by one; None where no single operation does (a residual stream)."""
-        attention, mlp = self.attention, self.mlp
-        if product == "qkv":
-            return attention.norm
-        if product == "gate_up":
-            return mlp.norm
-        if product == "down":
-            return OutputRows("gate_up", mlp.size, 1, 1, mlp.size)
-        values = (attention.heads + attention.kv_heads) * attention.head_dim
-        copies = attention.heads // attention.kv_heads
-        return OutputRows("qkv", values, attention.kv_heads, copies, attention.head_dim)
+    def made_by(self, product: str) -> MadeBy:
+        """What makes the inputs of a product one by one; None where no single operation does (a residual stream), or
+        where it makes those of another product too."""
+        source = next(part.made_by(product) for part in self.parts if product in part.products())
+        return None if self.parallel and isinstance(source, NormSpec) else source
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of the layer's tensors in an unquantized checkpoint."""
@@ -122,14 +236,18 @@ class LayerSpec:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
+        if self.scalar is not None:
+            yield self.scalar, (1,)
 
 
 def decoder_layer(config: "ModelConfig", index: int) -> LayerSpec:
     """A layer of the Llama kind: a norm before each part, q, k, v, gate and up each a tensor of its own."""
-    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+    hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    up = LinearSpec(f"{mlp}.up_proj", inner, hidden, config.mlp_bias)
+    gate = LinearSpec(f"{mlp}.gate_proj", inner, hidden, config.mlp_bias)
     return LayerSpec(
         index,
         AttentionSpec(
@@ -137,23 +255,26 @@ def decoder_layer(config: "ModelConfig", index: int) -> LayerSpec:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             window=config.window(index),
-            norm=NormSpec(f"{prefix}.input_layernorm", hidden, eps),
+            norm=config.norm_of(f"{prefix}.input_layernorm"),
             qkv=(
                 LinearSpec(f"{attention}.q_proj", query, hidden, config.qkv_bias),
                 LinearSpec(f"{attention}.k_proj", key, hidden, config.qkv_bias),
                 LinearSpec(f"{attention}.v_proj", key, hidden, config.qkv_bias),
             ),
-            q_norm=NormSpec(f"{attention}.q_norm", config.head_dim, eps) if config.qk_norm else None,
-            k_norm=NormSpec(f"{attention}.k_norm", config.head_dim, eps) if config.qk_norm else None,
+            q_norm=config.norm_of(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=config.norm_of(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
             o=LinearSpec(f"{attention}.o_proj", hidden, query, config.output_bias),
+            rope=config.rotation(index),
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            residual=config.residual_scale,
         ),
         MlpSpec(
             size=inner,
-            norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden, eps),
-            gate_up=(
-                LinearSpec(f"{mlp}.gate_proj", inner, hidden, config.mlp_bias),
-                LinearSpec(f"{mlp}.up_proj", inner, hidden, config.mlp_bias),
-            ),
+            norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
+            gate_up=(up,) if config.activation == "relu2" else (gate, up),
             down=LinearSpec(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
+            activation=config.activation,
+            residual=config.residual_scale,
         ),
     )

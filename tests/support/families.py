@@ -32,6 +32,29 @@ def scaled(kind: str, **extra: Any) -> dict[str, Any]:
 IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 1}  # the families' own lie beyond SMALL's vocabulary
 
 
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+
+
+def longrope(pairs: int, original: int, **extra: Any) -> dict[str, Any]:
+    """`original` beside TOKENS says which of the two sets of factors is used."""
+    short, long = ([1 + step * index / pairs for index in range(pairs)] for step in (0.5, 30))
+    return {
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": original,
+        **scaled("longrope", short_factor=short, long_factor=long, **extra),
+    }
+
+
+def ministral_rope(original: int) -> dict[str, Any]:
+    more = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+    return scaled("yarn", factor=4.0, original_max_position_embeddings=original, **more)
+
+
 # id -> (model_type, what differs from SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4:2-hd16": ("llama", {}),
@@ -65,6 +88,135 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-mha-tied-window16": (
         "phi3",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 16, **IDS},
+    ),
+    "phi3-longrope-within-partial": (
+        "phi3",
+        {**IDS, "hidden_size": 96, "num_hidden_layers": 2, **longrope(9, original=64, partial_rotary_factor=0.75)},
+    ),
+    "phi3-longrope-beyond-tied": ("phi3", {**IDS, "tie_word_embeddings": True, **longrope(8, original=16)}),
+    "gemma2-window7-tied": ("gemma2", {**IDS, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma2-mqa-low-caps-untied": (
+        "gemma2",
+        {
+            **IDS,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3-window7-tied": (
+        "gemma3_text",
+        {**IDS, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 7, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3-linear-untied": (
+        "gemma3_text",
+        {
+            **IDS,
+            "head_dim": 32,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smollm3-tied": ("smollm3", {**IDS, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3-untied-window": (
+        "smollm3",
+        {
+            **IDS,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "olmo3-window7": ("olmo3", {**IDS, "num_hidden_layers": 4, "sliding_window": 7}),
+    "olmo3-yarn-tied": (
+        "olmo3",
+        {
+            **IDS,
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "ministral3-beyond": ("ministral3", {**IDS, "head_dim": 16, **ministral_rope(original=16)}),
+    "ministral3-within-window-tied": (
+        "ministral3",
+        {**IDS, "head_dim": 24, "sliding_window": 11, "tie_word_embeddings": True, **ministral_rope(original=64)},
+    ),
+    "granite-multipliers": ("granite", {**IDS, **MULTIPLIERS}),
+    "granite-tied-biases": (
+        "granite",
+        {**IDS, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm4-half-turned": ("glm4", {**IDS, "head_dim": 16}),
+    "glm4-tied-hd24-no-bias": (
+        "glm4",
+        {**IDS, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1},
+    ),
+    "seed_oss-biases": ("seed_oss", {**IDS, "head_dim": 32}),
+    "seed_oss-tied-out-bias": (
+        "seed_oss",
+        {**IDS, "head_dim": 16, "tie_word_embeddings": True, "attention_out_bias": True, "attention_bias": False},
+    ),
+    "exaone4-window7": ("exaone4", {**IDS, "num_hidden_layers": 4, "sliding_window": 7}),
+    "exaone4-no-window-tied": (
+        "exaone4",
+        {
+            **IDS,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "cohere2-window7-tied": ("cohere2", {**IDS, "num_hidden_layers": 4, "sliding_window": 7, "logit_scale": 0.25}),
+    "cohere2-untied-biases": (
+        "cohere2",
+        {
+            **IDS,
+            "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "hunyuan-alpha": ("hunyuan_v1_dense", {**IDS, "head_dim": 16, **scaled("dynamic", factor=1.0, alpha=1000.0)}),
+    "hunyuan-tied-biases": (
+        "hunyuan_v1_dense",
+        {**IDS, "head_dim": 32, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "ernie4_5-tied": ("ernie4_5", {**IDS, "head_dim": 24, "tie_word_embeddings": True}),
+    "ernie4_5-untied-biases": ("ernie4_5", {**IDS, "head_dim": 16, "tie_word_embeddings": False, "use_bias": True}),
+    "arcee-yarn": ("arcee", {**IDS, **scaled("yarn", factor=4.0, original_max_position_embeddings=16)}),
+    "arcee-tied-biases": (
+        "arcee",
+        {**IDS, "tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True, "num_key_value_heads": 1},
+    ),
+    "cwm-window7": (
+        "cwm",
+        {
+            **IDS,
+            "bos_token_id": 3,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "sliding_window": 7,
+            **scaled(
+                "llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
+        },
+    ),
+    "cwm-tied-window16": (
+        "cwm",
+        {**IDS, "bos_token_id": 3, "head_dim": 24, "sliding_window": 16, "tie_word_embeddings": True},
     ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (

@@ -19,7 +19,15 @@ _LANES = 16
 TOKENS = 8  # at most; more are a prompt, for which torch's products are better
 
 
-def attend_few(query: Tensor, keys: Stored, values: Stored, mask: Tensor | None, window: int | None) -> Tensor | str:
+def attend_few(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor | str:
     """As `runtime.layers.attention.attend`, for up to `TOKENS` tokens; the reason where this code cannot.
 
     query: [batch, tokens, heads, head_dim] bf16 or fp32, contiguous; keys and values: views of one cache, the new
@@ -30,6 +38,8 @@ def attend_few(query: Tensor, keys: Stored, values: Stored, mask: Tensor | None,
     data = keys.data
     if data.device.type != "cpu" or tokens > TOKENS:
         return f"takes up to {TOKENS} tokens on the CPU"
+    if softcap is not None or (scale is not None and scale != head_dim**-0.5):
+        return "takes scores over the root of head_dim, uncapped"
     if head_dim % _LANES or query.dtype not in _QUERY or data.dtype not in _CACHE:
         return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {_LANES}"
     if data.stride() != values.data.stride() or data.stride()[2:] != (head_dim, 1):

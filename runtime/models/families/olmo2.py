@@ -8,21 +8,21 @@ from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LayerSpec, NormSpec, decoder_layer
+from mycli.runtime.models.layer_spec import LayerSpec, decoder_layer
 from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's linears, other norms."""
-    llama, prefix, eps = decoder_layer(config, index), f"model.layers.{index}", config.rms_norm_eps
+    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
     attention = replace(
         llama.attention,
         norm=None,
-        q_norm=NormSpec(f"{prefix}.self_attn.q_norm", config.heads * config.head_dim, eps),
-        k_norm=NormSpec(f"{prefix}.self_attn.k_norm", config.kv_heads * config.head_dim, eps),
-        output_norm=NormSpec(f"{prefix}.post_attention_layernorm", config.hidden_size, eps),
+        q_norm=config.norm_of(f"{prefix}.self_attn.q_norm", config.heads * config.head_dim),
+        k_norm=config.norm_of(f"{prefix}.self_attn.k_norm", config.kv_heads * config.head_dim),
+        output_norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
     )
-    output_norm = NormSpec(f"{prefix}.post_feedforward_layernorm", config.hidden_size, eps)
+    output_norm = config.norm_of(f"{prefix}.post_feedforward_layernorm")
     return LayerSpec(index, attention, replace(llama.mlp, norm=None, output_norm=output_norm))
 
 

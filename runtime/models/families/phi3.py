@@ -1,12 +1,13 @@
-"""Phi-3 and Phi-4: Llama whose files hold q, k, v as one tensor, and gate and up as one.
+"""Phi-3, 3.5, 4 and 4-mini: Llama whose files hold q, k, v as one tensor, and gate and up as one.
 
-Long contexts by "longrope" and rotation of a part of each head (Phi-3.5, Phi-4-mini) are refused by name.
+Phi-3.5 and 4-mini stretch their contexts by longrope, and 4-mini turns a part of each head only.
 """
 
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, decoder_layer
 from mycli.runtime.utils.json_fields import Fields
 
@@ -21,5 +22,6 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Phi-3 config.json."""
-    fields = hf_config.common(raw)
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), declare=layer)
+    fields = hf_config.common(raw, handled=("partial_rotary_factor", "longrope"))
+    turned = rotary_dim(raw, fields["head_dim"])
+    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), rotary_dim=turned, declare=layer)

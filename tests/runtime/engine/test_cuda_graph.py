@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Sums:
 
 
 def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[StaticCache, Rope]:
-    config = CONFIG if rope is None else type(CONFIG)(**{**vars(CONFIG), "rope": rope})
+    config = CONFIG if rope is None else replace(CONFIG, rope=rope)
     return StaticCache(config, CAPACITY, CPU, torch.float16, sequences), Rope(config, CAPACITY, CPU, torch.float16)
 
 

@@ -54,7 +54,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         if model.config.rope.kind == "dynamic" and way != "prefill":
             continue  # its frequencies depend on the length so far: the next test walks step by step
         actual = run(model, tokens)
-        assert (actual - expected).abs().max() <= 1e-4, way
+        assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
 

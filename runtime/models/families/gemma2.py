@@ -1,0 +1,66 @@
+"""Gemma 2: norms before and after each part with gains of 1 + w, softcaps on scores and logits, GELU, every other layer
+with a sliding window, embeddings times the root of their width."""
+
+from dataclasses import replace
+from typing import Any
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import ActivationName, LayerSpec, decoder_layer
+from mycli.runtime.utils.json_fields import Fields
+
+_GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh"}
+_HANDLED = ("attn_logit_softcapping", "final_logit_softcapping", "rope_parameters")
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's linears between two norms each."""
+    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+    after_attention = config.norm_of(f"{prefix}.post_attention_layernorm")
+    before_mlp = config.norm_of(f"{prefix}.pre_feedforward_layernorm")
+    after_mlp = config.norm_of(f"{prefix}.post_feedforward_layernorm")
+    return LayerSpec(
+        index,
+        replace(llama.attention, output_norm=after_attention),
+        replace(llama.mlp, norm=before_mlp, output_norm=after_mlp),
+    )
+
+
+def softcap(raw: Fields, key: str) -> float | None:
+    """A bound on scores or logits, None for none."""
+    return raw.number(key, low=1e-3, high=1e6) if raw.has(key) else None
+
+
+def fields_of(raw: Fields) -> dict[str, Any]:
+    """What Gemma 2 and 3 read alike."""
+    bias = raw.boolean("attention_bias", False)
+    return {
+        **hf_config.common(raw, handled=_HANDLED, activations=_GELU),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_offset": 1.0,
+        "attention_scale": raw.number("query_pre_attn_scalar", low=1e-3) ** -0.5,
+        "attention_softcap": softcap(raw, "attn_logit_softcapping"),
+        "logit_softcap": softcap(raw, "final_logit_softcapping"),
+        "embedding_scale": raw.integer("hidden_size") ** 0.5,
+        "rounds_scale": True,
+        "declare": layer,
+    }
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Gemma 2 config.json."""
+    raw = hf_config.with_defaults(
+        raw,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        sliding_window=4096,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    fields = fields_of(raw)
+    sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(2))
+    return ModelConfig(**fields, windows=hf_config.windows_of(raw, sliding))

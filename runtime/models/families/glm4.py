@@ -1,0 +1,36 @@
+"""GLM-4-0414: norms before and after each part, half of each head turned in neighbouring pairs, biases on q, k and v,
+gate and up stored as one tensor."""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.hf_rope import rotary_dim
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, decoder_layer
+from mycli.runtime.utils.json_fields import Fields
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's layer with a norm behind each part."""
+    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+    gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
+    after_attention = config.norm_of(f"{prefix}.post_self_attn_layernorm")
+    after_mlp = config.norm_of(f"{prefix}.post_mlp_layernorm")
+    return LayerSpec(
+        index,
+        replace(llama.attention, output_norm=after_attention),
+        replace(llama.mlp, gate_up=(gate_up,), output_norm=after_mlp),
+    )
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a GLM-4 config.json."""
+    raw = hf_config.with_defaults(raw, head_dim=128, eos_token_id=[151329, 151336, 151338])
+    fields = hf_config.common(raw, handled=("partial_rotary_factor",))
+    return ModelConfig(
+        **fields,
+        qkv_bias=raw.boolean("attention_bias", True),
+        rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
+        interleaved=True,
+        declare=layer,
+    )

@@ -1,0 +1,32 @@
+"""Hunyuan dense: Llama with norms of query and key heads after the rotation, whose theta a fixed alpha may stretch."""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.models.layer_spec import LayerSpec, decoder_layer
+from mycli.runtime.utils.json_fields import Fields
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's layer with norms of its own name."""
+    llama, prefix = decoder_layer(config, index), f"model.layers.{index}.self_attn"
+    attention = replace(
+        llama.attention,
+        q_norm=config.norm_of(f"{prefix}.query_layernorm", config.head_dim),
+        k_norm=config.norm_of(f"{prefix}.key_layernorm", config.head_dim),
+        norms_rotated=True,
+    )
+    return replace(llama, attention=attention)
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Hunyuan config.json."""
+    fields = hf_config.common(raw)
+    scaling = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
+    if fields["rope"].kind == "dynamic" and scaling.has("alpha"):
+        alpha, dim = scaling.number("alpha", low=1e-3, high=1e9), fields["head_dim"]
+        if alpha and dim > 2:  # called dynamic in the files, but it does not depend on the length
+            fields |= {"rope_theta": fields["rope_theta"] * alpha ** (dim / (dim - 2)), "rope": RopeScaling()}
+    bias = raw.boolean("attention_bias", False)
+    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=layer)
