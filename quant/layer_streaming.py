@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
+from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
@@ -26,27 +27,32 @@ from mycli.runtime.models.layer_spec import LinearSpec
 TOKENS_AT_ONCE = 1024
 TOKENS_ON_GPU = 8192
 
-EMBEDDING = "model.embed_tokens.weight"
+_TABLE = f"{EMBEDDING}.weight"
 
 
 class StreamedModel:
     """The model of a folder on a placement, `at_once` tokens at a time through a layer (whole windows, at least one).
 
+    `dense`: packed weights of the blocks become dense when they are read, to be worked on.
+
     Raises ModelError for anything the files and the config disagree on.
     """
 
-    def __init__(self, folder: ModelFolder, placement: Placement, at_once: int | None = None) -> None:
+    def __init__(
+        self, folder: ModelFolder, placement: Placement, at_once: int | None = None, *, dense: bool = False
+    ) -> None:
         self.at_once = at_once or (TOKENS_ON_GPU if placement.device.type == "cuda" else TOKENS_AT_ONCE)
         self.folder = folder
         self.placement = placement
         self.config, self.packings = folder.config, folder.packings
-        self._checkpoint = Checkpoint(folder.checked_manifest())
+        self._source = SourceWeights(folder)
+        self._checkpoint, self._dense = self._source.checkpoint, dense
         self._norm = self.final_norm()
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [windows, context] to the residual stream [windows, context, hidden], on the host."""
-        table = self._checkpoint.read(EMBEDDING)
+        table = self._source.read(_TABLE)
         stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))
@@ -69,7 +75,7 @@ class StreamedModel:
         if self._head is None:
             self._head = Linear((self.config.head(),))
             if self.config.tie_embeddings:
-                table = self._checkpoint.read(EMBEDDING).to(self.placement.device, self.placement.dtype)
+                table = self._source.read(_TABLE).to(self.placement.device, self.placement.dtype)
                 self._head.replace(table)
             else:
                 self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
@@ -79,6 +85,9 @@ class StreamedModel:
         """One layer, read now; let go of it before the next."""
         block = Block(self.config.layer(layer))
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+        if self._dense and self.packings:
+            for linear in block.products.values():
+                linear.replace(linear.weight().to(self.placement.dtype))
         return block
 
     def expect(self, layer: int) -> None:
@@ -93,13 +102,13 @@ class StreamedModel:
         return [slice(start, min(start + step, windows)) for start in range(0, windows, step)]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a tensor in the file."""
-        return self._checkpoint.dtype(name)
+        """Of a tensor in the file, or of what it means where it is packed."""
+        return self._source.dtype(name)
 
     def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
-        """The weights of unquantized linears by name, read now, on the device in their stored dtype."""
+        """The dense weights of linears by name, read now, on the device in their stored dtype."""
         device = self.placement.device
-        return {spec.name: self._checkpoint.read(f"{spec.name}.weight").to(device) for spec in specs}
+        return {spec.name: self._source.read(f"{spec.name}.weight").to(device) for spec in specs}
 
     def context(self, tokens: int, *, exact: bool = False) -> PassContext:
         """What layers share in a pass over windows of `tokens` tokens.

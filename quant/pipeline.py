@@ -33,21 +33,19 @@ from mycli.quant.planning import (
 )
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
-from mycli.quant.rounding.grid import Grid, Quantized, relative_error
+from mycli.quant.rounding.grid import Grid, relative_error
+from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
+from mycli.runtime.checkpoint.formats import compressed_tensors
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.quantization.packed_weight import pack
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
-_PACK_WEIGHTS = 1 << 22  # packed at a time
 
 
 @dataclass(frozen=True)
@@ -221,15 +219,15 @@ def _notes(
 def _write_tensors(
     work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
 ) -> tuple[Layer, ...]:
-    checkpoint = Checkpoint(work.folder.manifest)
+    source = SourceWeights(work.folder)
     layers: list[Layer] = []
     for name, _ in work.config.tensors():
         linear = name.removesuffix(".weight")
         if linear in work.packings:
-            layers.append(_quantize_linear(work, checkpoint, writer, linear, device))
+            layers.append(_quantize_linear(work, source, writer, linear, device))
             progress("quantizing", len(layers), len(work.packings))
         else:
-            writer.write(name, checkpoint.read(name))
+            writer.write(name, source.read(name))
     return tuple(layers)
 
 
@@ -241,20 +239,21 @@ def _write_blocks(
     kept: WorkFolder,
     progress: ReportProgress,
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
-    checkpoint = Checkpoint(work.folder.manifest)
+    source = SourceWeights(work.folder)
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
-            writer.write(name, checkpoint.read(name))
+            writer.write(name, source.read(name))
 
     def sink(solved: Solved) -> None:
         for linear, quantized in solved.linears.items():
-            _write_packed(writer, linear, quantized, work.packings[linear])
+            packing = work.packings[linear]
+            compressed_tensors.write_weight(writer, linear, packing, quantized.codes, quantized.scales)
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
     recipe, dtype = work.recipe, torch_dtype(work.config.dtype)
     solver = Solver(recipe.solver, dtype, recipe.scales, recipe.transform, recipe.tune)
-    model = StreamedModel(work.folder, placement, work.need.at_once)
+    model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
     if not recipe.tune:
         return tuple(quantize_blocks(model, work.packings, solver, shown.windows, sink, kept, progress)), None
     blocks: list[Solved] = []
@@ -266,34 +265,23 @@ def _write_blocks(
 
 
 def _quantize_linear(
-    work: QuantizationPlan, checkpoint: Checkpoint, writer: CheckpointWriter, linear: str, device: torch.device
+    work: QuantizationPlan, source: SourceWeights, writer: CheckpointWriter, linear: str, device: torch.device
 ) -> Layer:
     packing = work.packings[linear]
     grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
-    weight = checkpoint.read(f"{linear}.weight").to(device)
+    weight = source.read(f"{linear}.weight").to(device)
     try:
         solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
         raise error.reworded(f"{linear}.weight: {error.message}") from error
-    _write_packed(writer, linear, solved, packing)
+    compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales)
     return Layer(linear, packing.name, relative_error(weight, solved, grid))
-
-
-def _write_packed(writer: CheckpointWriter, linear: str, solved: Quantized, packing: Packing) -> None:
-    codes = solved.codes.cpu()
-    rows, columns = codes.shape
-    packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)
-    at_once = max(1, _PACK_WEIGHTS // columns)
-    for start in range(0, rows, at_once):
-        packed[start : start + at_once] = pack(codes[start : start + at_once], packing.bits)
-    writer.write(f"{linear}.weight_packed", packed)
-    writer.write(f"{linear}.weight_scale", solved.scales.cpu())
-    writer.write(f"{linear}.weight_shape", torch.tensor([rows, columns]))
 
 
 def _config(work: QuantizationPlan) -> bytes:
     kept = [] if "lm_head" in work.packings else ["lm_head"]
-    values = {**work.folder.raw.values, "quantization_config": write_quantization(work.packings, kept)}
+    values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
+    values["quantization_config"] = compressed_tensors.write_quantization(work.packings, kept)
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 

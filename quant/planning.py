@@ -18,8 +18,9 @@ from mycli.quant.memory import Need, QuantizationWork, choose
 from mycli.quant.mixed_precision import WINDOWS
 from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
+from mycli.quant.source_weights import SourceWeights, source_scheme
+from mycli.runtime.checkpoint.formats.compressed_tensors import planned_tensors
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
@@ -63,6 +64,7 @@ class QuantizationPlan:
     source: Source
     recipe: Recipe
     folder: ModelFolder  # of the source
+    stored: str | None  # the number formats of the source, where it is not dense
     packings: Mapping[str, Packing]
     tensors: tuple[tuple[str, torch.dtype, Shape], ...]  # of the result, in order
     need: Need  # of memory, beyond the program itself
@@ -112,36 +114,28 @@ def plan_quantization(
     package, opened only when the work begins. The memory needed, on a `gpu` or not, is kept below `max_ram` and
     `max_vram` bytes.
 
-    Raises ModelError for a model that is quantized already or does not match its config; UsageError for a recipe that
-    does not fit its shapes; ResourceError for bounds that cannot be kept.
+    Raises ModelError for a model that has fewer than 8 bits already or does not match its config; UsageError for a
+    recipe that does not fit its shapes; ResourceError for bounds that cannot be kept.
     """
     folder = folder or ModelFolder.open(source.folder)
-    if folder.raw.has("quantization_config"):
-        method = folder.raw.object("quantization_config").text("quant_method", "unknown method")
-        raise ModelError(
-            f"{model_card.label(source)} is quantized already ({method})", "quantize the model it was made from"
-        )
+    stored = source_scheme(folder, model_card.label(source))
     config = folder.config
     packings = recipe.packings(config)
-    checkpoint = Checkpoint(folder.checked_manifest())
+    weights = SourceWeights(folder)
     scale_dtype = torch_dtype(config.dtype)
     tensors: list[tuple[str, torch.dtype, Shape]] = []
+    linears = {f"{linear.name}.weight": linear for linear in config.linears() if linear.name in packings}
     for name, shape in config.tensors():
-        linear = name.removesuffix(".weight")
-        packing = packings.get(linear)
-        if packing is None:
-            tensors.append((name, checkpoint.dtype(name), shape))
-            continue
-        rows, columns = shape
-        tensors += [
-            (f"{linear}.weight_packed", torch.int32, (rows, packing.words(columns))),
-            (f"{linear}.weight_scale", scale_dtype, (rows, packing.groups(columns))),
-            (f"{linear}.weight_shape", torch.int64, (2,)),
-        ]
+        linear = linears.get(name)
+        if linear is None:
+            tensors.append((name, weights.dtype(name), shape))
+        else:
+            tensors += planned_tensors(linear, packings[linear.name], scale_dtype)
     work = QuantizationPlan(
         source=source,
         recipe=recipe,
         folder=folder,
+        stored=stored,
         packings=packings,
         tensors=tuple(tensors),
         need=Need(0, 0, 0),

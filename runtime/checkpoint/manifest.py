@@ -4,13 +4,11 @@ Knows names, shapes and places in files; values are `runtime.checkpoint.reader`'
 and follows no path that an index names out of the folder. Does not import torch.
 """
 
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from mycli.runtime.checkpoint.formats import stored_tensors
-from mycli.runtime.checkpoint.formats.compressed_tensors import READABLE
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.safetensors_header import (
     INDEX,
     MAX_HEADER,
@@ -26,17 +24,14 @@ from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NO_PICKLES = "pickles can run code and are never opened; convert it: https://huggingface.co/spaces/safetensors/convert"
 _HARMLESS = ("rotary_emb.inv_freq",)  # computed from the config; old checkpoints store them too
-_TELLING = (
-    ("weight_zero_point", "asymmetric quantization is not supported", READABLE),
-    ("weight_g_idx", "activation order with g_idx is not supported", READABLE),
-    ("qweight", "the GPTQ and AWQ layouts are not supported", READABLE),
-    ("weight_packed", "quantized, but config.json does not say so", "its quantization_config must cover these layers"),
+_TELLING = (  # after what the layouts know
     (".bias", "a bias where config.json has none", "config.json and the weights belong to different models"),
 )
 
@@ -95,15 +90,16 @@ class Manifest:
     def check(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
         """Every tensor that `config` and `packings` promise is there with its exact shape, and no other.
 
-        A quantized linear is `weight_packed`, `weight_scale` and `weight_shape` (docs/format.md). Besides these, stored
+        What stands in place of a packed weight, and what it may hold beside it, the layout says. Besides these, stored
         rotary frequencies and the `lm_head.weight` of a tied head pass. Raises ModelError naming the first tensors at
-        fault. Reads the few bytes of each `weight_shape`, no weights.
+        fault. Reads what the layouts check: a few bytes of each weight at most.
         """
-        dense = dict(config.tensors())
-        expected = {name: (shape, dtypes) for name, shape, dtypes in stored_tensors(config, packings)}
+        promises = formats.stored_tensors(config, packings, self.tensors)
+        expected = {name: (shape, dtypes) for name, shape, dtypes in promises}
         if config.tie_embeddings and "lm_head.weight" in self.tensors:
-            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        unexpected = [name for name in self.tensors if name not in expected and not name.endswith(_HARMLESS)]
+            expected["lm_head.weight"] = ((config.vocab_size, config.hidden_size), STORED_FLOATS)
+        harmless = (*_HARMLESS, *formats.ignored(packings))
+        unexpected = [name for name in self.tensors if name not in expected and not name.endswith(harmless)]
         if unexpected:
             raise _unexpected(unexpected, packings)
         missing = [name for name in expected if name not in self.tensors]
@@ -112,32 +108,31 @@ class Manifest:
         for name, (shape, dtypes) in expected.items():
             entry = self.tensors[name]
             if entry.shape != shape:
-                raise _misshapen(entry, shape, dense)
+                raise _misshapen(entry, shape)
             if entry.dtype not in dtypes:
                 raise damaged(f"{entry.file}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}")
         self._check_fused(config, packings)
-        for name in packings:
-            self._check_stored_shape(self.tensors[f"{name}.weight_shape"], dense[f"{name}.weight"])
+        for linear in formats.quantizable(config):
+            if (packing := packings.get(linear.name)) is not None:
+                formats.load(packing.layout).check(linear, packing, self)
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a small tensor, as they are stored."""
+        entry = self.tensors[name]
+        return self.files[entry.file].read(entry.nbytes, entry.offset)
 
     def _check_fused(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
-        """Linears that share an input become one product, so their weights (or scales) must be of one dtype."""
+        """Dense linears that share an input become one product, so their weights must be of one dtype."""
         for layer in range(config.layers):
             for linears in config.block_linears(layer).values():
-                names = [f"{x.name}.{'weight_scale' if x.name in packings else 'weight'}" for x in linears]
-                first, *others = (self.tensors[name] for name in names)
-                for other in others:
+                names = [f"{linear.name}.weight" for linear in linears if linear.name not in packings]
+                for other in (self.tensors[name] for name in names[1:]):
+                    first = self.tensors[names[0]]
                     if other.dtype != first.dtype:
                         raise ModelError(
                             f"{other.file}: {other.name} is {other.dtype}, but {first.name} is {first.dtype}",
                             "layers that share their input must be stored in one dtype",
                         )
-
-    def _check_stored_shape(self, entry: TensorEntry, shape: Shape) -> None:
-        """A `weight_shape` holds [out_features, in_features]; the packed width alone cannot tell in_features."""
-        data = self.files[entry.file].read(entry.nbytes, entry.offset)
-        stored = struct.unpack("<2q" if entry.dtype == "I64" else "<2i", data)
-        if stored != shape:
-            raise damaged(f"{entry.file}: {entry.name} holds {list(stored)}, expected {list(shape)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -207,7 +202,7 @@ def _unexpected(names: Sequence[str], packings: Mapping[str, Packing]) -> ModelE
         return ModelError(
             f"{_listed(dense)}: not quantized, but quantization_config covers it", "list it in its ignore"
         )
-    for suffix, problem, hint in _TELLING:
+    for suffix, problem, hint in (*formats.telling(packings), *_TELLING):
         telling = [name for name in names if name.endswith(suffix)]
         if telling:
             return ModelError(f"{_listed(telling)}: {problem}", hint)
@@ -221,13 +216,9 @@ def _missing(names: Sequence[str]) -> ModelError:
     return damaged(problem)
 
 
-def _misshapen(entry: TensorEntry, shape: Shape, dense: Mapping[str, Shape]) -> ModelError:
+def _misshapen(entry: TensorEntry, shape: Shape) -> ModelError:
     hint = "config.json and the weights belong to different models, or the file is damaged"
     if entry.name in ("model.embed_tokens.weight", "lm_head.weight") and entry.shape[1:] == shape[1:]:
         # Rows beyond the tokenizer's ids are padding and legal; rows beyond vocab_size are a contradiction.
         hint = f"vocab_size must be the number of rows, {entry.shape[0]}, of which the tokenizer may use fewer"
-    if entry.name.endswith(".weight_packed"):
-        columns = dense[entry.name.removesuffix("_packed")][1]
-        if len(entry.shape) == 2 and entry.shape[1] == -(-columns // 10):
-            hint = "compressed-tensors before 0.18 packed 3 bits in another way; quantize the model again"
     return ModelError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(shape)}", hint)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mycli.runtime.checkpoint.formats import read_quantization
+from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
 from mycli.runtime.quantization.scheme import Packing
@@ -20,11 +21,16 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """`raw` is config.json as it stands."""
+    """`raw` is config.json as it stands.
+
+    `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is.
+    """
 
     path: Path
     raw: Fields
     config: ModelConfig
+    headers: Headers | None = None
+    bare: bool = False
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
@@ -32,14 +38,21 @@ class ModelFolder:
         return cls.of(read_object(path / "config.json"), path)
 
     @classmethod
-    def of(cls, raw: Fields, path: Path = Path()) -> "ModelFolder":
+    def of(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
         """Of a config.json that is read already; without a folder, no more than that can be asked for."""
-        return cls(path, raw, parse_config(raw))
+        return cls(path or Path(), raw, parse_config(raw), bare=path is None)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:
         """Which linears are quantized, and how, by their names. Raises ModelError for a format that is not read."""
-        return read_quantization(self.raw, [linear.name for linear in self.config.linears()])
+        return read_quantization(self.raw, self.config, self._headers())
+
+    def _headers(self) -> Headers | None:
+        """Of the tensors, where they may decide what is quantized and are there."""
+        if self.headers is not None or self.bare or not described(self.raw):
+            return self.headers
+        present = any((self.path / name).exists() for name in (SINGLE, INDEX))
+        return self.manifest.tensors if present else None
 
     @cached_property
     def manifest(self) -> Manifest:

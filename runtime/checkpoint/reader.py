@@ -22,6 +22,13 @@ from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.files import disk_errors
 
+# Floating-point types of a byte: the bits without the sign, and the largest of them that is a finite number.
+_LARGEST_BYTE = {
+    torch.float8_e4m3fn: (0x7F, 0x7E),
+    torch.float8_e5m2: (0x7F, 0x7B),
+    torch.float8_e8m0fnu: (0xFF, 0xFE),
+}
+
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
@@ -31,6 +38,12 @@ def _bytes(tensor: Tensor) -> memoryview:
 def check_finite(tensor: Tensor, name: str, code: str) -> None:
     """Raises ModelError with the count, and `code`, if a floating-point tensor holds NaN or infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if tensor.dtype in _LARGEST_BYTE:  # of which torch finds no extremes
+        mask, largest = _LARGEST_BYTE[tensor.dtype]
+        bad = int(((tensor.view(torch.uint8) & mask) > largest).sum())
+        if bad:
+            raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", code=code)
         return
     # One pass without a copy: the extremes are NaN or infinite if any value is. Counting takes ten times as long.
     low, high = torch.aminmax(tensor)
@@ -80,8 +93,12 @@ class Checkpoint:
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
         if entry.nbytes:
             self.manifest.files[entry.file].read_into(_bytes(out), entry.offset)
+        self.check(out, f"{entry.file}: {name}")
+
+    def check(self, tensor: Tensor, name: str) -> None:
+        """Raises ModelError for NaN or infinity in what was made of stored tensors, unless they are allowed."""
         if not self._allow_nonfinite:
-            check_finite(out, f"{entry.file}: {name}", code="allow-nonfinite")
+            check_finite(tensor, name, code="allow-nonfinite")
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor in pieces, uninterpreted; each is valid until the next."""

@@ -5,7 +5,7 @@ Reads configuration files and the headers of the weights, from a folder or, by r
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -88,7 +88,8 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
                     start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
                 tensors.update(parse_header(start[:length], file.size, file.name))
         source = Source(model, folder, job.repo, job.commit)
-        return _gather(source, ModelFolder.open(folder), tensors, list(job.warnings), remote=True)
+        opened = replace(ModelFolder.open(folder), headers=tensors)
+        return _gather(source, opened, tensors, list(job.warnings), remote=True)
 
 
 def _gather(

@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
-from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
 
 class DequantizeMatmul:
-    """A weight as on disk; a dense copy lives only during a call."""
+    """A weight as on disk; dense rows of it live only during a call, `packed_weight.PART` weights at a time."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = weight
@@ -18,11 +18,14 @@ class DequantizeMatmul:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._weight.packed.nbytes + self._weight.scales.nbytes
+        return self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] to [rows, N] in the dtype of x."""
-        return functional.linear(x, dequantize(self._weight).to(x.dtype))
+        y = x.new_empty(x.shape[0], self._weight.out_features)
+        for rows, values in dequantize_rows(self._weight):
+            y[:, rows] = functional.linear(x, values.to(x.dtype))
+        return y
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""

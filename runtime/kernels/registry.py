@@ -7,7 +7,7 @@ for a few tokens on a GPU, are `runtime.engine.decode_step`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from mycli.runtime.kernels.cpu.attention import attend_few
 from mycli.runtime.kernels.cpu.elementwise import rms_norm_few, rotate_few, silu_multiply_few
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few
 from mycli.runtime.kernels.triton.linear import TritonKernel
-from mycli.runtime.quantization.packed_weight import Kernel
+from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
 _P = ParamSpec("_P")
@@ -81,3 +81,33 @@ def select_kernel(
         f"no kernel multiplies {packing.name} weights [{out_features}, {in_features}] by {dtype} on {device}",
         "; ".join(reasons),
     )
+
+
+class _PermutedMatmul:
+    """A product whose columns are stored in another order than its inputs: the inputs are gathered first."""
+
+    def __init__(self, matmul: Matmul, inputs: Tensor) -> None:
+        self._matmul, self._inputs = matmul, inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._matmul.nbytes + self._inputs.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] to [rows, N]."""
+        return self._matmul(x.index_select(1, self._inputs))
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K], columns in the order of the inputs."""
+        stored = self._matmul.dequantize()
+        return torch.empty_like(stored).index_copy_(1, self._inputs.long(), stored)
+
+
+def prepare_product(weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+    """`weight` in the layout of the first kernel that takes it, for activations of `dtype`. Raises ModelError."""
+    kernel = select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, dtype)
+    if weight.inputs is None:
+        return kernel.prepare(weight, dtype)
+    packing = replace(weight.packing, permuted=False)
+    return _PermutedMatmul(kernel.prepare(replace(weight, packing=packing, inputs=None), dtype), weight.inputs)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.registry import DENSE_PRODUCT, select_kernel
+from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
@@ -69,16 +69,19 @@ class Linear(nn.Module):
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Read the weights; neighbours of one packing become one product."""
+        """Read the weights; neighbours of one packing become one product, unless their columns have an order."""
+
+        def product(spec: LinearSpec) -> tuple[Packing | None, str]:
+            packing = packings.get(spec.name)
+            return packing, spec.name if packing is not None and packing.permuted else ""
+
         matmuls: list[Matmul] = []
-        for packing, run in groupby(self.specs, key=lambda spec: packings.get(spec.name)):
+        for (packing, _), run in groupby(self.specs, key=product):
             linears = list(run)
             if packing is None:
                 matmuls.append(DenseMatmul(_read_dense(checkpoint, linears, device, dtype)))
                 continue
-            weight = formats.load(packing.layout).read_weight(checkpoint, linears, packing, device)
-            kernel = select_kernel(packing, weight.out_features, self.in_features, device, dtype)
-            matmuls.append(kernel.prepare(weight, dtype))
+            matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype))
         self._matmuls = tuple(matmuls)
         if self.specs[0].bias:
             self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)

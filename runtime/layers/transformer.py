@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import cpu
 from mycli.runtime.layers.batch import Batch
@@ -21,6 +22,7 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
@@ -46,7 +48,8 @@ class Transformer(nn.Module):
         """
 
         def read_embedding() -> None:
-            self.embedding = checkpoint.read("model.embed_tokens.weight").to(device, dtype)
+            table = LinearSpec(formats.EMBEDDING, self.config.vocab_size, self.config.hidden_size)
+            self.embedding = formats.read_dense(checkpoint, table, packings, torch.device("cpu")).to(device, dtype)
 
         first, *others = self.layers()
         loads: list[Callable[[], None]] = [read_embedding]

@@ -2,29 +2,34 @@
 
 A row of K codes u in [0, 2^bits) is one contiguous stream of bits, least significant first, in little-endian 32-bit
 words: code i takes bits [i*bits, i*bits + bits) of the row, so 3-bit codes cross word borders (32 codes are exactly 3
-words). The weight is w = (u - 2^(bits-1)) * s, computed in the dtype of the scales; s may be negative. The whole format
-is in docs/format.md.
+words). The weight is w = value(u) * s + offset: value(u) is u - 2^(bits-1), or the entry u of a table; s may be
+negative. Every layout of other people's checkpoints becomes this without a change of its weights. Ours is described in
+docs/format.md.
 
 Everything here is plain torch on any device, and slow: kernels are measured against it. It does not know which runs.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.quantization.codes import code_values
 from mycli.runtime.quantization.scheme import Packing
 
 _BLOCK = 32  # codes; always a whole number of words
+PART = 1 << 22  # weights that `dequantize_rows` makes at a time
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """Quantized weights as on disk; N output rows may stack several linears that share an input and a packing.
 
-    packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], in the model's dtype; offsets: fp32
-    of the scales' shape where `packing.offsets`, else None.
+    packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], of any floating-point dtype; offsets:
+    fp32 of the scales' shape where `packing.offsets`, else None; inputs: int32 [K] where `packing.permuted`, else None:
+    column j multiplies input inputs[j].
     """
 
     packed: Tensor
@@ -32,6 +37,13 @@ class PackedWeight:
     packing: Packing
     in_features: int
     offsets: Tensor | None = None
+    inputs: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        tensors = (self.packed, self.scales, self.offsets, self.inputs)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def out_features(self) -> int:
@@ -84,6 +96,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, K], each below 2^bits, to int32 [N, ceil(K * bits / 32)]."""
     rows, columns = codes.shape
     padded = -columns % _BLOCK
+    if 8 % bits == 0:  # a byte holds whole codes, which is several times faster
+        parts = torch.nn.functional.pad(codes, (0, padded)).view(rows, -1, 8 // bits)
+        packed = parts[:, :, 0].clone()
+        for index in range(1, 8 // bits):
+            packed |= parts[:, :, index] << index * bits
+        return packed.view(torch.int32)[:, : (columns * bits + 31) // 32].contiguous()
     blocks = torch.nn.functional.pad(codes, (0, padded)).view(rows, -1, _BLOCK)
     # One word more than needed catches the high bits of a code that ends exactly at the border: always zero.
     words = codes.new_zeros((rows, blocks.shape[1], bits + 1), dtype=torch.int64)
@@ -99,6 +117,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """The inverse of `pack`: int32 [N, words] to uint8 [N, in_features]."""
     rows, words = packed.shape
+    if 8 % bits == 0:
+        stored = packed.contiguous().view(torch.uint8)
+        parts = [stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=-1).view(rows, -1)[:, :in_features].contiguous()
     blocks = -(-in_features // _BLOCK)
     padded = torch.nn.functional.pad(packed, (0, blocks * bits - words)).view(rows, blocks, bits)
     codes = packed.new_empty((rows, blocks, _BLOCK), dtype=torch.uint8)
@@ -113,15 +135,31 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
-    """The weights [N, K] in the dtype of the scales.
+    """The weights [N, K] in the dtype of the scales, columns in the order of the inputs.
 
-    Each operation is rounded in that dtype; with offsets, in fp32 and the sum once more.
+    Symmetric integers: the product, rounded in that dtype. With offsets or a table: in fp32, rounded once.
     """
-    bits, k, dtype = weight.packing.bits, weight.in_features, weight.scales.dtype
-    scales = weight.scales if weight.offsets is None else weight.scales.float()
-    codes = unpack(weight.packed, bits, k).to(scales.dtype) - (1 << (bits - 1))
-    groups = weight.packing.groups(k)
-    values = codes.view(-1, groups, k // groups) * scales.unsqueeze(-1)
+    packing, k, dtype = weight.packing, weight.in_features, weight.scales.dtype
+    exact = packing.codes == "int" and weight.offsets is None
+    scales = weight.scales if exact else weight.scales.float()
+    values = code_values(unpack(weight.packed, packing.bits, k), packing, scales.dtype)
+    groups = packing.groups(k)
+    values = values.view(-1, groups, k // groups) * scales.unsqueeze(-1)
     if weight.offsets is not None:
         values = values + weight.offsets.unsqueeze(-1)
-    return values.view(-1, k).to(dtype)
+    values = values.view(-1, k).to(dtype)
+    if weight.inputs is None:
+        return values
+    ordered = torch.empty_like(values)
+    ordered[:, weight.inputs.long()] = values
+    return ordered
+
+
+def dequantize_rows(weight: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """`dequantize` in pieces of about `PART` weights: which rows, and their values."""
+    step = max(1, PART // weight.in_features)
+    for start in range(0, weight.out_features, step):
+        rows = slice(start, start + step)
+        offsets = None if weight.offsets is None else weight.offsets[rows]
+        part = replace(weight, packed=weight.packed[rows], scales=weight.scales[rows], offsets=offsets)
+        yield rows, dequantize(part)

@@ -1,29 +1,47 @@
 """A number format of weights: bits, groups and scales, its sizes and its name.
 
-Knows sizes, not bits: the codes themselves are in `runtime.quantization.packed_weight`, and how a folder describes and
-stores them in `runtime.checkpoint.formats`. Does not import torch.
+Knows sizes, not bits: the codes themselves are in `runtime.quantization.packed_weight`, what they stand for in
+`runtime.quantization.codes`, and how a folder describes and stores them in `runtime.checkpoint.formats`. Does not
+import torch.
 """
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
-BITS = (8, 4, 3, 2)
+BITS = (8, 4, 3, 2)  # that quantizing writes; 5, 6 and 7 are read
 GROUP_SIZES = (32, 64, 128)
+# What a code stands for: a signed integer, or an entry of a table: of 8-bit floats, of E2M1 (the FP4 of OCP's MX and of
+# NVIDIA), of QLoRA's NF4, of bitsandbytes' FP4.
+Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
+_OFFSET_BYTES, _INDEX_BYTES = 4, 4
 
 
 @dataclass(frozen=True)
 class Packing:
-    """An integer grid of `bits` bits with one signed scale per `group_size` inputs (None: per output row).
+    """Codes of `bits` bits with one signed scale per `group_size` inputs (None: per output row); see `PackedWeight`.
 
-    Symmetric, or with an offset beside each scale; see `PackedWeight`.
+    `codes`: what they stand for; `offsets`: an offset beside each scale; `permuted`: the columns are stored sorted by
+    group, with the input that each of them takes. `scale_dtype` of the scales in memory; None: the model's.
     """
 
     bits: int
     group_size: int | None
     layout: str = "compressed_tensors"  # which of `checkpoint.formats` its tensors lie in
     offsets: bool = False
+    codes: Codes = "int"
+    scale_dtype: Dtype | None = None
+    permuted: bool = False
+    dialect: tuple[str | int, ...] = ()  # what else its layout has to know; nobody else reads it
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one that quantizing writes, which every kernel takes."""
+        group = self.group_size is None or self.group_size in GROUP_SIZES
+        return self.codes == "int" and self.bits in BITS and group and not self.offsets
 
     def groups(self, in_features: int) -> int:
         """Scales per output row. Raises ModelError where the group size does not divide `in_features`."""
@@ -37,18 +55,22 @@ class Packing:
         return in_features // self.group_size
 
     def words(self, in_features: int) -> int:
-        """int32 words per output row of `weight_packed`."""
+        """int32 words per output row of codes."""
         return (in_features * self.bits + 31) // 32
 
     def bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        """Bytes of `weight_packed` and `weight_scale` together, without the 16 of `weight_shape`."""
-        return out_features * (4 * self.words(in_features) + scale_bytes * self.groups(in_features))
+        """Bytes of a weight in memory: words, scales of `scale_bytes` unless their dtype is known, offsets, order."""
+        scale = scale_bytes if self.scale_dtype is None else BY_NAME[self.scale_dtype].nbytes
+        group = scale + (_OFFSET_BYTES if self.offsets else 0)
+        order = _INDEX_BYTES * in_features if self.permuted else 0
+        return out_features * (4 * self.words(in_features) + group * self.groups(in_features)) + order
 
     @property
     def name(self) -> str:
-        """As in model names: int4-g128, int8-channel."""
+        """As in model names: int4-g128, int8-channel; of what others write also int4-g64-offset, e4m3-g128, nf4-g64."""
+        kind = f"int{self.bits}" if self.codes == "int" else self.codes
         group = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"int{self.bits}-{group}" + ("-offset" if self.offsets else "")
+        return f"{kind}-{group}" + ("-offset" if self.offsets else "") + ("-permuted" if self.permuted else "")
 
 
 def parse_packing(name: str) -> Packing:

@@ -100,7 +100,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "A10-unknown": (_one(dtype="F99"), "a has dtype 'F99'"),
     "A10-F4": (_one(dtype="F4"), "a has dtype 'F4'"),
-    "A10-F8": (_one(dtype="F8_E4M3", shape=[8]), "a has dtype 'F8_E4M3'"),
+    "A10-F8": (_one(dtype="F8_E3M4", shape=[8]), "a has dtype 'F8_E3M4'"),
     "A10-complex": (_one(dtype="C64", shape=[1]), "a has dtype 'C64'"),
     "A10-list": (_one(dtype=["F32"]), "has dtype"),
     "A11-duplicate-name": (lambda: raw(f"{{{_A},{_A}}}".encode(), bytes(8)), "duplicate key 'a'"),

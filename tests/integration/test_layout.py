@@ -31,7 +31,13 @@ SHARED_NAMES = {
     "layer",  # of a family that declares its own
     "names",  # of a registry: formats, solvers, transforms
     "load",
-    "read_quantization",  # of a layout
+    "read_quantization",  # of a layout, and what follows
+    "READABLE",
+    "IGNORED",
+    "TELLING",
+    "tensors",
+    "check",
+    "read_linear",
     "solve",  # of a solver
     "NEEDS_HESSIAN",
     "handler",  # of a helper process

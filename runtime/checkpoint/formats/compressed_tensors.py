@@ -1,135 +1,167 @@
-"""compressed-tensors, the `pack-quantized` dialect of docs/format.md: what config.json says, and the tensors it
-promises.
+"""compressed-tensors, read and written: what config.json says, and the tensors it promises.
 
-A linear is `weight_packed`, `weight_scale` and `weight_shape` in place of its weight. Knows names, shapes and the
-`quantization_config`; the codes in the words are `runtime.quantization.packed_weight`'s. Imports torch only to read.
+Read are pack-quantized (docs/format.md says how; symmetric or not, `weight_g_idx` and the 3-bit words of before 0.18
+too), int-quantized, float-quantized, nvfp4-pack, mxfp4-pack and mxfp8; written is symmetric pack-quantized. What
+activations were to be rounded to does not change the weights and is not done. Knows names, shapes and the
+`quantization_config`; the codes in the words are `runtime.quantization`'s. Imports torch only to read or write.
 """
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from mycli.runtime.errors import ModelError
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.checkpoint.formats import Headers, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats._compressed_weights import (
+    FLOAT,
+    INT,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PACK,
+    Dialect,
+    check,
+    planned_tensors,
+    read_linear,
+    tensors,
+    write_weight,
+)
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.json_fields import Fields
 
-if TYPE_CHECKING:
-    import torch
+# What the layout offers, the tensors' part of it from the file beside this one.
+__all__ = [
+    "IGNORED",
+    "READABLE",
+    "TELLING",
+    "check",
+    "planned_tensors",
+    "read_linear",
+    "read_quantization",
+    "tensors",
+    "write_quantization",
+    "write_weight",
+]
 
-    from mycli.runtime.checkpoint.reader import Checkpoint
-    from mycli.runtime.quantization.packed_weight import PackedWeight
-
-READABLE = "readable: compressed-tensors pack-quantized, symmetric, 2/3/4/8 bits, groups of 32/64/128 or per channel"
-
-
-def tensors(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, Shape, Collection[str]]]:
-    """Name, shape and allowed dtypes of the three tensors of a packed linear."""
-    rows, columns = linear.out_features, linear.in_features
-    yield f"{linear.name}.weight_packed", (rows, packing.words(columns)), ("I32",)
-    yield f"{linear.name}.weight_scale", (rows, packing.groups(columns)), STORED_FLOATS
-    yield f"{linear.name}.weight_shape", (2,), ("I64", "I32")
-
-
-def read_weight(
-    checkpoint: "Checkpoint", linears: Sequence[LinearSpec], packing: Packing, device: "torch.device"
-) -> "PackedWeight":
-    """The packed weights of linears that share an input, stacked; scales keep their dtype. Raises what reading does."""
-    import torch
-
-    from mycli.runtime.quantization.packed_weight import PackedWeight
-    from mycli.runtime.utils.huge_pages import huge_empty
-
-    rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features
-    packed = huge_empty((rows, packing.words(columns)), torch.int32)
-    scales = torch.empty(rows, packing.groups(columns), dtype=checkpoint.dtype(f"{linears[0].name}.weight_scale"))
-    start = 0
-    for linear in linears:
-        end = start + linear.out_features
-        checkpoint.read_into(f"{linear.name}.weight_packed", packed[start:end])
-        checkpoint.read_into(f"{linear.name}.weight_scale", scales[start:end])
-        start = end
-    return PackedWeight(packed.to(device), scales.to(device), packing, columns)
+_DIALECTS = (PACK, INT, FLOAT, NVFP4, MXFP4, MXFP8)
+# Strategies of each dialect; the float ones of 4 bits have one group size each.
+_STRATEGIES = {
+    PACK: ("group", "channel"),
+    INT: ("tensor", "channel", "group"),
+    FLOAT: ("tensor", "channel", "group", "block"),
+    NVFP4: ("tensor_group",),
+    MXFP4: ("group",),
+    MXFP8: ("group",),
+}
+_GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
+READABLE = f"compressed-tensors of {', '.join(_DIALECTS)}, 2 to 8 bits"
+# Of activations and of the cache, which are not quantized here.
+IGNORED = (".input_scale", ".input_zero_point", ".input_global_scale", ".k_scale", ".v_scale")
+TELLING = (
+    ("weight_zero_point", "zero points, but config.json calls the weights symmetric", "it must say symmetric: false"),
+    ("weight_g_idx", "an order of inputs that config.json does not tell", "actorder must be group"),
+    ("weight_packed", "quantized, but config.json does not say so", "its quantization_config must cover these layers"),
+)
 
 
-def _read_weights(weights: Fields) -> Packing:
-    bits = weights.integer("num_bits", high=16)
-    strategy = weights.text("strategy", "tensor")
+def _dialect(section: Fields, group: Fields, weights: Fields) -> str:
+    """The format of a group of linears: its own, that of the section, or by the type of the weights."""
+    stated = group.text("format", "") or section.text("format", PACK)
+    if stated in ("naive-quantized", "mixed-precision"):
+        stated = FLOAT if weights.text("type", "int") == "float" else INT
+    if stated not in _DIALECTS:
+        where = group if group.has("format") else section
+        raise where.fail("format", f"{stated!r} is not supported", f"readable: {READABLE}")
+    return stated
+
+
+def _check_weights(weights: Fields, dialect: str, bits: int, strategy: str) -> None:
+    """Raises ModelError for an option that would be another arithmetic."""
+    floating, four = dialect not in (PACK, INT), dialect in (NVFP4, MXFP4)
+    widths = ((4,) if four else (8,)) if floating else range(2, 9)
+    orders = ("weight", "static", "group", "dynamic", True, False, None)
     expected = (
-        (weights.text("type", "int") == "int", "type"),
-        (bits in BITS, "num_bits"),
-        (weights.boolean("symmetric", True), "symmetric"),
-        (strategy in ("group", "channel"), "strategy"),
+        (weights.text("type", "int") == ("float" if floating else "int"), "type"),
+        (bits in widths, "num_bits"),
+        (weights.boolean("symmetric", True) or not floating, "symmetric"),
+        (strategy in _STRATEGIES[dialect], "strategy"),
         (not weights.boolean("dynamic", False), "dynamic"),
-        (weights.values.get("actorder") in (None, "weight", "static", False), "actorder"),
-        (not weights.has("block_structure"), "block_structure"),
+        (weights.values.get("actorder") in orders, "actorder"),
+        (strategy == "block" or not weights.has("block_structure"), "block_structure"),
     )
     for good, key in expected:
         if not good:
-            raise weights.fail(key, f"= {weights.values.get(key)!r:.40} is not supported", READABLE)
-    size = weights.integer("group_size", -1, low=-1, high=1 << 20)
-    if strategy == "channel" or size == -1:
-        return Packing(bits, None)
-    if size not in GROUP_SIZES:
-        raise weights.fail("group_size", f"= {size} is not supported", READABLE)
-    return Packing(bits, size)
+            raise weights.fail(key, f"= {weights.values.get(key)!r:.40} is not supported", f"readable: {READABLE}")
 
 
-def _matches(name: str, pattern: str) -> bool:
-    if not pattern.startswith("re:"):
-        return pattern == name
-    body = pattern[3:]
-    # A regex from a stranger's file may take forever: no quantifier may follow a group or another quantifier.
-    if len(body) > 200 or not re.fullmatch(r"[\w.\\^$*|()\[\]\-+?]*", body) or re.search(r"[*+?)][*+]", body):
-        raise ModelError(f"config.json: quantization_config: target {pattern[:80]!r} is too complex", READABLE)
-    try:
-        return re.match(body, name) is not None
-    except re.error:
-        raise ModelError(f"config.json: quantization_config: {pattern[:80]!r} is no regex", READABLE) from None
+def _packing(section: Fields, group: Fields) -> Packing:
+    """The packing of one config group, as far as config.json tells it."""
+    weights = group.object("weights")
+    dialect = _dialect(section, group, weights)
+    bits, size = weights.integer("num_bits", 8, high=16), weights.integer("group_size", -1, low=-1, high=1 << 20)
+    unsaid = ("tensor_group" if dialect == NVFP4 else "group") if size > 0 else "tensor"
+    strategy = weights.text("strategy", "channel" if weights.values.get("group_size") == -1 else unsaid)
+    _check_weights(weights, dialect, bits, strategy)
+    if size == 0 or _GROUPS.get(dialect, size) != size:
+        raise weights.fail("group_size", f"= {size} is not supported", f"readable: {READABLE}")
+    block: tuple[int, ...] = ()
+    if strategy == "block":
+        block = tuple(weights.array("block_structure", int))
+        if len(block) != 2 or not all(0 < side <= 1 << 20 for side in block):
+            raise weights.fail("block_structure", "must be two sizes")
+    codes: Codes = "int" if dialect in (PACK, INT) else "e4m3" if bits == 8 else "e2m1"
+    grouped = strategy in ("group", "tensor_group") and size != -1
+    # int-quantized spends a byte on every code, whatever the grid.
+    return Packing(
+        8 if dialect == INT else bits,
+        size if grouped else None,
+        offsets=not weights.boolean("symmetric", True),
+        codes=codes,
+        permuted=grouped and weights.values.get("actorder") in ("group", "dynamic", True),
+        dialect=() if dialect == PACK else (dialect, strategy, *block),
+    )
 
 
-_NO_MATCH = 3
+def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: Headers | None) -> Packing:
+    """The packing of one linear: blocks become groups of its inputs, scales have the dtype that they are stored in."""
+    dialect = Dialect.of(packing)
+    dtype = _parts.scale_dtype(headers, f"{linear.name}.weight_scale", config.dtype)
+    if dialect.name in (MXFP4, MXFP8):
+        dtype = _parts.unless(config.dtype, "bfloat16")
+    elif dialect.name == NVFP4:
+        dtype = _parts.unless(config.dtype, "float32")
+    size = packing.group_size
+    if dialect.block is not None and linear.in_features > dialect.block[1]:
+        size = math.gcd(linear.in_features, dialect.block[1])
+    return replace(packing, scale_dtype=dtype, group_size=size)
 
 
-def _rank(name: str, target: str) -> int:
-    if target == "Linear":
-        return 2
-    if not _matches(name, target):
-        return _NO_MATCH
-    return 1 if target.startswith("re:") else 0
-
-
-def read_quantization(section: Fields, linears: Iterable[str]) -> dict[str, Packing]:
-    """The packing of each quantized linear among `linears` (exact module names, `lm_head` included).
+def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
+    """The packing of each quantized linear (exact module names, `lm_head` included).
 
     An exact name wins over a regex, a regex over the class "Linear"; nothing covers what `ignore` lists. Raises
     ModelError naming any option not read.
     """
-    layout = section.text("format", "pack-quantized")
-    if layout != "pack-quantized":
-        raise section.fail("format", f"{layout!r} is not supported", READABLE)
-    if section.has("kv_cache_scheme"):
-        raise section.fail("kv_cache_scheme", "is not supported", READABLE)
+    for key in ("sparsity_config", "transform_config"):
+        if section.has(key) and section.object(key).values:
+            raise section.fail(key, "is not supported", f"readable: {READABLE}")
     groups: list[tuple[list[str], Packing]] = []
     for name in section.object("config_groups").values:
         group = section.object("config_groups").object(name)
-        if group.has("input_activations") or group.has("output_activations"):
-            raise group.fail("input_activations", "are not supported: only weights may be quantized", READABLE)
-        if group.has("format") and group.text("format") != "pack-quantized":
-            raise group.fail("format", f"{group.text('format')!r} is not supported", READABLE)
-        groups.append((group.array("targets", str), _read_weights(group.object("weights"))))
+        groups.append((group.array("targets", str), _packing(section, group)))
     if not groups:
-        raise section.fail("config_groups", "is empty", READABLE)
+        raise section.fail("config_groups", "is empty", f"readable: {READABLE}")
     ignore = section.array("ignore", str)
     result: dict[str, Packing] = {}
-    for linear in linears:
-        if any(_matches(linear, pattern) for pattern in ignore):
+    for linear in quantizable(config)[:-1]:
+        if any(_targets.matches(linear.name, pattern) for pattern in ignore):
             continue
-        ranked = (min((_rank(linear, target) for target in targets), default=_NO_MATCH) for targets, _ in groups)
+        ranked = (_targets.rank(linear.name, targets) for targets, _ in groups)
         rank, index = min((rank, index) for index, rank in enumerate(ranked))
-        if rank < _NO_MATCH:
-            result[linear] = groups[index][1]
+        if rank < _targets.NO_MATCH:
+            result[linear.name] = _fitted(groups[index][1], linear, config, headers)
     return result
 
 

@@ -120,7 +120,7 @@ class CpuKernel:
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
-        if packing.offsets:
+        if not packing.plain:
             return f"does not take {packing.name}"
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
         library = build.native()
@@ -167,7 +167,7 @@ class TorchInt4Kernel:
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Takes 4 bits in groups, for outputs in multiples of 16."""
-        if packing.bits != 4 or packing.group_size is None or packing.offsets:
+        if packing.bits != 4 or packing.group_size is None or not packing.plain:
             return f"takes int4 in groups, not {packing.name}"
         if out_features % _ROWS:
             return f"{out_features} outputs are no multiple of {_ROWS}"

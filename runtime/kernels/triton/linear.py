@@ -18,7 +18,7 @@ from mycli.runtime.kernels.triton import tiles as triton_tiles
 from mycli.runtime.kernels.triton.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, repack, repack_scales, tile_k
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from mycli.runtime.quantization.scheme import Packing
 
 if TYPE_CHECKING:
     from mycli.runtime.kernels.triton.activation import Operand
@@ -279,7 +279,7 @@ class TritonKernel:
             return "the package triton is not installed"
         if dtype not in _ACTIVATIONS:
             return f"takes bf16 or fp16 activations, not {dtype}"
-        if packing.bits not in BITS or packing.group_size not in (None, *GROUP_SIZES) or packing.offsets:
+        if not packing.plain:
             return f"does not take {packing.name}"
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):

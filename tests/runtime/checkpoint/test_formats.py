@@ -9,14 +9,29 @@ from compressed_tensors.quantization import QuantizationConfig
 from mycli.runtime.checkpoint.formats import read_quantization
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 
-NAMES = [f"model.layers.{layer}.mlp.{part}" for layer in range(12) for part in ("up_proj", "down_proj")] + ["lm_head"]
+CONFIG = parse_config(
+    Fields(
+        {
+            "model_type": "llama",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+            "dtype": "bfloat16",
+        },
+        "config.json",
+    )
+)
+NAMES = [linear.name for linear in CONFIG.linears()]
 
 
-def read(section: Any, names: list[str] = NAMES) -> dict[str, Packing]:
-    return read_quantization(Fields({"quantization_config": section}, "config.json"), names)
+def read(section: Any) -> dict[str, Packing]:
+    return read_quantization(Fields({"quantization_config": section}, "config.json"), CONFIG)
 
 
 ONE = {name: Packing(4, 128) for name in NAMES if name != "lm_head"}
@@ -57,7 +72,7 @@ def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
 
 
 def test_no_section_is_no_quantization() -> None:
-    assert read_quantization(Fields({}, "config.json"), NAMES) == {}
+    assert read_quantization(Fields({}, "config.json"), CONFIG) == {}
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -72,18 +87,23 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 WEIGHTS = "config_groups/group_0/weights"
 REFUSED = {
-    "method": ("quant_method", "gptq", "quant_method"),
+    "method": ("quant_method", "aqlm", "quant_method"),
     "format": ("format", "marlin-24", "format"),
-    "kv-cache": ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
-    "bits-5": (f"{WEIGHTS}/num_bits", 5, "num_bits"),
+    "sparse": ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
+    "rotated": ("transform_config", {"config_groups": {"u": {}}}, "transform_config"),
+    "bits-1": (f"{WEIGHTS}/num_bits", 1, "num_bits"),
+    "bits-9": (f"{WEIGHTS}/num_bits", 9, "num_bits"),
     "bits-string": (f"{WEIGHTS}/num_bits", "4", "num_bits"),
     "float": (f"{WEIGHTS}/type", "float", "type"),
-    "asymmetric": (f"{WEIGHTS}/symmetric", False, "symmetric"),
+    "asymmetric-string": (f"{WEIGHTS}/symmetric", "no", "symmetric"),
     "strategy": (f"{WEIGHTS}/strategy", "block", "strategy"),
-    "actorder-group": (f"{WEIGHTS}/actorder", "group", "actorder"),
-    "group-48": (f"{WEIGHTS}/group_size", 48, "group_size"),
-    "activations": ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
-    "group-format": ("config_groups/group_0/format", "float-quantized", "format"),
+    "actorder": (f"{WEIGHTS}/actorder", "random", "actorder"),
+    "actorder-list": (f"{WEIGHTS}/actorder", ["group"], "actorder"),
+    "group-zero": (f"{WEIGHTS}/group_size", 0, "group_size"),
+    "group-huge": (f"{WEIGHTS}/group_size", 1 << 40, "group_size"),
+    "group-format": ("config_groups/group_0/format", "float-quantized", "type"),
+    "weights-list": (WEIGHTS, [4], "weights"),
+    "targets-number": ("config_groups/group_0/targets", [7], "targets"),
     "no-groups": ("config_groups", {}, "config_groups"),
     "catastrophic-regex": ("config_groups/group_0/targets", [r"re:(a+)+$"], "too complex"),
     "regex-not-a-regex": ("config_groups/group_0/targets", ["re:(["], "regex"),

@@ -1,0 +1,123 @@
+"""GPTQ as AutoGPTQ, GPTQModel and AutoRound write it: `qweight` down the inputs, `qzeros` along the outputs, v1 and v2.
+
+v1 ("gptq") stores each zero point less one, v2 ("gptq_v2") as it is. Which linears are quantized, their bits and groups
+the tensors say; with `desc_act` the columns are sorted by `g_idx` once, when they are read. Imports torch only to read.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, quantizable
+from mycli.runtime.checkpoint.safetensors_header import damaged
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.json_fields import Fields
+
+if TYPE_CHECKING:
+    import torch
+
+    from mycli.runtime.checkpoint.manifest import Manifest
+    from mycli.runtime.checkpoint.reader import Checkpoint
+
+READABLE = "GPTQ v1 and v2, 2 to 8 bits, with and without g_idx"
+IGNORED = ()
+TELLING = (("qweight", "a weight of GPTQ or AWQ, but config.json does not say so", "quant_method must name it"),)
+
+
+def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
+    """The packing of each linear that has a `qweight`; of all but the head where the tensors are not known."""
+    version = section.text("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise section.fail("checkpoint_format", f"{version!r} is not supported", f"readable: {READABLE}")
+    if section.text("pack_dtype", "int32") != "int32":
+        raise section.fail("pack_dtype", "must be int32", f"readable: {READABLE}")
+    bits, group = section.integer("bits", low=2, high=8), section.integer("group_size", -1, low=-1, high=1 << 20)
+    symmetric, ordered = section.boolean("sym", True), section.boolean("desc_act", False)
+    result: dict[str, Packing] = {}
+    for linear in quantizable(config):
+        if headers is None and (linear.name == EMBEDDING or _is_kept_head(linear, section)):
+            continue
+        if headers is not None and f"{linear.name}.qweight" not in headers:
+            continue
+        width, size = _found(headers, linear, bits, group if group > 0 else None)
+        indexed = headers is None or f"{linear.name}.g_idx" in headers
+        result[linear.name] = Packing(
+            width,
+            size,
+            layout="gptq",
+            offsets=not symmetric,
+            scale_dtype=_parts.scale_dtype(headers, f"{linear.name}.scales", config.dtype),
+            permuted=ordered and indexed and size is not None,
+            dialect=(version,),
+        )
+    return result
+
+
+def _is_kept_head(linear: LinearSpec, section: Fields) -> bool:
+    return linear.name == "lm_head" and not section.boolean("lm_head", False)
+
+
+def _found(headers: Headers | None, linear: LinearSpec, bits: int, group: int | None) -> tuple[int, int | None]:
+    """Bits and group as the shapes tell them, since rules for single modules may differ; else as given."""
+    columns = linear.in_features
+    words, scales = ((headers or {}).get(f"{linear.name}.{part}") for part in ("qweight", "scales"))
+    if words is not None and words.shape and 32 * words.shape[0] % columns == 0:
+        width = 32 * words.shape[0] // columns
+        bits = width if 2 <= width <= 8 else bits
+    if scales is not None and scales.shape and scales.shape[0] and columns % scales.shape[0] == 0:
+        group = columns // scales.shape[0] if scales.shape[0] > 1 else None
+    return bits, group
+
+
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
+    """`qweight`, `qzeros`, `scales`; `g_idx`, and a bias of zeros that AutoGPTQ gives to linears without one."""
+    rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
+    yield f"{linear.name}.qweight", (packing.words(columns), rows), ("I32",)
+    yield f"{linear.name}.qzeros", (groups, packing.words(rows)), ("I32",)
+    yield f"{linear.name}.scales", (groups, rows), STORED_FLOATS
+    if packing.permuted or f"{linear.name}.g_idx" in headers:
+        yield f"{linear.name}.g_idx", (columns,), ("I32",)
+    if not linear.bias and f"{linear.name}.bias" in headers:
+        yield f"{linear.name}.bias", (rows,), STORED_FLOATS
+
+
+def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
+    """A bias that the model does not have must be zero."""
+    name = f"{linear.name}.bias"
+    if not linear.bias and name in manifest.tensors and any(manifest.content(name)):
+        raise ModelError(
+            f"{manifest.tensors[name].file}: {name} is not zero, but config.json has no such bias",
+            "config.json and the weights belong to different models",
+        )
+
+
+def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
+    """The codes into `out`, rows of outputs as they are multiplied. Raises what reading does."""
+    import torch
+
+    from mycli.runtime.quantization.packed_weight import unpack
+
+    name, columns, bits = linear.name, linear.in_features, packing.bits
+    out.copy_(checkpoint.read(f"{name}.qweight").t())
+    scales = checkpoint.read(f"{name}.scales").t().contiguous()
+    zeros = unpack(checkpoint.read(f"{name}.qzeros"), bits, linear.out_features).t()
+    offsets = None
+    if packing.offsets:
+        stored_less_one = packing.dialect == ("gptq",)
+        offsets = _parts.zero_offsets(scales, zeros.float() + stored_less_one, bits)
+    elif not bool(((zeros == (1 << (bits - 1))) | (zeros == (1 << (bits - 1)) - 1)).all()):
+        raise ModelError(f"{name}.qzeros: not symmetric, though config.json says so", "it must say sym: false")
+    index = f"{name}.g_idx"
+    if index not in checkpoint.manifest.tensors:
+        return Scales(scales, offsets)
+    group, found = packing.group_size or columns, checkpoint.read(index)
+    if not packing.permuted:
+        if not torch.equal(found, torch.arange(columns, dtype=torch.int32) // group):
+            raise damaged(f"{index}: inputs are not in order, though config.json says desc_act: false")
+        return Scales(scales, offsets)
+    inputs = _parts.column_order(found, group, index)
+    out.copy_(_parts.sort_columns(out, bits, columns, inputs))
+    return Scales(scales, offsets, inputs)

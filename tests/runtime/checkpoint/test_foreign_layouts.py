@@ -1,0 +1,199 @@
+"""Other people's layouts: what their makers wrote is read to the same weights, bit for bit.
+
+The files of `tests/support/foreign_layouts.py` were written, and read, by the makers' own libraries; compressed-tensors
+is at hand and asked now.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mycli.runtime.checkpoint import formats
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.models.config import parse_config
+from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.foreign_layouts import COLUMNS, LINEAR, ROWS, Case, digest, integers, stored, weights
+
+CPU = torch.device("cpu")
+
+
+def opened(folder: Path, case: Case) -> tuple[Checkpoint, LinearSpec, Packing]:
+    """The one linear of a case, its tensors being exactly those that its layout promises."""
+    tensors = {f"{LINEAR}.{part}": tensor.contiguous() for part, tensor in case.tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    manifest, raw = Manifest.open(folder), Fields(case.config, "config.json")
+    config = parse_config(raw)
+    packings = formats.read_quantization(raw, config, manifest.tensors)
+    (linear,) = (spec for spec in formats.quantizable(config) if spec.name in packings)
+    layout = formats.load(packings[LINEAR].layout)
+    promised = {
+        name: (shape, kinds) for name, shape, kinds in layout.tensors(linear, packings[LINEAR], manifest.tensors)
+    }
+    for name, entry in manifest.tensors.items():
+        if not name.endswith(layout.IGNORED):
+            shape, kinds = promised.pop(name)
+            assert entry.shape == shape and entry.dtype in kinds, name
+    assert not promised
+    layout.check(linear, packings[LINEAR], manifest)
+    return Checkpoint(manifest), linear, packings[LINEAR]
+
+
+def read(folder: Path, case: Case) -> tuple[PackedWeight, Tensor]:
+    checkpoint, linear, packing = opened(folder, case)
+    weight = formats.read_weight(checkpoint, [linear], packing, CPU)
+    dense = formats.read_dense(checkpoint, linear, {LINEAR: packing}, CPU)
+    scale_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}[case.dtype]
+    assert packing.bytes(*dense.shape, scale_bytes) == weight.nbytes, "what estimates count is what is held"
+    return weight, dense
+
+
+FOREIGN = {
+    f"{layout}-{name}": case
+    for layout in ("gptq", "awq", "fp8", "mlx", "bitsandbytes")
+    for name, case in stored(layout).items()
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_weights_are_those_of_the_maker(name: str, tmp_path: Path) -> None:
+    case = FOREIGN[name]
+    weight, dense = read(tmp_path, case)
+    dtype = getattr(torch, case.digest.split()[0])
+    if case.weight is None:
+        assert digest(dense.to(dtype)) == case.digest
+    else:
+        assert weight.offsets is not None
+        last_place = weight.offsets.abs().max().item() * 2**-23
+        assert torch.allclose(dense, case.weight, rtol=0, atol=2 * last_place)
+    x = torch.randn(3, dense.shape[1])
+    product = prepare_product(weight, torch.float32)(x)
+    assert torch.allclose(product, x @ dense.float().t(), rtol=1e-4, atol=1e-3)
+
+
+def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
+    """id -> format, the arguments of the weights, and what is to be compressed."""
+    given = weights(1)
+
+    def scales(*shape: int) -> Tensor:
+        return (weights(2, *shape).abs() + 0.1).bfloat16() / 16
+
+    for bits in range(2, 9):
+        for group in (16, 32, 64, 128, None):
+            size = group or COLUMNS
+            arguments = {"num_bits": bits, "strategy": "group" if group else "channel", "group_size": group}
+            parts = {"weight": given, "weight_scale": scales(ROWS, COLUMNS // size)}
+            yield f"pack-int{bits}-g{group}", ("pack-quantized", arguments, parts)
+            zeros = integers(bits, 1 << bits, ROWS, COLUMNS // size).to(torch.int8) - (1 << bits - 1)
+            parts = {**parts, "weight_zero_point": zeros.to(torch.int8)}
+            yield f"pack-int{bits}-g{group}-zeros", ("pack-quantized", {**arguments, "symmetric": False}, parts)
+    shapes = {"tensor": (1,), "channel": (ROWS, 1), "group": (ROWS, 4)}
+    for kind, layout in (("int", "int-quantized"), ("float", "float-quantized")):
+        for strategy, shape in shapes.items():
+            arguments = {"num_bits": 8, "type": kind, "strategy": strategy}
+            if strategy == "group":
+                arguments["group_size"] = 32
+            flat = scales(1, 1).view(1) if strategy == "tensor" else scales(*shape)
+            parts = {"weight": given, "weight_scale": flat}
+            yield f"{layout}-{strategy}", (layout, arguments, parts)
+            if kind == "int":
+                parts = {**parts, "weight_zero_point": integers(3, 200, *shape).sub(100).to(torch.int8)}
+                yield f"{layout}-{strategy}-zeros", (layout, {**arguments, "symmetric": False}, parts)
+    for side in (16, 32, 128):
+        blocks = scales(-(-ROWS // side), -(-COLUMNS // side))
+        arguments = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [side, side]}
+        yield f"float-block{side}", ("float-quantized", arguments, {"weight": given, "weight_scale": blocks})
+    arguments = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    parts = {
+        "weight": given,
+        "weight_scale": scales(ROWS, 8).float() * 100,
+        "weight_global_scale": torch.tensor([37.5]),
+    }
+    yield "nvfp4", ("nvfp4-pack-quantized", {**arguments, "scale_dtype": "torch.float8_e4m3fn"}, parts)
+    powers = torch.exp2(integers(4, 9, ROWS, 4).float() - 6).bfloat16()
+    arguments = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    yield "mxfp4", ("mxfp4-pack-quantized", arguments, {"weight": given, "weight_scale": powers})
+    yield "mxfp8", ("mxfp8-quantized", {**arguments, "num_bits": 8}, {"weight": given, "weight_scale": powers})
+
+
+COMPRESSED = dict(compressed())
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> None:
+    layout, arguments, parts = COMPRESSED[name]
+    scheme = QuantizationScheme(targets=[LINEAR], weights=QuantizationArgs(**arguments), format=layout)
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    tensors = compressor.compress({key: part.clone() for key, part in parts.items()}, scheme)
+    expected = compressor.decompress({key: part.clone() for key, part in tensors.items()}, scheme)["weight"]
+    group = {
+        "targets": [LINEAR],
+        "weights": scheme.weights.model_dump(mode="json"),
+        "input_activations": {"num_bits": 8},
+    }
+    section = {"quant_method": "compressed-tensors", "format": layout, "ignore": [], "config_groups": {"a": group}}
+    case = Case({"quantization_config": section}, tensors, expected)
+    _, dense = read(tmp_path, case)
+    assert torch.equal(dense.to(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_words_of_whole_codes(bits: int, tmp_path: Path) -> None:
+    """As compressed-tensors wrote until 0.17: floor(32 / bits) codes in a word, the last ones of a row with room."""
+    codes, scales = integers(bits, 1 << bits, ROWS, COLUMNS), torch.rand(ROWS, 4).bfloat16()
+    per = 32 // bits
+    words = torch.zeros(ROWS, -(-COLUMNS // per), dtype=torch.int64)
+    for column in range(COLUMNS):
+        words[:, column // per] |= codes[:, column].long() << bits * (column % per)
+    words = (words - ((words >> 31) << 32)).to(torch.int32)
+    weights = {"num_bits": bits, "strategy": "group", "group_size": 32}
+    section = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": [LINEAR], "weights": weights}}}
+    tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([ROWS, COLUMNS])}
+    _, dense = read(tmp_path, Case({"quantization_config": section}, tensors, None))
+    expected = (codes.view(ROWS, 4, 32).bfloat16() - (1 << bits - 1)) * scales.unsqueeze(-1)
+    assert torch.equal(dense, expected.view(ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_compressed_tensors_in_an_order(zeros: bool, tmp_path: Path) -> None:
+    """`weight_g_idx`, which compressed-tensors wrote until 0.19: the group of each input."""
+    codes, scales = integers(1, 16, ROWS, COLUMNS), torch.rand(ROWS, 4).bfloat16()
+    points = integers(2, 16, ROWS, 4) if zeros else torch.full((ROWS, 4), 8, dtype=torch.int32)
+    index = (torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(0)) // 32).int()
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group", "symmetric": not zeros}
+    section = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": [LINEAR], "weights": weights}}}
+    tensors = {
+        "weight_packed": formats_pack(codes),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([ROWS, COLUMNS]),
+        "weight_g_idx": index,
+    }
+    if zeros:
+        tensors["weight_zero_point"] = formats_pack(points.t().contiguous()).t().contiguous()
+    weight, dense = read(tmp_path, Case({"quantization_config": section}, tensors, None))
+    expected = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+    for column in range(COLUMNS):
+        group = int(index[column])
+        expected[:, column] = (codes[:, column] - points[:, group]).bfloat16() * scales[:, group]
+    assert torch.equal(dense, expected)
+    x = torch.randn(2, COLUMNS)
+    product = prepare_product(weight, torch.float32)(x)
+    assert torch.allclose(product, x @ expected.float().t(), atol=0.01 * product.abs().max().item())
+
+
+def formats_pack(codes: Tensor) -> Tensor:
+    """Eight 4-bit codes a word."""
+    eights = codes.to(torch.int64).view(codes.shape[0], -1, 8)
+    words = sum(eights[:, :, place] << 4 * place for place in range(8))
+    assert isinstance(words, Tensor)
+    return (words - ((words >> 31) << 32)).to(torch.int32)
