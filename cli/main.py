@@ -13,7 +13,8 @@ import typer
 
 from mycli.cli.command import guarded, print_version
 from mycli.cli.config_file import config_path, option_key, read_settings
-from mycli.cli.output import Output, prepare_streams
+from mycli.cli.output import Output
+from mycli.cli.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
 
 # name -> (file and function, one line for the list of commands), in the order a newcomer needs them

@@ -13,7 +13,16 @@ from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-_MEMORY = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+# A letter alone is binary, as for llama.cpp, Docker and systemd.
+_MEMORY = {
+    **{
+        unit: 1 << 10 * power
+        for power, letter in enumerate("kmgt", 1)
+        for unit in (letter, f"{letter}i", f"{letter}ib")
+    },
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    "b": 1,
+}
 
 
 def parse_count(text: str) -> int:
@@ -25,11 +34,16 @@ def parse_count(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """`24GiB`, `24GB` or bytes as an integer. Raises typer.BadParameter."""
+    """`24GiB` (or `24G`) and `24GB` (24 x 10^9) as bytes. Raises typer.BadParameter for 0 and for no unit."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
+    if match and not match[2]:
+        raise typer.BadParameter(f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB")
     if not match or match[2].lower() not in _MEMORY:
-        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB")
-    return int(float(match[1]) * _MEMORY[match[2].lower()])
+        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB or 800MiB")
+    size = int(float(match[1]) * _MEMORY[match[2].lower()])
+    if not size:
+        raise typer.BadParameter(f"{text!r} is no memory at all")
+    return size
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

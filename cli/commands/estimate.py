@@ -10,7 +10,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import announce_placement, open_config
+from mycli.cli.load import announce_placement, check_context, open_config
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
@@ -210,9 +210,7 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
 
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
     config = folder.config
-    if (engine.context or 1) > config.max_context:
-        problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
-        raise UsageError(problem, f"ask for at most {config.max_context}")
+    check_context(folder, engine)
     draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
     return memory.MemoryPlan(
         config,

@@ -20,6 +20,7 @@ from mycli.runtime.hub.resolve import (
     BUILT_IN,
     COMMIT,
     DIGEST,
+    RECORD,
     HubFile,
     Source,
     built_in_folder,
@@ -40,7 +41,6 @@ from mycli.runtime.hub.resolve import (
 )
 from mycli.runtime.utils.json_fields import read_object
 
-RECORD = "mycli.json"
 MAX_RECORD_BYTES = 16 << 20
 _BLOCK = 1 << 20
 

@@ -13,8 +13,8 @@ from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_byte
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import plan_download, read_small
-from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
-from mycli.runtime.hub.resolve import Source, custom_code
+from mycli.runtime.hub.local import MAX_RECORD_BYTES
+from mycli.runtime.hub.resolve import RECORD, Source, custom_code
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing

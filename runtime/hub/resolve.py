@@ -19,6 +19,7 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 MAX_INDEX_BYTES = 32 << 20
 MAX_TREE_BYTES = 64 << 20
 BUILT_IN = ("pico", "pico-draft")
+RECORD = "mycli.json"  # what a model quantized here says of itself
 # What a model needs to answer, besides config.json and the weights; other JSON files are fetched, but not missed.
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
