@@ -19,7 +19,7 @@ import typer
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.resolve import RECORD, is_hub_name, is_path
+from mycli.runtime.hub.resolve import RECORD, is_hub_name, is_path, plain_name
 from mycli.runtime.utils.version import version
 
 
@@ -35,6 +35,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 
 
+NAMES = {"model", "models", "draft", "ref"}  # parameters that are names of models
 MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is seen
 _RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG}
 _STOPS: dict[type[BaseException], ExitCode] = {
@@ -143,6 +144,11 @@ def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
     return parameter.annotation(**{field.name: values[field.name] for field in fields(parameter.annotation)})
 
 
+def _plain(value: Any) -> Any:
+    """The name of a model, or several, without the address around it that a person may have pasted."""
+    return [plain_name(one) for one in value] if isinstance(value, list) else value and plain_name(value)
+
+
 def subject_of(model: str) -> Subject:
     """What can be said of a model by its name, for the remedies of what goes wrong with it."""
     fetched = is_hub_name(model) and not Path(model).is_dir()
@@ -160,6 +166,7 @@ def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:
         shown.setdefault(option.name, option)
 
     def invoke(**values: Any) -> None:
+        values |= {name: _plain(values[name]) for name in NAMES & values.keys()}
         call = _value(common, values).resolve()
         if isinstance(values.get("model"), str):
             call.out.subject = subject_of(values["model"])

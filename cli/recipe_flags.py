@@ -22,6 +22,7 @@ class RecipeFlags:
             metavar="gptq|awq|awq+gptq|rtn",
             help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
             "rtn only rounds, and needs no data.",
+            autocompletion=options.complete_word("gptq", "awq", "awq+gptq", "rtn"),
         ),
     ] = "gptq"
     bits: Annotated[
@@ -38,13 +39,30 @@ class RecipeFlags:
             show_default="--bits for all",
         ),
     ] = None
-    group: Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")] = "128"
+    group: Annotated[
+        str,
+        typer.Option(
+            metavar="32|64|128|channel",
+            help="Inputs that share a scale.",
+            autocompletion=options.complete_word("32", "64", "128", "channel"),
+        ),
+    ] = "128"
     scales: Annotated[
-        str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
+        str,
+        typer.Option(
+            metavar="mse|absmax",
+            help="Signed scales of least error, or the largest weight's.",
+            autocompletion=options.complete_word("mse", "absmax"),
+        ),
     ] = "mse"
-    head: Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")] = (
-        "keep"
-    )
+    head: Annotated[
+        str,
+        typer.Option(
+            metavar="keep|int8|int4",
+            help="What to do with an output head of its own.",
+            autocompletion=options.complete_word("keep", "int8", "int4"),
+        ),
+    ] = "keep"
     calib: Annotated[
         str | None,
         typer.Option(

@@ -79,6 +79,10 @@ REMEDIES: Mapping[str, str] = {
     # of the hub, and of files
     "pull": "mycli pull {model}",
     "pull-online": "without --offline: mycli pull {model}",
+    "search-hub": "mycli search {words} looks for it on the hub; mycli list shows the models on this machine",
+    "hub-candidates": "on the hub: {candidates} (mycli pull fetches one); mycli search {words} finds more",
+    "remove-model": "mycli rm {model}, and quantize it again",
+    "fetch-anyway": "another program may run it: --force fetches it nevertheless",
     "list-models": "mycli list shows the models on this machine",
     "remove-by-hand": "it is yours to delete; mycli list shows what can be removed by name",
     "dataset-online": "without --offline it is fetched",

@@ -174,13 +174,22 @@ def _parse_share(text: str | None) -> float | None:
 @command
 def bench(
     call: Call,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False)],
+    models: options.Models,
     prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",
     generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
     batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at once.")] = "1",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="|".join(FORMATS), help="How to print.")] = "md",
+    output: Annotated[
+        str,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="|".join(FORMATS),
+            help="How to print.",
+            autocompletion=options.complete_word(*FORMATS),
+        ),
+    ] = "md",
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep the results.")] = None,
     compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Against kept results.")] = None,
     fail_on_regress: Annotated[
