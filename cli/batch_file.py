@@ -1,55 +1,72 @@
 """Many prompts from a JSON-lines file, one JSON line out for each, in order; what was answered is not asked again.
 
-A line in: {"id": ..., "prompt": "..."} or {"id": ..., "messages": [{"role": ..., "content": ...}]}; without an id its
-line number is one. A bad line becomes an object with `error`. Knows lines and files; does not know models.
+A line in: {"id": ..., "prompt": "..."} or {"id": ..., "messages": [{"role": ..., "content": ...}]}. One without an
+id goes by its number, which is its `id` and, so that it is nobody else's, its `line` too. A bad line becomes an object
+with `error`, and claims no id. Knows lines and files; does not know models.
 """
 
 import os
+import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mycli.cli.command import Call
 from mycli.cli.output import error_fields, json_line
-from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.errors import ExitCode, ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import try_lock
+from mycli.runtime.utils.input_file import open_input
 from mycli.runtime.utils.json_fields import parse_object
 
 MAX_LINE = 1 << 24  # bytes
 MAX_MESSAGES = 10_000
 Id = str | int
+Key = tuple[str, Id]  # ("id", what a person chose) or ("line", the number of the line)
 Prompt = str | list[Message]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the input: what to answer, or why it cannot be."""
+    """One line of the input: what to answer, or why it cannot be. `line`: its number, where it has no id of its own."""
 
     id: Id
     prompt: Prompt = ""
     error: UserError | None = None
+    line: int | None = None
+
+    @property
+    def key(self) -> Key:
+        """What tells it from every other line."""
+        return ("id", self.id) if self.line is None else ("line", self.line)
+
+    def answer(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of the output."""
+        return {"id": self.id, **({} if self.line is None else {"line": self.line}), **result}
 
 
 def parse_item(data: bytes, number: int) -> Item:
     """Line `number` of the input. Never raises: the error is in the item, under the line's id where it has one."""
     identity: Id = number
+    own: int | None = number
     try:
         if len(data) > MAX_LINE:
             raise UsageError(f"line {number}: more than {MAX_LINE} bytes", "shorten it")
         line = parse_object(data, f"line {number}", MAX_LINE)
         found = line.values.get("id", number)
+        own = None if "id" in line.values else number
         if isinstance(found, bool) or not isinstance(found, str | int) or len(str(found)) > 1000:
+            own = number
             raise line.fail("id", "must be a text of at most 1000 characters or an integer", "give each line its own")
         identity = found
-        return Item(identity, _prompt(line.values, number))
+        return Item(identity, _prompt(line.values, number), line=own)
     except ModelError as error:
-        return Item(identity, error=UsageError(error.message, 'a line is {"id": 1, "prompt": "..."}'))
+        return Item(identity, error=UsageError(error.message, 'a line is {"id": 1, "prompt": "..."}'), line=own)
     except UsageError as error:
-        return Item(identity, error=error)
+        return Item(identity, error=error, line=own)
 
 
 def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
@@ -77,8 +94,8 @@ def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
 
 
 def read_items(file: BinaryIO) -> Iterator[Item]:
-    """The lines of the input that are not blank; an id that was used before is an error."""
-    seen: set[Id] = set()
+    """The lines of the input that are not blank; an id that a good line has used before is an error."""
+    seen: set[Key] = set()
     number = 0
     while data := file.readline(MAX_LINE + 1):
         number += 1
@@ -88,22 +105,21 @@ def read_items(file: BinaryIO) -> Iterator[Item]:
         if not data.strip():
             continue
         item = parse_item(data, number)
-        if item.id in seen:
+        if item.key in seen:
             item = Item(item.id, error=UsageError(f"line {number}: the id was used before", "give each line its own"))
-        seen.add(item.id)
+        elif item.error is None:
+            seen.add(item.key)
         yield item
 
 
-def answered(file: BinaryIO, name: str) -> set[Id]:
-    """The ids that have an answer in an output file; a last line that was cut off is removed from it.
+def answered(lines: Iterable[bytes], name: str) -> Iterator[tuple[Key, bytes]]:
+    """The lines of an output file that are answers, each with whose it is: not the errors, nor a last line cut off.
 
     Raises UsageError for a file that is not the output of a batch: nothing is added to it.
     """
-    done: set[Id] = set()
-    end = 0
-    for number, data in enumerate(iter(lambda: file.readline(MAX_LINE * 8), b""), start=1):
+    for number, data in enumerate(lines, start=1):
         if not data.endswith(b"\n"):
-            break
+            return
         try:
             line = parse_object(data, f"{name}:{number}", MAX_LINE * 8)
             if not isinstance(line.values.get("id"), str | int) or not (
@@ -113,25 +129,48 @@ def answered(file: BinaryIO, name: str) -> set[Id]:
         except ModelError as error:
             raise UsageError(f"{error.message}: not a line of a batch", "name another file with --out") from None
         if "error" not in line.values:
-            done.add(line.values["id"])
-        end += len(data)
-    file.truncate(end)
-    file.seek(end)
-    return done
+            yield ("line", line.values["line"]) if "line" in line.values else ("id", line.values["id"]), data
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    file.seek(0)
+    return iter(lambda: file.readline(MAX_LINE * 8), b"")
 
 
 @contextmanager
-def _output(path: Path) -> Iterator[tuple[set[Id], BinaryIO]]:
-    """The output file, locked for this process, and the ids it answers already."""
+def _output(path: Path) -> Iterator[tuple[set[Key], BinaryIO]]:
+    """The output file, locked for this process, and whose answers it holds: errors are taken out, to be tried again."""
+    path = Path(os.path.realpath(path))
+    with ExitStack() as stack:
+        try:
+            if path.exists() and not path.is_file():
+                raise UsageError(f"--out {path}: not a regular file", "redirect the output instead: > FILE")
+            file: BinaryIO = stack.enter_context(path.open("r+b" if path.exists() else "x+b"))
+            if not try_lock(file.fileno()):
+                raise UsageError(f"--out {path}: another process is writing it", "wait for it")
+            found = [(key, len(data)) for key, data in answered(_lines(file), path.name)]
+            if sum(size for _, size in found) < os.fstat(file.fileno()).st_size:
+                file = stack.enter_context(_answers_alone(path, file))
+            file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise UsageError(f"--out {path}: {error.strerror}", "name a file that can be written") from None
+        yield {key for key, _ in found}, file
+
+
+def _answers_alone(path: Path, file: BinaryIO) -> BinaryIO:
+    """What replaces `file` at `path`, in one step: its answers. Locked and open."""
+    fresh = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
     try:
-        file = path.open("r+b" if path.exists() else "x+b")
-        free = try_lock(file.fileno())
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}", "name a file that can be written") from None
-    with file:
-        if not free:
-            raise UsageError(f"--out {path}: another process is writing it", "wait for it")
-        yield answered(file, path.name), file
+        copy = fresh.open("x+b")
+        try_lock(copy.fileno())
+        copy.writelines(data for _, data in answered(_lines(file), path.name))
+        copy.flush()
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        os.fsync(copy.fileno())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return copy
 
 
 @contextmanager
@@ -139,11 +178,8 @@ def _input(path: str) -> Iterator[BinaryIO]:
     if path == "-":
         yield sys.stdin.buffer
         return
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise UsageError(f"--batch {path}: {error.strerror}", "name a file of JSON lines") from None
+    with open_input(Path(path), pipes=True) as file:
+        yield file
 
 
 def _count(path: str) -> int:
@@ -154,36 +190,50 @@ def _count(path: str) -> int:
         return sum(1 for _ in file)
 
 
-def run_batch(call: Call, path: str, out: Path | None, answer: Callable[[Prompt], dict[str, Any]]) -> None:
-    """Answer every line of `path` (- is standard input), to `out` or standard output, skipping those `out` answers."""
-    failed = 0
-    target = nullcontext((set[Id](), None)) if out is None else _output(out)
+def check_batch(path: str) -> None:
+    """Raises NotFoundError or UsageError for an input that cannot be opened, before a model is loaded for it."""
+    if path != "-" and not Path(path).is_fifo():  # a pipe can be opened once
+        with _input(path):
+            pass
+
+
+def run_batch(call: Call, path: str, out: Path | None, answer: Callable[[Prompt], dict[str, Any]]) -> ExitCode:
+    """Answer every line of `path` (- is standard input), to `out` or standard output, skipping those `out` answers.
+
+    Returns the exit code: of the first line that failed, if one did. Raises UserError for files that will not do.
+    """
+    failed: list[UserError] = []
+    target = nullcontext((set[Key](), None)) if out is None else _output(out)
     with _input(path) as source, target as (done, file):
         total = _count(path) if file is not None else 0
         with call.out.progress("batch", total, "lines") as shown:
             for item in read_items(source):
                 shown.advance(1)
-                if item.id in done:
+                if item.key in done:
                     continue
-                result = _answer(item, answer)
-                failed += "error" in result
+                try:
+                    result = _answer(item, answer)
+                except UserError as error:
+                    failed.append(error)
+                    result = {"error": error_fields(error)}
                 if file is None:
-                    call.out.json_record({"id": item.id, **result})
+                    call.out.json_record(item.answer(result))
                 else:
-                    file.write((json_line({"id": item.id, **result}) + "\n").encode())
+                    file.write((json_line(item.answer(result)) + "\n").encode())
                     file.flush()
         if file is not None:
             os.fsync(file.fileno())
     if done:
         call.out.note(f"{len(done)} answered before")
     if failed:
-        call.out.warn(f"{failed} lines could not be answered: see their error")
+        lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"
+        first = failed[0]
+        call.out.warn(f"{lines} could not be answered, the first because: {first.message}")
+        return first.exit_code
+    return ExitCode.OK
 
 
 def _answer(item: Item, answer: Callable[[Prompt], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        if item.error is not None:
-            raise item.error
-        return answer(item.prompt)
-    except UserError as error:
-        return {"error": error_fields(error)}
+    if item.error is not None:
+        raise item.error
+    return answer(item.prompt)

@@ -1,6 +1,7 @@
 """What every command has in common: the global options, and how anything that goes wrong becomes an exit code.
 
-A command is a function `command(call, ...)` decorated with `@command`; it returns normally or raises a `UserError`.
+A command is a function `command(call, ...)` decorated with `@command`; it returns nothing, or raises a `UserError`. One
+that has said all there is to say of a failure returns its exit code.
 """
 
 import errno
@@ -10,12 +11,15 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from mycli.cli.output import Output
+from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
+from mycli.runtime.hub.resolve import RECORD, is_hub_name, is_path, plain_name
 from mycli.runtime.utils.version import version
 
 
@@ -31,6 +35,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 
 
+NAMES = {"model", "models", "draft", "ref"}  # parameters that are names of models
 MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is seen
 _RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG}
 _STOPS: dict[type[BaseException], ExitCode] = {
@@ -139,7 +144,19 @@ def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
     return parameter.annotation(**{field.name: values[field.name] for field in fields(parameter.annotation)})
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def _plain(value: Any) -> Any:
+    """The name of a model, or several, without the address around it that a person may have pasted."""
+    return [plain_name(one) for one in value] if isinstance(value, list) else value and plain_name(value)
+
+
+def subject_of(model: str) -> Subject:
+    """What can be said of a model by its name, for the remedies of what goes wrong with it."""
+    fetched = is_hub_name(model) and not Path(model).is_dir()
+    recorded = not (is_path(model) or "/" in model) or (Path(model).expanduser() / RECORD).is_file()
+    return Subject(model, fetched, recorded)
+
+
+def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:
     """Give `function(call, ...)` the global options and the error handling; what Typer registers."""
     kinds = get_type_hints(function, include_extras=True)
     own = [one.replace(annotation=kinds[one.name]) for one in list(inspect.signature(function).parameters.values())[1:]]
@@ -149,7 +166,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         shown.setdefault(option.name, option)
 
     def invoke(**values: Any) -> None:
+        values |= {name: _plain(values[name]) for name in NAMES & values.keys()}
         call = _value(common, values).resolve()
+        if isinstance(values.get("model"), str):
+            call.out.subject = subject_of(values["model"])
         _listen()
         sys.exit(guarded(call.out, lambda: function(call, **{one.name: _value(one, values) for one in own})))
 

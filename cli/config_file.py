@@ -3,6 +3,7 @@
     device = "cpu"            # top level: every command that has the option
     [chat]                    # one command
     ctx = "8k"
+    [preset.pirate]           # a model with its settings, see `cli.presets`
 
 The file is $XDG_CONFIG_HOME/mycli/config.toml. Knows TOML and names of options; the parser checks the values.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mycli.cli.presets import TABLE, check_presets
 from mycli.runtime.errors import UsageError
 
 
@@ -56,6 +58,8 @@ def read_settings(
     special: dict[str, Any] = {}
     for name, value in values.items():
         key = name.replace("-", "_")
+        if name == TABLE:
+            continue
         if isinstance(value, dict):
             if name not in commands:
                 raise UsageError(f"{path}: [{name}] is not a command", hint)
@@ -71,3 +75,23 @@ def read_settings(
             raise UsageError(f"{path}: [{command}] {name} is not an option of that command", hint)
         general[parameters[key]] = value
     return general
+
+
+def read_presets(
+    path: Path, command: str, commands: Collection[str], keys: Callable[[str], Mapping[str, str]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """The presets of the file, with `keys` as for `read_settings`. Raises UsageError for one that cannot be."""
+    table = _parse(path, f"edit {path}").get(TABLE)
+    if table is None:
+        return {}
+    own = keys(command)
+    return check_presets(path, table, lambda key: key in own or any(key in keys(other) for other in commands))
+
+
+def preset_names(path: Path) -> list[str]:
+    """For completion: none where the file is not as it should be."""
+    try:
+        table = _parse(path, "").get(TABLE)
+    except UsageError:
+        return []
+    return list(table) if isinstance(table, dict) else []

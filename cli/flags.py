@@ -78,6 +78,10 @@ class SamplingFlags:
         list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")
     ] = None
 
+    def check(self) -> None:
+        """Raises UsageError for a value that cannot be, whatever the model recommends: before it is loaded."""
+        self.resolve(GenerationDefaults())
+
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -9,8 +9,11 @@ if TYPE_CHECKING:  # torch takes a second to import
 
 
 def compact(count: int) -> str:
-    """212 as 212, 1234 as 1.2k."""
-    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
+    """212 as 212, 1234 as 1.2k, 8030261248 as 8.0B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (1000, "k")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return str(count)
 
 
 def speculation(timing: Timing) -> list[str]:

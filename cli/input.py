@@ -1,61 +1,79 @@
-"""Where a prompt comes from: the command line, a file or standard input, always as valid text."""
+"""Where a prompt comes from: the command line, a file, standard input, or several of them, always as valid text."""
 
+import codecs
+import io
+import os
+import select
+import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.input_file import read_input
 
 MAX_BYTES = 1 << 26
 MAX_DOCUMENT = 1 << 20  # what /read takes: far more than a context holds
+PATIENCE = 2.0  # seconds that an open pipe may be silent before a person is told that it is waited for
+CONVERT = "convert it to UTF-8"
+REPLACE = f"{CONVERT}, or pass --encoding-errors replace"
 
 
-def decode(data: bytes, source: str, errors: str = "strict") -> str:
+def decode(data: bytes, source: str, errors: str = "strict", hint: str = CONVERT) -> str:
     """`data` as text. Raises UsageError naming the first byte that is not UTF-8, unless `errors` is replace."""
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{source}: more than {MAX_BYTES} bytes", "shorten it")
+        raise UsageError(f"{source}: more than {MAX_BYTES >> 20} MiB", "shorten it")
     try:
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{source}: not UTF-8 at byte {error.start}", "convert it, or pass --encoding-errors replace"
-        ) from None
+        raise UsageError(f"{source}: not UTF-8 at byte {error.start}", hint) from None
 
 
-def read_file(path: Path, errors: str = "strict") -> str:
-    """The text of a file, which may be a pipe. Raises UsageError naming it."""
-    try:
-        with path.open("rb") as file:
-            return decode(file.read(MAX_BYTES + 1), str(path), errors)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
+def read_file(path: Path, errors: str = "strict", hint: str = CONVERT) -> str:
+    """The text of a file, which may be a pipe. Raises NotFoundError or UsageError naming it."""
+    return decode(read_input(path, MAX_BYTES, pipes=True), str(path), errors, hint)
 
 
 def read_document(path: Path) -> str:
-    """The text of a regular file of at most `MAX_DOCUMENT` bytes. Raises UsageError naming it."""
-    try:
-        if not path.is_file():  # a pipe would wait for a writer
-            raise UsageError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}", "name a text file")
-        with path.open("rb") as file:
-            data = file.read(MAX_DOCUMENT + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
-    if len(data) > MAX_DOCUMENT:
-        raise UsageError(f"{path}: more than {MAX_DOCUMENT} bytes", "give a part of it")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}", "convert it") from None
+    """The text of a regular file of at most `MAX_DOCUMENT` bytes. Raises NotFoundError or UsageError naming it."""
+    return decode(read_input(path, MAX_DOCUMENT).removeprefix(codecs.BOM_UTF8), str(path))
 
 
-def read_prompt(words: str | None, file: Path | None, errors: str) -> str:
-    """The prompt of `mycli run`: text, `-` or nothing for standard input, or a file; a file and text are joined."""
-    parts = []
-    if file is not None:
-        parts.append(read_file(file, errors))
-    if words == "-" or (words is None and file is None):
-        if sys.stdin.isatty():
-            raise UsageError("there is no prompt", 'mycli run MODEL "a question", or pipe a text into it')
-        parts.append(decode(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input", errors))
-    elif words is not None:
-        parts.append(words)
+def read_prompt(words: str | None, file: Path | None, errors: str, note: Callable[[str], None]) -> str:
+    """The prompt of `mycli run`: a file, then `words`, then what is piped in, each on lines of its own.
+
+    `words` of "-", or nothing else, ask for standard input. Raises UsageError where there is no prompt; `note` is told
+    when an open pipe is waited for.
+    """
+    parts = [] if file is None else [read_file(file, errors, REPLACE)]
+    if words not in (None, "-"):
+        parts.append(str(words))
+    asked = words == "-" or not parts
+    if asked and sys.stdin.isatty():
+        raise UsageError("there is no prompt", 'mycli run MODEL "a question", or talk with it: mycli chat MODEL')
+    if asked or _is_piped():
+        piped = decode(_standard_input(note), "standard input", errors, REPLACE)
+        if asked and not piped.strip():
+            raise UsageError("standard input is empty", 'give a prompt: mycli run MODEL "a question"')
+        if piped:
+            parts.append(piped)
     return "\n".join(part.removesuffix("\n") for part in parts)
+
+
+def _is_piped() -> bool:
+    """Whether somebody gave standard input: a pipe or a file, not a terminal, and not nothing (/dev/null)."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, io.UnsupportedOperation):  # closed; or not a file but bytes in memory, which end
+        return not sys.stdin.closed
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _standard_input(note: Callable[[str], None]) -> bytes:
+    """All of it, up to one byte more than is allowed."""
+    try:
+        if not select.select([sys.stdin], [], [], PATIENCE)[0]:
+            note("waiting for the end of standard input, which is part of the prompt (< /dev/null: there is none)")
+    except (OSError, io.UnsupportedOperation):
+        pass  # bytes in memory
+    return sys.stdin.buffer.read(MAX_BYTES + 1)

@@ -1,14 +1,16 @@
 """What commands do before the first token: resolve, place, check memory, load, and announce each choice."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mycli.cli.command import Call
+from mycli.cli.command import Call, subject_of
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
+from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import NGRAM, EngineConfig
-from mycli.runtime.errors import NotFoundError
+from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_name
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
@@ -27,6 +29,19 @@ class LoadedSession:
     model: "LoadedModel"
     session: "Session"
 
+    @property
+    def longest_context(self) -> bool:
+        """Whether the session holds as much as the model was made for."""
+        return self.session.context >= self.model.runner.config.max_context
+
+    def memory(self) -> int:
+        """Bytes that the process holds where the model runs, Python and torch included: of main memory or the GPU's."""
+        if self.placement.device.type == "cuda":
+            import torch
+
+            return torch.cuda.memory_reserved(self.placement.device)
+        return resident() or self.session.nbytes
+
 
 def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
     """Load MODEL as `engine` says; without a context in it, with the model's own, or as much as fits.
@@ -42,8 +57,10 @@ def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
 
     draft = None
     if engine.draft is not None and engine.draft != NGRAM:
-        draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
+        with about(call, engine.draft):
+            draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
     folder = ModelFolder.open(source.folder)
+    check_context(folder, engine)
     placement = engine.place(folder.config)
     announce_placement(call, placement)
     context = plan_memory(folder, placement, engine, draft)
@@ -53,7 +70,9 @@ def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
         loaded, session = _load(call, folder, placement, engine, draft)
-        return LoadedSession(source, placement, loaded, session)
+        opened = LoadedSession(source, placement, loaded, session)
+        call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
+        return opened
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
     raise out_of_memory(folder, placement, engine, draft)
 
@@ -100,6 +119,22 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
         commit = hub.commit(repo, revision)
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
+
+
+@contextmanager
+def about(call: Call, model: str) -> Iterator[None]:
+    """What goes wrong within it is about `model`, whatever the command is about."""
+    before, call.out.subject = call.out.subject, subject_of(model)
+    yield
+    call.out.subject = before
+
+
+def check_context(folder: ModelFolder, engine: EngineConfig) -> None:
+    """Raises UsageError for a context that is longer than the model was made for: its replies would be noise."""
+    longest = folder.config.max_context
+    if engine.context is not None and not 1 < engine.context <= longest:
+        problem = f"more than the {longest} tokens this model was made for" if engine.context > longest else "too small"
+        raise UsageError(f"--ctx {engine.context} is {problem}", f"ask for at most {longest}")
 
 
 def announce_placement(call: Call, placement: "Placement") -> None:

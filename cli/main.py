@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import guarded, print_version
-from mycli.cli.config_file import config_path, option_key, read_settings
-from mycli.cli.output import Output, prepare_streams
+from mycli.cli.config_file import config_path, option_key, read_presets, read_settings
+from mycli.cli.output import Output
+from mycli.cli.presets import apply_preset
+from mycli.cli.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
 
 # name -> (file and function, one line for the list of commands), in the order a newcomer needs them
@@ -23,11 +25,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
     "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "search": ("search", "Find models on the Hugging Face hub."),
     "pull": ("pull", "Fetch a model from the Hugging Face hub."),
     "list": ("list_models", "List the models on this machine."),
     "show": ("show", "Say what a model is, without loading it."),
     "verify": ("verify", "Check the files of a model byte by byte."),
-    "rm": ("rm", "Delete a stored model."),
+    "rm": ("rm", "Delete stored models."),
     "bench": ("bench", "Measure how fast a model is."),
     "spec check": ("spec_check", "Say whether one model can draft for another."),
     "spec verify": ("spec_verify", "Test that a draft changes nothing but the speed."),
@@ -107,6 +110,14 @@ def option_keys(name: str) -> dict[str, str]:
     return {option_key(option.opts): option.name for option in _options(command)}
 
 
+def _model(name: str, arguments: Sequence[str]) -> str | None:
+    """What a command line of the command `name` gives as MODEL."""
+    parser = find_command(program(frozenset({name})), name)
+    context = parser.make_context(name, list(arguments[name.count(" ") + 1 :]), resilient_parsing=True)
+    found = context.params.get("model")
+    return found if isinstance(found, str) else None
+
+
 def _mistake(error: Any, command: str | None) -> UsageError:
     """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
     context: Any = getattr(error, "ctx", None)
@@ -154,6 +165,12 @@ def _run(arguments: list[str]) -> ExitCode:
     defaults: dict[str, Any] = {}
     if named and not {"-h", "--help"} & set(arguments):
         defaults = read_settings(config_path(), named, COMMANDS, option_keys)
+        presets = read_presets(config_path(), named, COMMANDS, option_keys)
+        if presets:
+            own = option_keys(named)
+            arguments, chosen = apply_preset(arguments, presets, lambda line: _model(named, line))
+            settings = {own.get(key.replace("-", "_")): value for key, value in chosen.items()}
+            defaults |= {name: value for name, value in settings.items() if name is not None}
         for word in reversed(named.split()):
             defaults = {word: defaults}
     group = program(frozenset({named} if named else ()))

@@ -4,7 +4,7 @@ Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -13,7 +13,16 @@ from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-_MEMORY = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+# A letter alone is binary, as for llama.cpp, Docker and systemd.
+_MEMORY = {
+    **{
+        unit: 1 << 10 * power
+        for power, letter in enumerate("kmgt", 1)
+        for unit in (letter, f"{letter}i", f"{letter}ib")
+    },
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    "b": 1,
+}
 
 
 def parse_count(text: str) -> int:
@@ -25,11 +34,16 @@ def parse_count(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """`24GiB`, `24GB` or bytes as an integer. Raises typer.BadParameter."""
+    """`24GiB` (or `24G`) and `24GB` (24 x 10^9) as bytes. Raises typer.BadParameter for 0 and for no unit."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
+    if match and not match[2]:
+        raise typer.BadParameter(f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB")
     if not match or match[2].lower() not in _MEMORY:
-        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB")
-    return int(float(match[1]) * _MEMORY[match[2].lower()])
+        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB or 800MiB")
+    size = int(float(match[1]) * _MEMORY[match[2].lower()])
+    if not size:
+        raise typer.BadParameter(f"{text!r} is no memory at all")
+    return size
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -61,10 +75,16 @@ def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of the models on this machine that begin like what was typed."""
+    """Names of the models on this machine, and of presets, that begin like what was typed."""
+    from mycli.cli.config_file import config_path, preset_names
     from mycli.runtime.hub.resolve import local_names
 
-    return [name for name in local_names() if name.startswith(incomplete)]
+    return [name for name in (*preset_names(config_path()), *local_names()) if name.startswith(incomplete)]
+
+
+def complete_word(*words: str) -> Callable[[str], list[str]]:
+    """Completion of an option that takes one of `words`."""
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def count_option(*flags: str, **settings: Any) -> Any:
@@ -81,19 +101,45 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, org/repo[@revision] on the hub, the name of a model quantized here, or pico.",
+        help="A folder, org/repo[@revision] or its address on the hub, the name of a model quantized here or of a "
+        "preset, or pico.",
         show_default=False,
         autocompletion=complete_model,
     ),
 ]
-Device = Annotated[str, typer.Option("--device", metavar="auto|cuda[:N]|cpu", help="Where to run.")]
+Models = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False, autocompletion=complete_model),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="auto|cuda[:N]|cpu",
+        help="Where to run.",
+        autocompletion=complete_word("auto", "cuda", "cpu"),
+    ),
+]
 Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
-Precision = Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp16|fp32", help="Precision of activations.")]
+Precision = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|bf16|fp16|fp32",
+        help="Precision of activations.",
+        autocompletion=complete_word("auto", "bf16", "fp16", "fp32"),
+    ),
+]
 CacheKind = Annotated[
     str,
-    typer.Option("--kv", metavar="auto|bf16|int8", help="How the cache holds keys and values; auto: as activations."),
+    typer.Option(
+        "--kv",
+        metavar="auto|bf16|int8",
+        help="How the cache holds keys and values; auto: as activations.",
+        autocompletion=complete_word("auto", "bf16", "int8"),
+    ),
 ]
 Shadow = Annotated[
     bool, typer.Option("--shadow", help="On a GPU: keep packed weights in 16 bits too, which makes prompts faster.")
@@ -108,5 +154,11 @@ Draft = Annotated[
     ),
 ]
 DraftName = Annotated[
-    str, typer.Argument(metavar="DRAFT", help="The small model that is to guess.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="DRAFT",
+        help="The small model that is to guess.",
+        show_default=False,
+        autocompletion=complete_model,
+    ),
 ]

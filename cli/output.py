@@ -3,53 +3,24 @@
 Text from models, files and servers is made safe for terminals here, once. Does not know what any command does.
 """
 
-import io
+import errno
 import json
 import math
 import os
 import shutil
 import sys
 import traceback
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from mycli.cli.layout import WordWrap, fitting, pad, table_lines, table_width, width
 from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar
-from mycli.cli.remedies import remedy
+from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
 SCHEMA_VERSION = 1
-
-
-def prepare_streams() -> None:
-    """Make the standard streams able to write anything; once, before the first word.
-
-    A closed one is opened on nothing. A character that the terminal's encoding lacks is written as an escape, and the
-    bytes of a file name that is not UTF-8 as they are.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # the lowest free number: fills the places of 0, 1 and 2
-    os.close(number)
-    sys.stdin = sys.stdin or os.fdopen(0)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
-        sys.stdout.reconfigure(errors="surrogateescape" if unicode else "backslashreplace")
-
-
-def _width(text: str) -> int:
-    """Columns that `text` takes on a terminal: two for East Asian wide characters, none for combining ones."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _pad(text: str, width: int, right: bool = False) -> str:
-    space = " " * (width - _width(text))
-    return space + text if right else text + space
 
 
 def _finite(value: Any) -> Any:
@@ -72,10 +43,10 @@ def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
         return json.dumps(whole, allow_nan=False)
 
 
-def error_fields(error: UserError) -> dict[str, Any]:
+def error_fields(error: UserError, subject: Subject = Subject()) -> dict[str, Any]:  # noqa: B008  # frozen
     """An error as an object for a program; `code` names the remedy where there is a name for it."""
     code = {"code": error.code} if error.code else {}
-    return {"message": error.message, "hint": remedy(error), "exit_code": int(error.exit_code), **code}
+    return {"message": error.message, "hint": remedy(error, subject), "exit_code": int(error.exit_code), **code}
 
 
 class Output:
@@ -94,12 +65,15 @@ class Output:
     ) -> None:
         self.json_mode = json_mode
         self.verbose = verbose and not quiet
+        self.subject = Subject()  # whose words the remedies of errors take
         self._quiet = quiet
         self._debug = debug
         self._stdout = sys.stdout if stdout is None else stdout
         self._stderr = sys.stderr if stderr is None else stderr
         self._environment = environment
         self._answer: Mapping[str, Any] | None = None  # what `json` was given and has yet to be written
+        self._held: list[str] | None = None  # what waits for the end of a reply
+        self._wrap: WordWrap | None = None
 
     @property
     def interactive(self) -> bool:
@@ -108,9 +82,14 @@ class Output:
 
     def decorated(self, stream: TextIO | None = None) -> bool:
         """Whether colour is welcome on `stream` (stderr): NO_COLOR, FORCE_COLOR and TERM=dumb count."""
-        if self._environment.get("NO_COLOR") or self._environment.get("TERM") == "dumb":
+        if self._environment.get("NO_COLOR") or self.plain:
             return False
         return self._environment.get("FORCE_COLOR", "0") not in ("", "0") or (stream or self._stderr).isatty()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the terminal knows no escape sequences."""
+        return self._environment.get("TERM") == "dumb"
 
     def dim(self, text: str) -> str:
         """`text` in a quiet colour where stderr is a terminal that has one."""
@@ -127,9 +106,31 @@ class Output:
         """A line or more of the answer."""
         self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
+    @contextmanager
+    def reply(self, *, ends_line: bool = True) -> Iterator[None]:
+        """Around the streaming of a reply, whose last line it ends: what else there is to say waits for that.
+
+        On a terminal words are not broken at its edge.
+        """
+        self._held = []
+        if self._text.isatty():
+            self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
+        try:
+            yield
+        finally:
+            wrap, self._wrap = self._wrap, None
+            held, self._held = self._held, None
+            with suppress(OSError):  # nobody reads any more: whoever wrote first has been told
+                self._text.write((wrap.flush() if wrap else "") + "\n" * ends_line)
+                self._text.flush()
+            for line in held:
+                self._say(line)
+
     def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
         shown = text if raw or not self._text.isatty() else sanitize(text)
+        if self._wrap is not None and not raw:
+            shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
         self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
         self._text.flush()
 
@@ -157,32 +158,46 @@ class Output:
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Names and values under a title."""
-        width = max((_width(name) for name, _ in rows), default=0)
-        lines = [one_line(title), *(f"  {_pad(name, width)}  {one_line(value, 2000)}" for name, value in rows)]
+        columns = max((width(name) for name, _ in rows), default=0)
+        lines = [one_line(title), *(f"  {pad(name, columns)}  {one_line(value, 2000)}" for name, value in rows)]
         self.result("\n".join(lines))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        right: Sequence[int] = (),
+        order: Sequence[int] = (),
+    ) -> None:
         """Rows under headings, as a table that is also Markdown; `right` lists the columns to align right.
 
-        On a terminal that is too narrow for it, a card for each row: no line is broken, nothing is cut off.
+        On a terminal that is too narrow for it: the columns that come first in `order` as far as they fit, or without
+        an order a card for each row. No line is broken, nothing is cut off.
         """
-        cells = [[one_line(cell) for cell in row] for row in rows]
-        widths = [max(_width(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
-        if self._stdout.isatty() and sum(widths) + 3 * len(widths) + 1 > shutil.get_terminal_size().columns:
-            for row in cells:
+        cells = [list(columns), *([one_line(cell) for cell in row] for row in rows)]
+        widths = [max(width(row[i]) for row in cells) for i in range(len(columns))]
+        room = shutil.get_terminal_size().columns
+        if not self._stdout.isatty() or table_width(widths) <= room:
+            self.result("\n".join(table_lines(cells, right)))
+            return
+        chosen = fitting(cells, order, room)
+        if len(chosen) < 2:
+            for row in cells[1:]:
                 self.card(f"{columns[0]} {row[0]}", list(zip(columns[1:], row[1:], strict=True)))
             return
-
-        def line(row: Sequence[str]) -> str:
-            aligned = zip(row, widths, strict=True)
-            return "| " + " | ".join(_pad(cell, width, i in right) for i, (cell, width) in enumerate(aligned)) + " |"
-
-        rule = ["-" * (w - 1) + ":" if i in right else "-" * w for i, w in enumerate(widths)]
-        self.result("\n".join([line(columns), line(rule), *map(line, cells)]))
+        shown = table_lines(
+            [[row[i] for i in chosen] for row in cells], [chosen.index(i) for i in right if i in chosen]
+        )
+        self.result("\n".join(shown))
+        left_out = ", ".join(name for i, name in enumerate(columns) if i not in chosen)
+        self.note(f"(a wider terminal, or a pipe, also shows: {left_out})")
 
     # Everything else
 
     def _say(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+            return
         self._stderr.write(text)
         self._stderr.flush()
 
@@ -210,7 +225,7 @@ class Output:
         """A bar with rate and time left on a terminal; otherwise nothing, or with -v a line every few seconds."""
         if self._quiet or not (self._stderr.isatty() or self.verbose):
             yield Progress()
-        elif self._stderr.isatty() and self._environment.get("TERM") != "dumb":
+        elif self._stderr.isatty() and not self.plain:
             with bar(self._stderr, title, total, unit, plain=not self.decorated()) as shown:
                 yield shown
         else:
@@ -246,9 +261,9 @@ class Output:
             self._say(sanitize("".join(traceback.format_exception(cause or error))))
         if self.json_mode:
             answer, self._answer = self._answer or {}, None
-            self.json_record({**answer, "error": error_fields(error)})
+            self.json_record({**answer, "error": error_fields(error, self.subject)})
             return
-        hint = remedy(error)
+        hint = remedy(error, self.subject)
         self._say(f"error: {one_line(error.message)}\n" + (f"hint: {one_line(hint)}\n" if hint else ""))
 
     def bug(self, error: BaseException) -> None:
@@ -269,7 +284,8 @@ class Output:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise ResourceError(f"standard output: {error.strerror}", "write it somewhere else") from error
+            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
+            raise ResourceError(f"standard output: {reason}", "write it somewhere else") from error
 
     def release(self) -> None:
         """The last act: what cannot be written is dropped, so that the interpreter does not complain at its exit."""

@@ -4,24 +4,41 @@ An error raised below `cli/` says what happened and names its remedy by a code; 
 alone. Knows every code; a test holds the table against the codes that are raised.
 """
 
+import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mycli.runtime.errors import UserError
 
-# code -> what to do; the fields in braces are the error's data
+
+@dataclass(frozen=True)
+class Subject:
+    """What a command is about, as far as it is known when something goes wrong.
+
+    model: as it was typed, or the word for one; fetched: whether it is of the hub; recorded: whether a record says what
+    its files should hold; longest_context: whether the context is all that the model was made for.
+    """
+
+    model: str = "MODEL"
+    fetched: bool = True
+    recorded: bool = True
+    longest_context: bool = False
+
+
+# code -> what to do; the fields in braces are the error's data, and {model} is what the command is about
 REMEDIES: Mapping[str, str] = {
     # a model and its files
-    "pull-again": "the file is damaged or incomplete; download the model again: mycli pull MODEL",
-    "pull-whole": "mycli pull MODEL fetches a whole model",
-    "name-or-pull": "name a model folder, or mycli pull MODEL",
-    "wait-or-pull-again": "another program writes to the folder: wait for it, or pull it again: mycli pull MODEL",
-    "verify-files": "compare the files with their source: mycli verify MODEL",
-    "verify-files-or-fp32": "the weights may be damaged: mycli verify MODEL; or try --dtype fp32",
-    "allow-nonfinite": "compare the file with its source: mycli verify MODEL; or load it as it is: --allow-nonfinite",
-    "show-template": "mycli show MODEL --template prints it",
+    "pull-again": "the file is damaged or incomplete: mycli verify {model} --drop; mycli pull {model}",
+    "pull-whole": "fetch the whole model: mycli pull {model}",
+    "name-or-pull": "fetch the whole model: mycli pull {model}",
+    "wait-or-pull-again": "another program writes to the folder: wait for it; then mycli verify {model}",
+    "verify-files": "compare the files with their source: mycli verify {model}",
+    "verify-files-or-fp32": "the weights may be damaged: mycli verify {model}; or try --dtype fp32",
+    "allow-nonfinite": "compare the file with its source: mycli verify {model}; or load it as it is: --allow-nonfinite",
+    "show-template": "mycli show {model} --template prints it",
     # a prompt and its context
     "allow-special": "take the control token out of the text, or pass --allow-special",
-    "continue-text": "mycli run MODEL PROMPT continues a text instead",
+    "continue-text": "continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "ask for at most {tokens} tokens, or for more context with --ctx",
     "more-context": "shorten the prompt, or ask for more context with --ctx",
     "less-context": "choose a smaller context with --ctx",
@@ -30,12 +47,12 @@ REMEDIES: Mapping[str, str] = {
     # what a machine has
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
     "use-cpu-or-pretend-gpu": "use --device cpu, or --gpu SIZE",
-    "leave-out-shadow": "leave out --shadow",
+    "leave-out-shadow": "omit --shadow",
     "other-draft": "choose a draft of the same family, or --draft ngram, which needs none",
     "set-context": "use --ctx {context}",
-    "leave-out-draft": "leave out --draft",
+    "leave-out-draft": "omit --draft",
     "one-sequence": "use --batch 1",
-    "quantize": "quantize it: mycli quantize MODEL --bits {bits} --group {group}",
+    "quantize": "quantize it: mycli quantize {model} --bits {bits} --group {group}",
     "free-memory-or-less-context": "end what else uses {place}, or use a smaller --ctx",
     # quantization
     "choose-bits": "--bits takes: {choices}",
@@ -43,7 +60,7 @@ REMEDIES: Mapping[str, str] = {
     "choose-method": "--method takes: {choices}, awq, awq+gptq",
     "choose-seq": "choose another length with --seq",
     "longer-or-more-samples": "take more of them: --samples, or longer ones: --seq",
-    "keep-head": "leave out --head, or --head keep",
+    "keep-head": "omit --head, or --head keep",
     "other-group": "use --group {group}",
     "larger-target-or-group": "a larger --target-bpw, or a larger --group",
     "tune-gptq": "use --method gptq --tune",
@@ -62,8 +79,12 @@ REMEDIES: Mapping[str, str] = {
     # of the hub, and of files
     "pull": "mycli pull {model}",
     "pull-online": "without --offline: mycli pull {model}",
+    "search-hub": "mycli search {words} looks for it on the hub; mycli list shows the models on this machine",
+    "hub-candidates": "on the hub: {candidates} (mycli pull fetches one); mycli search {words} finds more",
+    "remove-model": "mycli rm {model}, and quantize it again",
+    "fetch-anyway": "another program may run it: --force fetches it nevertheless",
     "list-models": "mycli list shows the models on this machine",
-    "remove-by-hand": "rm -r {model}",
+    "remove-by-hand": "it is yours to delete; mycli list shows what can be removed by name",
     "dataset-online": "without --offline it is fetched",
     "log-in": "hf auth login",
     "accept-terms": "accept its terms at {page}, then set HF_TOKEN or run: hf auth login",
@@ -73,6 +94,36 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def remedy(error: UserError) -> str:
-    """The line of what to do: the words of the error's code, or the error's own. "" where nothing can be done."""
-    return REMEDIES[error.code].format_map(error.data) if error.code else error.hint
+# the same for a model that did not come from a hub, so that no pull brings it back
+_LOCAL: Mapping[str, str] = {
+    "pull-again": "the file is damaged: mycli verify {model} says what else is; then quantize the model again",
+    "pull-whole": "mycli verify {model} says what is missing; then quantize the model again",
+    "name-or-pull": "mycli verify {model} says what is missing; then quantize the model again",
+}
+# and for a folder of which nothing says what it should hold, so that it cannot be verified
+_COPIED: Mapping[str, str] = {
+    "pull-again": "the file is damaged or incomplete: copy the folder again from where it came from",
+    "pull-whole": "copy the folder again from where it came from, or name another",
+    "name-or-pull": "name a folder that holds a model; mycli list shows the models on this machine",
+    "wait-or-pull-again": "another program writes to the folder: wait for it",
+    "verify-files": "compare the files with where the folder came from",
+    "verify-files-or-fp32": "the weights may be damaged; or try --dtype fp32",
+    "allow-nonfinite": "compare the file with where it came from; or load it as it is: --allow-nonfinite",
+}
+# and where more context is no remedy, because the model was made for no more
+_LONGEST: Mapping[str, str] = {
+    "fewer-tokens-or-more-context": "ask for at most {tokens} tokens: the model was made for no longer context",
+    "more-context": "shorten the prompt: the model was made for no longer context",
+}
+
+
+def remedy(error: UserError, subject: Subject = Subject()) -> str:  # noqa: B008  # frozen, so one for all is as good
+    """The line of what to do: the words of the error's code for `subject`, or the error's own; "" for nothing."""
+    if not error.code:
+        return error.hint
+    words = REMEDIES[error.code]
+    if not subject.fetched:
+        words = (_LOCAL if subject.recorded else _COPIED).get(error.code, words)
+    if subject.longest_context:
+        words = _LONGEST.get(error.code, words)
+    return words.format_map({"model": shlex.quote(subject.model), **error.data})

@@ -19,8 +19,9 @@ from torch import Tensor
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.device.system import trim
-from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
+from mycli.runtime.utils.input_file import MAX_TEXT_BYTES, read_input
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
 STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers
@@ -76,15 +77,13 @@ def held_out_text() -> str:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises NotFoundError or UsageError."""
+    """A UTF-8 file, or a pipe, of at most `MAX_TEXT_BYTES`. Raises NotFoundError or UsageError."""
+    data = read_input(path, MAX_TEXT_BYTES, pipes=True)
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: no such file", "") from None
+        # Every kind of line end becomes one, as of a file that is opened as text.
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}", "convert it with iconv") from None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "") from None
 
 
 def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> TokenWindows:

@@ -109,7 +109,7 @@ def quantize(
     `work_folder` (a hidden one beside the target) until then, and an interrupted run goes on from there. Raises what
     reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
     """
-    check_resources(work, target)
+    check_resources(work, target, overwrite=overwrite)
     with memory_errors(work):
         return _quantize(work, target, placement, overwrite, work_folder, progress)
 

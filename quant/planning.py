@@ -4,6 +4,7 @@ Reads config.json and the headers of the weights, no tensor. Knows no solver by 
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
+from mycli.runtime.utils.json_fields import read_object
 
 Report = Literal["none", "quick", "full"]
 
@@ -165,11 +167,12 @@ def _stages(work: QuantizationPlan) -> QuantizationWork:
     )
 
 
-def check_resources(work: QuantizationPlan, target: Path) -> None:
-    """Raise UsageError for a target within the source, ResourceError where disk or memory will not do."""
+def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = False) -> None:
+    """Raise UsageError for a target that cannot be made, ResourceError where disk or memory will not do."""
     resolved, folder = target.resolve(), work.source.folder.resolve()
     if resolved == folder or folder in resolved.parents:
         raise UsageError(f"{target} lies within the model to be quantized", code="other-output")
+    check_target(target, overwrite)
     beside = sum(path.stat().st_size for path in companions(work.source.folder))
     require_space(resolved.parent, work.size.bytes + beside + (16 << 20))
     available = memory().available
@@ -178,6 +181,41 @@ def check_resources(work: QuantizationPlan, target: Path) -> None:
             f"{work.need.host / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
             code="fewer-samples",
         )
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise UsageError unless a model may be written at `target`.
+
+    There is nothing; or, with `overwrite`, a folder that holds what this program wrote there and nothing else: a
+    person's own files would go with it.
+    """
+    if not os.path.lexists(target):
+        beneath = next(path for path in target.absolute().parents if path.exists())
+        if not beneath.is_dir() or not os.access(beneath, os.W_OK | os.X_OK):
+            raise UsageError(f"{target}: {beneath} cannot be written to", code="other-output")
+        return
+    foreign = _foreign(target)
+    if foreign:
+        raise UsageError(f"{target}: exists and {foreign}, so it is not replaced", code="other-output")
+    if not overwrite:
+        raise UsageError(f"{target}: exists already", code="target-exists")
+
+
+def _foreign(target: Path) -> str:
+    """Why what is at `target` is not this program's alone; nothing where it is, or is an empty folder."""
+    if target.is_symlink() or not target.is_dir():
+        return "is not a folder"
+    held = {entry.name for entry in os.scandir(target)}
+    if not held:
+        return ""
+    if model_card.CARD_FILE not in held:
+        return "was not made by this program"
+    try:
+        written = read_object(target / model_card.CARD_FILE, MAX_COMPANION_BYTES).object("files").values
+    except ModelError as error:
+        return f"cannot be looked into ({error.message})"
+    others = sorted(held - {model_card.CARD_FILE, *written})
+    return f"also holds {others[0]}, which this program did not write" if others else ""
 
 
 def companions(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.utils.files import disk_errors
+from mycli.runtime.utils.files import disk_errors, require_writable
 
 if TYPE_CHECKING:
     from mycli.quant.model_card import Layer
@@ -38,9 +38,10 @@ def point(layer: "Layer") -> Point:
 
 
 def require_svg(path: Path) -> None:
-    """Raises UsageError for any other kind of picture."""
+    """Raises UsageError for any other kind of picture, and for a place where no file can be written."""
     if path.suffix.lower() != ".svg":
         raise UsageError(f"{path}: only .svg is drawn", f"name it {path.with_suffix('.svg')}")
+    require_writable(path)
 
 
 def write(path: Path, title: str, points: Sequence[Point]) -> None:

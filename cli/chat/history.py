@@ -61,12 +61,10 @@ class Conversation:
         self.hidden = min(self.hidden, len(self.turns))
         return message
 
-    def hide_oldest(self) -> bool:
-        """Hide the oldest message and its reply from the model; False where only the message to answer is left."""
-        if self.hidden + 2 >= len(self.turns):
-            return False
-        self.hidden += 2
-        return True
+    @property
+    def most_hidden(self) -> int:
+        """Turns that may be hidden from the model: all but the message to answer."""
+        return max(self.hidden, (len(self.turns) - 1) // 2 * 2)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -79,7 +77,11 @@ class Conversation:
             raise
 
     def save(self, path: Path, model: str) -> None:
-        """Write to `path` in one step, readable by its owner alone. Raises ResourceError."""
+        """Write to `path` in one step, readable by its owner alone, in place of an earlier conversation or of nothing.
+
+        Raises UsageError for any other file, which is left alone, and ResourceError.
+        """
+        require_conversation(path)
         turns = [{"role": turn.role, "content": turn.content} for turn in self.turns]
         value = {"schema_version": HISTORY_VERSION, "model": model, "system": self.system, "turns": turns}
         write_private(path, json.dumps(value, indent=1) + "\n")
@@ -132,12 +134,28 @@ def _check_text(values: Fields, place: str, text: object) -> None:
         raise values.fail(place, "holds half of a surrogate pair") from None
 
 
+def require_conversation(path: Path) -> None:
+    """Raises UsageError unless a conversation may be written to `path`, or to what it links to.
+
+    That is: there is nothing yet in a folder that can be written to, or an earlier conversation, or an empty file.
+    """
+    target = Path(os.path.realpath(path.expanduser()))
+    if target.is_file():
+        try:
+            if target.stat().st_size:
+                _parse(read_object(target, MAX_FILE))
+        except ModelError:
+            raise UsageError(f"{path}: holds something else, which is left alone", "name another file") from None
+    elif target.exists():
+        raise UsageError(f"{path}: not a regular file", "name another file")
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if target.parent.is_dir() else "is not a folder"
+        raise UsageError(f"{path}: {target.parent} {reason}", "name another file")
+
+
 def write_private(path: Path, text: str) -> None:
     """Replace `path`, or what it links to, by a file with `text` and mode 0600, whole or not at all."""
-    target = Path(os.path.realpath(path.expanduser()))
     try:
-        if target.exists() and not target.is_file():
-            raise UsageError(f"{path}: not a regular file", "name another")
-        write_atomic(target, text.encode(), private=True)
+        write_atomic(Path(os.path.realpath(path.expanduser())), text.encode(), private=True)
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}", "name a file that can be written") from None

@@ -5,9 +5,10 @@ Knows models, settings and the printer. Does not know what a person types to get
 
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation
 from mycli.cli.command import Call
@@ -15,7 +16,7 @@ from mycli.cli.format import compact, speculation
 from mycli.cli.generation import describe
 from mycli.cli.load import LoadedSession
 from mycli.cli.progress import LiveMarkdown
-from mycli.runtime.errors import UsageError, UserError
+from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
@@ -33,7 +34,7 @@ def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
     """The template arguments that switch reasoning on or off. Raises UsageError for a template that knows none."""
     names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template.source())]
     if not names:
-        raise UsageError("the model's chat template has no switch for thinking", "leave --think away")
+        raise UsageError("the model's chat template has no switch for thinking", "omit --think")
     return dict.fromkeys(names, wanted)
 
 
@@ -92,45 +93,54 @@ class Chat:
         """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
         context = self.loaded.session.context
         ids = self.tokens()
-        if self.overflow == "drop-oldest":
+        room = context - min(REPLY_ROOM, context // 4)
+        if self.overflow == "drop-oldest" and len(ids) > room:
             before, hidden = len(ids), self.conversation.hidden
-            room = context - min(REPLY_ROOM, context // 4)
-            while len(ids) > room and self.conversation.hide_oldest():
-                ids = self.tokens()
+            ids = self._without_oldest(room)
             dropped = (self.conversation.hidden - hidden) // 2
             if dropped:
                 what = "turn is" if dropped == 1 else f"{dropped} turns are"
                 self.call.out.note(f"(the oldest {what} dropped: {before - len(ids)} of {before} tokens)")
         if len(ids) > context:
+            options = ["/undo", "/clear"]
+            if not self.loaded.longest_context:
+                options.append("start with a larger --ctx")
+            if self.overflow != "drop-oldest":
+                options.append("start with --overflow drop-oldest")
             raise UsageError(
-                f"the conversation has {len(ids)} tokens, the context room for {context}",
-                "/undo or /clear, or start with a larger --ctx or --overflow drop-oldest",
+                f"the conversation has {len(ids)} tokens, the context room for {context}", " or ".join(options)
             )
         return ids
+
+    def _without_oldest(self, room: int) -> list[int]:
+        """The ids with as few turns hidden as leave at most `room`, or all that can be.
+
+        Found by halving: each look tokenizes the whole conversation, which for a long one takes a second.
+        """
+        low, high = self.conversation.hidden // 2 + 1, self.conversation.most_hidden // 2  # exchanges
+        while low < high:
+            middle = (low + high) // 2
+            self.conversation.hidden = 2 * middle
+            low, high = (low, middle) if len(self.tokens()) <= room else (middle + 1, high)
+        self.conversation.hidden = 2 * high
+        return self.tokens()
 
     def _stream(self, reply: "Completion", prompt: list[int]) -> str:
         """Show the reply as it comes; its whole text."""
         splitter = ReasoningSplitter(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
         pieces: list[str] = []
-        shown = _Display(self)
         stream = iter(reply)
-        try:
-            for piece in stream:
-                pieces.append(piece)
-                shown.add(splitter.feed(piece))
+        with _Display(self) as shown:
+            try:
+                for piece in stream:
+                    pieces.append(piece)
+                    shown.add(splitter.feed(piece))
+            except KeyboardInterrupt:
+                stream.close()  # type: ignore[attr-defined]  # a generator: frees the session for the next turn
+                self.call.out.note("(stopped)")
             shown.add(splitter.flush())
-        except KeyboardInterrupt:
-            stream.close()  # type: ignore[attr-defined]  # a generator: frees the session for the next turn
-            shown.add(splitter.flush())
-            shown.end()
-            self.call.out.note("(stopped)")
-            return "".join(pieces)
-        except UserError:
-            shown.end()
-            raise
-        shown.end()
         if reply.finish_reason == "context":
-            self.call.out.warn("the context is full, the reply was cut off; /clear starts anew")
+            self.call.out.warn("the context is full, the reply was cut off; /undo or /clear makes room")
         return "".join(pieces)
 
     def statistics(self, reply: "Completion") -> str:
@@ -144,7 +154,7 @@ class Chat:
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *speculation(timing),
                 f"ctx {compact(session.cache.length)}/{compact(session.context)}",
-                gib(session.nbytes),
+                gib(self.loaded.memory()),
             )
         )
 
@@ -156,6 +166,7 @@ class _Display:
         self._out, self._escapes = chat.call.out, chat.escapes
         self._markdown = chat.markdown and chat.call.out.interactive
         self._live: LiveMarkdown | None = None
+        self._reply = ExitStack()
         self._column = 0
 
     def add(self, parts: Iterable[Part]) -> None:
@@ -173,9 +184,15 @@ class _Display:
                 self._live = self._out.markdown()
             self._live.add(part.text)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        if not self._out.json_mode:
+            self._reply.enter_context(self._out.reply(ends_line=not self._markdown))
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """The reply is over: the next word begins on a line of its own."""
         if self._live is not None:
             self._live.end()
-        elif not self._out.json_mode:
+        elif self._markdown:
             self._out.result("")
+        self._reply.close()

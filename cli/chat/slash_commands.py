@@ -3,6 +3,7 @@
 Knows the conversation and its settings. Does not know how lines are read.
 """
 
+import difflib
 import math
 import os
 import shlex
@@ -19,6 +20,8 @@ from mycli.runtime.errors import UsageError
 
 FENCE = '"""'
 METER = 40  # columns, fewer on a narrow terminal
+ALIASES = {"/help": "/?", "/h": "/?", "/exit": "/bye", "/quit": "/bye", "/q": "/bye"}  # what other programs say
+PATHS = ("/read", "/save", "/load")  # commands that take a file
 
 
 class SlashCommands:
@@ -38,10 +41,25 @@ class SlashCommands:
             self.chat.answer(line)
             return
         name, *rest = line.split(maxsplit=1)
-        method = self.commands.get("/?" if name == "/help" else name)
+        method = self.commands.get(ALIASES.get(name, name))
         if method is None:
-            raise UsageError(f"{name}: no such command", "/? lists them; begin with a space to say it to the model")
+            close = difflib.get_close_matches(name, [*self.commands, *ALIASES], 1, 0.6)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(
+                f"{name}: no such command{meant}", "/? lists them; begin with a space to say it to the model"
+            )
         method(rest[0].strip() if rest else "")
+
+    def complete(self, line: str) -> list[str]:
+        """What Tab offers for a line begun with a slash: commands, settings, files; each replaces its last word."""
+        words = line.split(" ")
+        if len(words) == 1:
+            return [f"{name} " for name in self.commands if name.startswith(line) and name != "/?"]
+        if words[0] == "/set" and len(words) == 2:
+            return [f"{name} " for name in (*self._settings(), "think") if name.startswith(words[1])]
+        if words[0] in PATHS and len(words) == 2:
+            return complete_path(words[1])
+        return []
 
     def help(self, argument: str) -> None:
         """list the commands"""
@@ -57,11 +75,7 @@ class SlashCommands:
         if name == "think":
             self._think(value)
             return
-        kinds: dict[str, Callable[[str], float | int | None]] = {
-            "top_k": int,
-            "seed": lambda text: None if text == "random" else int(text),
-            **{key: float for key in ("temperature", "top_p", "min_p", "repetition_penalty")},
-        }
+        kinds = self._settings()
         if name not in kinds:
             raise UsageError(f"/set {name}: no such setting", f"one of {', '.join([*kinds, 'think'])}")
         try:
@@ -71,6 +85,15 @@ class SlashCommands:
         if number is not None and not math.isfinite(number):
             raise UsageError(f"/set {name}: {value} is not a finite number", f"/set {name} 1")
         self.chat.sampling = replace(self.chat.sampling, **{name: number})  # type: ignore[arg-type]  # the name was checked
+
+    @staticmethod
+    def _settings() -> dict[str, Callable[[str], float | int | None]]:
+        """What /set takes, and how each value is read."""
+        return {
+            "top_k": int,
+            "seed": lambda text: None if text == "random" else int(text),
+            **{key: float for key in ("temperature", "top_p", "min_p", "repetition_penalty")},
+        }
 
     def _think(self, value: str) -> None:
         template = self.chat.loaded.model.tokenizer.template
@@ -196,7 +219,7 @@ class SlashCommands:
         self._out.note(f"({len(self.chat.conversation.turns)} messages loaded{held})")
 
     def bye(self, argument: str) -> None:
-        """leave; Ctrl-D does too"""
+        """leave; /exit, /quit and Ctrl-D do too"""
         self.chat.finished = True
 
     @staticmethod
@@ -204,3 +227,18 @@ class SlashCommands:
         if not argument:
             raise UsageError(f"{command} needs a file", f"{command} FILE")
         return Path(argument).expanduser()
+
+
+def complete_path(begun: str) -> list[str]:
+    """The files and folders whose path begins as `begun` does, folders with a slash; hidden ones when asked for."""
+    folder, _, prefix = begun.rpartition("/")
+    shown = f"{folder}/" if "/" in begun else ""
+    try:
+        entries = sorted(os.scandir(Path(shown or ".").expanduser()), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    return [
+        f"{shown}{entry.name}{'/' if entry.is_dir() else ''}"
+        for entry in entries
+        if entry.name.startswith(prefix) and (prefix or not entry.name.startswith("."))
+    ]

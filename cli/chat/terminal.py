@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mycli.cli.chat.slash_commands import FENCE, SlashCommands
 from mycli.cli.command import Call
-from mycli.runtime.errors import UserError
+from mycli.runtime.errors import ExitCode, UserError
 
 HISTORY_LINES = 1000
 
@@ -30,19 +30,36 @@ def read_message(call: Call) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def edit_lines(history: Path) -> None:
-    """Line editing, pastes that arrive as a whole, and a history that its owner alone can read."""
+def edit_lines(history: Path, plain: bool) -> None:
+    """Line editing, pastes that arrive as a whole, and a history that its owner alone can read.
+
+    `plain`: a terminal that knows no escape sequences, so that pastes arrive as lines.
+    """
     import atexit
     import readline
 
     history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     history.touch(mode=0o600)
     history.chmod(0o600)
-    readline.parse_and_bind("set enable-bracketed-paste on")
+    readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
     readline.read_history_file(history)
     readline.set_history_length(HISTORY_LINES)
     readline.set_auto_history(False)  # `_remember` chooses
     atexit.register(readline.write_history_file, history)
+
+
+def complete_commands(commands: SlashCommands) -> None:
+    """Tab completes what begins with a slash; in a message it does nothing."""
+    import readline
+
+    def offer(_: str, state: int) -> str | None:
+        line = readline.get_line_buffer()[: readline.get_endidx()]
+        found = commands.complete(line) if line.startswith("/") else []
+        return found[state] if state < len(found) else None
+
+    readline.set_completer_delims(" ")
+    readline.set_completer(offer)
+    readline.parse_and_bind("tab: complete")
 
 
 def _remember(line: str) -> None:
@@ -54,16 +71,19 @@ def _remember(line: str) -> None:
         readline.add_history(line)
 
 
-def converse(commands: SlashCommands) -> None:
-    """Read and answer until the person leaves. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt."""
-    call, warned = commands.chat.call, False
+def converse(commands: SlashCommands) -> ExitCode:
+    """Read and answer until the person leaves. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt.
+
+    Returns success on a terminal, where a person saw what was refused; from a pipe the code of the first refusal.
+    """
+    call, warned, code = commands.chat.call, False, ExitCode.OK
     while not commands.chat.finished:
         try:
             message = read_message(call)
         except EOFError:
             if call.out.interactive:
                 call.out.result("")
-            return
+            break
         except KeyboardInterrupt:
             if warned:
                 raise
@@ -79,5 +99,8 @@ def converse(commands: SlashCommands) -> None:
             commands.handle(message)
         except UserError as error:
             call.out.error(error)
+            if not call.out.interactive:
+                code = code or error.exit_code
         except KeyboardInterrupt:
             call.out.note("\n(stopped)")
+    return code

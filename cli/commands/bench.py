@@ -2,32 +2,30 @@
 
 import csv
 import io
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mycli.cli import options
+from mycli.cli.bench_results import Row, check_save, compare_results, read_results, save_results
 from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import announce_build, announce_placement
-from mycli.cli.output import SCHEMA_VERSION
+from mycli.cli.load import about, announce_build, announce_placement
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import GateError, ModelError, UsageError
-from mycli.runtime.hub.resolve import resolve, state
+from mycli.runtime.errors import GateError, UsageError, UserError
+from mycli.runtime.hub.resolve import Source, resolve, state
 from mycli.runtime.memory.estimate import MemoryPlan
-from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
-    from mycli.runtime.diagnostics.throughput import Change, Result, Trial
+    from mycli.runtime.device.placement import Placement
+    from mycli.runtime.diagnostics.throughput import Result, Trial
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
@@ -37,14 +35,12 @@ EXAMPLES = (
 )
 FORMATS = ("md", "json", "jsonl", "csv")
 COLUMNS = ("model", "size", "bpw", "device", "kv", "test", "t/s", "TTFT p50", "TPOT p50/p99", "of bandwidth", "peak")
-KEY = ("model", "test", "device", "dtype", "kv")  # what must agree for two results to be compared
-Row = dict[str, Any]
+NARROW = (0, 5, 6, 8, 7, 9, 10, 1, 3, 4, 2)  # columns by what a narrow terminal shows first
 
 
-def _row(common: Mapping[str, Any], result: "Result", plan: MemoryPlan, bandwidth: float) -> Row:
+def _row(common: Mapping[str, Any], result: "Result", read: float | None, bandwidth: float) -> Row:
     from mycli.runtime.diagnostics.throughput import percentile
 
-    read = result.read_rate(plan)
     first, each = result.first_token_seconds, result.token_seconds
     return {
         **common,
@@ -83,49 +79,70 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _measure(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
-    """All trials of one model, the largest memory need checked before anything is loaded."""
+@dataclass(frozen=True)
+class _Opened:
+    """A model to be measured: what can be known of it before it is loaded."""
+
+    source: Source
+    folder: ModelFolder
+    placement: "Placement"
+
+
+def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]") -> _Opened:
+    """Every check that needs no loading, so that the last of several models is not refused after the first is done."""
+    from mycli.runtime.engine.loader import plan_memory
+
+    with about(call, model):
+        source = resolve(model, offline=call.offline)
+        folder = ModelFolder.open(source.folder)
+        folder.checked_manifest()
+    placement = engine.place(folder.config)
+    for trial in trials:
+        if trial.context > folder.config.max_context:
+            problem = f"{trial.name} needs {trial.context} positions, {model} has {folder.config.max_context}"
+            raise UsageError(problem, "choose smaller -p, -n or -d")
+        plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences))
+    return _Opened(source, folder, placement)
+
+
+def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
+    """All trials of one model. What the device reads is measured before and after: a busy moment makes it less."""
     from mycli.runtime.cache.kv_cache import cache_dtype
     from mycli.runtime.device.placement import dtype_info
     from mycli.runtime.diagnostics import throughput as bench
-    from mycli.runtime.engine.loader import load_model, plan_memory
+    from mycli.runtime.engine.loader import load_model
 
-    source = resolve(model, offline=call.offline)
-    folder = ModelFolder.open(source.folder)
-    config = folder.config
-    placement = engine.place(config)
+    source, folder, placement = opened.source, opened.folder, opened.placement
     announce_placement(call, placement)
-    for trial in trials:
-        if trial.context > config.max_context:
-            problem = f"{trial.name} needs {trial.context} positions, {model} has {config.max_context}"
-            raise UsageError(problem, "choose smaller -p, -n or -d")
-        plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences))
     announce_build(call, placement)
     began = time.perf_counter()
     runner = load_model(folder, placement)
     loaded = time.perf_counter() - began
-    _, bandwidth = bench.measure_device(placement.device, state())
+    bench.measure_device(placement.device, state())
     common = {
         "model": source.name,
         "size_bytes": runner.nbytes,
-        "bits_per_weight": 8 * runner.nbytes / config.parameters(),
+        "bits_per_weight": 8 * runner.nbytes / folder.config.parameters(),
         "device": str(placement.device),
         "dtype": dtype_info(placement.dtype).short,
         "kv": dtype_info(cache_dtype(placement.kv, placement.dtype)).short,
         "load_seconds": loaded,
     }
-    rows = []
+    found = []
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
             result = bench.run_trial(runner, trial, repetitions, progress=lambda _: bar.advance(1))
             plan = MemoryPlan(
-                config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
+                folder.config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
             )
-            rows.append(_row(common, result, plan, bandwidth))
+            found.append((result, result.read_rate(plan)))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
+    # A model beyond any cache that is read faster than the device was measured to read: the measurement was disturbed.
+    seen = max((read for _, read in found if read and runner.nbytes > bench.MEASURED_BYTES // 4), default=0.0)
+    _, bandwidth = bench.measure_device(placement.device, state(), seen)
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
-    return rows
+    return [_row(common, result, read, bandwidth) for result, read in found]
 
 
 def _print(call: Call, rows: Sequence[Row], style: str) -> None:
@@ -142,52 +159,7 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
         writer.writerows(flat)
         call.out.result(text.getvalue().rstrip("\n"))
     else:
-        call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10))
-
-
-def _read(path: Path) -> dict[tuple[str, ...], list[float]]:
-    """Samples of an earlier run by `KEY`. Raises ModelError where the file was not written by --save."""
-    found = read_object(path, limit=1 << 24)
-    results: dict[tuple[str, ...], list[float]] = {}
-    for value in found.array("results", dict):
-        row = Fields(value, f"{path.name}: results")
-        samples = row.array("samples", float)
-        if not samples or min(samples) <= 0:
-            raise row.fail("samples", "must be rates above 0", "mycli bench --save writes such a file")
-        results[tuple(row.text(key) for key in KEY)] = samples
-    if not results:
-        raise ModelError(f"{path.name}: holds no results", "mycli bench --save writes such a file")
-    return results
-
-
-def _compare(call: Call, rows: Sequence[Row], path: Path, style: str) -> "list[tuple[Row, Change]]":
-    """Show each result against the one of the same name in `path`."""
-    from mycli.runtime.diagnostics.throughput import compare
-
-    old = _read(path)
-    pairs = [(row, old[key]) for row in rows if (key := tuple(row[name] for name in KEY)) in old]
-    if not pairs:
-        raise UsageError(f"{path.name} has none of these tests", "compare the same models, tests, device and dtype")
-    changes = [(row, compare(before, row["samples"])) for row, before in pairs]
-    if style == "md":
-        cells = [
-            [
-                row["model"],
-                row["test"],
-                f"{sum(before) / len(before):.2f}",
-                f"{row['tokens_per_second']:.2f}",
-                f"{change.relative:+.1%}",
-                f"{change.low:+.1%} to {change.high:+.1%}",
-            ]
-            for (row, before), (_, change) in zip(pairs, changes, strict=True)
-        ]
-        call.out.table(["model", "test", "t/s before", "t/s now", "change", "95 %"], cells, right=(2, 3, 4, 5))
-    else:
-        for row, change in changes:
-            row["change"] = change.relative
-            # One run on a side bounds nothing, and JSON has no infinity.
-            row["change_95"] = [change.low, change.high] if math.isfinite(change.low) else None
-    return changes
+        call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10), order=NARROW)
 
 
 def _parse_share(text: str | None) -> float | None:
@@ -202,13 +174,22 @@ def _parse_share(text: str | None) -> float | None:
 @command
 def bench(
     call: Call,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False)],
+    models: options.Models,
     prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",
     generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
     batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at once.")] = "1",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="|".join(FORMATS), help="How to print.")] = "md",
+    output: Annotated[
+        str,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="|".join(FORMATS),
+            help="How to print.",
+            autocompletion=options.complete_word(*FORMATS),
+        ),
+    ] = "md",
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep the results.")] = None,
     compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Against kept results.")] = None,
     fail_on_regress: Annotated[
@@ -229,7 +210,7 @@ def bench(
     engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
-            raise UsageError("--draft measures one model, with and without", "leave --save and --compare away")
+            raise UsageError("--draft measures one model, with and without", "omit --save and --compare")
         (longest, *_) = options.parse_counts(generate)
         bench_draft(call, models[0], engine, limit=max(longest, 2), repetitions=repetitions, style=style)
         return
@@ -245,14 +226,24 @@ def bench(
     if not trials:
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     if compare is not None:
-        _read(compare)  # a bad file is told before minutes of work
-    rows = [row for model in models for row in _measure(call, model, engine, trials, repetitions)]
-    changes = _compare(call, rows, compare, style) if compare is not None and style != "md" else []
+        read_results(compare)  # a bad file is told before minutes of work
+    if save is not None:
+        check_save(save)
+    opened = [_open(call, model, engine, trials) for model in models]
+    rows: list[Row] = []
+    try:
+        for one in opened:
+            rows += _measure(call, one, trials, repetitions)
+    except UserError:
+        if rows:
+            _print(call, rows, style)  # what was measured is not lost with the model that failed
+        raise
+    changes = compare_results(call, rows, compare, style) if compare is not None and style != "md" else []
     _print(call, rows, style)
     if compare is not None and style == "md":
-        changes = _compare(call, rows, compare, style)
+        changes = compare_results(call, rows, compare, style)
     if save is not None:
-        save.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "results": rows}, indent=1) + "\n")
+        save_results(save, rows)
     slower = [
         f"{row['model']} {row['test']} {change.relative:+.1%}"
         for row, change in changes

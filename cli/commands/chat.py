@@ -6,14 +6,14 @@ from typing import Annotated, get_args
 import typer
 
 from mycli.cli import options
-from mycli.cli.chat.history import Conversation
+from mycli.cli.chat.history import Conversation, require_conversation
 from mycli.cli.chat.session import Chat, Overflow, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
-from mycli.cli.chat.terminal import converse, edit_lines
+from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.load import load_session
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.resolve import state
 
 EXAMPLES = (
@@ -45,7 +45,7 @@ def chat(
     *,
     drawn: SamplingFlags,
     loading: LoadFlags,
-) -> None:
+) -> ExitCode:
     """Talk with a model in the terminal.
 
     Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
@@ -54,9 +54,12 @@ def chat(
     full = options.choice("--overflow", overflow, get_args(Overflow))
     if think not in (None, "on", "off"):
         raise UsageError(f"--think {think}: neither on nor off", "--think on")
+    drawn.check()
     conversation = Conversation()
-    if session is not None and session.exists():
-        conversation.load(session)
+    if session is not None:
+        if session.is_file() and session.stat().st_size:
+            conversation.load(session)
+        require_conversation(session)
     if system is not None:
         conversation.system = system
     loaded = load_session(call, model, loading.resolve())
@@ -65,7 +68,7 @@ def chat(
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
     sampling = drawn.resolve(loaded.model.defaults)
     if call.out.interactive:
-        edit_lines(state() / "chat_history")
+        edit_lines(state() / "chat_history", plain=call.out.plain)
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")
     if conversation.turns:
         call.out.note(f"({len(conversation.turns)} messages from {session})")
@@ -81,4 +84,7 @@ def chat(
         arguments={} if think is None else thinking(template, think == "on"),
         session_file=session,
     )
-    converse(SlashCommands(chat))
+    commands = SlashCommands(chat)
+    if call.out.interactive:
+        complete_commands(commands)
+    return converse(commands)

@@ -98,9 +98,10 @@ def doctor(call: Call, device: options.Device = "auto") -> None:
     for note in (*placement.notes, *placement.details):
         call.out.note(note)
     announce_build(call, placement)
-    name, bandwidth = measure_device(placement.device, state())
+    measure_device(placement.device, state())
     found = list(check_kernels(placement.device, placement.dtype))
     reply = golden_reply(pico, placement)
+    name, bandwidth = measure_device(placement.device, state())  # the better of two: a busy moment makes it less
     if not call.out.answered(_as_json(facts, placement, bandwidth, found, reply)):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""

@@ -10,8 +10,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import announce_placement, open_config
-from mycli.cli.remedies import remedy
+from mycli.cli.load import announce_placement, check_context, open_config
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import cpu
@@ -30,7 +29,7 @@ EXAMPLES = (
     "mycli estimate pico --table",
     "mycli estimate pico --gpu 24GiB --fit",
     "mycli estimate pico --quant int4-g128 --tp 2 --json",
-    "mycli estimate pico --verify --device cpu",
+    "mycli estimate pico --verify --device cpu --tol 10%",
 )
 HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
@@ -102,7 +101,8 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
     }
     if ranks is not None:
         lines = _obstacle_lines(subject, ranks)
-        found["tensor_parallel"] = {"ranks": ranks, "possible": not lines, "obstacles": lines}
+        each = memory.rank_bytes(plan, ranks)
+        found["tensor_parallel"] = {"ranks": ranks, "possible": not lines, "obstacles": lines, "bytes_each": each}
     return found
 
 
@@ -111,8 +111,7 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
     space, longest = result.workspace, memory.longest_context(plan, target.free)
     verdict = f"fits, {gib(target.free - result.total)} to spare"
     if result.total > target.free:
-        problem = shortage(plan, target.free, target.place)
-        verdict = f"does not fit: {gib(result.total - target.free)} too much; {remedy(problem)}"
+        verdict = f"does not fit: {gib(result.total - target.free)} too much"
     limit = ", the model's limit" if longest == plan.config.max_context else ""
     passes = f"passes {gib(space.activations)}, dequantization {gib(space.dequantization)}"
     per_token = result.cache // (plan.context * plan.batch) / 1024
@@ -141,13 +140,16 @@ def _card(call: Call, subject: _Subject) -> None:
 
 
 def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
-    if call.out.answered(_as_json(subject, ranks)):
-        return
-    _card(call, subject)
-    if ranks is not None:
-        lines = _obstacle_lines(subject, ranks)
-        answer = f"tensor parallel over {ranks} GPUs (vLLM, SGLang with Marlin): " + ("no" if lines else "yes")
-        call.out.result("\n".join([answer, *(f"  {line}" for line in lines)]))
+    if not call.out.answered(_as_json(subject, ranks)):
+        _card(call, subject)
+        if ranks is not None:
+            lines = _obstacle_lines(subject, ranks)
+            answer = f"tensor parallel over {ranks} GPUs (vLLM, SGLang with Marlin): " + ("no" if lines else "yes")
+            each = [] if lines else [f"on each GPU about {gib(memory.rank_bytes(subject.plan, ranks))}"]
+            call.out.result("\n".join([answer, *(f"  {line}" for line in (*lines, *each))]))
+    split = ranks is not None and memory.rank_bytes(subject.plan, ranks) <= subject.target.free
+    if memory.estimate(subject.plan).total > subject.target.free and not split:
+        raise shortage(subject.plan, subject.target.free, subject.target.place)
 
 
 def _table(call: Call, subject: _Subject) -> None:
@@ -171,12 +173,15 @@ def _table(call: Call, subject: _Subject) -> None:
     call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
 
 
-def _fit(call: Call, subject: _Subject, context: int | None) -> None:
-    plan, free = subject.plan, subject.target.free
+def _fit(call: Call, subject: _Subject, context: int | None, tolerance: float) -> None:
+    """Within what is free even where the estimate is off by as much as --verify tolerates."""
+    plan, free = subject.plan, int(subject.target.free / (1 + tolerance))
     fixed = subject.folder.packings or subject.wish != PackingScheme()
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
-        raise shortage(plan, free, subject.target.place).reworded(f"{subject.model}: no choice fits into {gib(free)}")
+        raise shortage(plan, free, subject.target.place).reworded(
+            f"{subject.model}: no choice fits into {gib(subject.target.free)} with {tolerance:.0%} to spare"
+        )
     plan, scheme = found
     name, commands = subject.model, []
     if scheme.packing is not None:
@@ -210,9 +215,7 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
 
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
     config = folder.config
-    if (engine.context or 1) > config.max_context:
-        problem = f"--ctx {engine.context} is more than the {config.max_context} tokens this model was made for"
-        raise UsageError(problem, f"ask for at most {config.max_context}")
+    check_context(folder, engine)
     draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
     return memory.MemoryPlan(
         config,
@@ -230,7 +233,7 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> m
 
 def _wish(plan: memory.MemoryPlan, quant: str | None, head: str) -> PackingScheme:
     if plan.packings and (quant or head != "keep"):
-        raise UsageError("this model is quantized already", "leave out --quant and --head, or name the original")
+        raise UsageError("this model is quantized already", "omit --quant and --head, or name the original")
     bits = HEADS[options.choice("--head", head, tuple(HEADS))]
     if quant is None and bits:
         raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
@@ -272,7 +275,9 @@ def estimate(
     fit: Annotated[bool, typer.Option("--fit", help="Choose scheme and context that fit; print the commands.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Schemes by contexts.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Load it, run it, and compare.")] = False,
-    tol: Annotated[str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates.")] = "3%",
+    tol: Annotated[
+        str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates, and --fit leaves free.")
+    ] = "3%",
 ) -> None:
     """Say how much memory a model takes and whether it fits.
 
@@ -282,7 +287,7 @@ def estimate(
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
     engine = loading.resolve(batch)
     if verify and (gpu or quant or head != "keep" or engine.draft):
-        raise UsageError("--verify runs what is there", "leave out --gpu, --quant, --head and --draft")
+        raise UsageError("--verify runs what is there", "omit --gpu, --quant, --head and --draft")
     tolerance = _parse_share(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:
@@ -297,7 +302,7 @@ def estimate(
     if table:
         _table(call, subject)
     elif fit:
-        _fit(call, subject, engine.context)
+        _fit(call, subject, engine.context, tolerance)
     elif verify:
         _verify(call, subject, engine, tolerance)
     else:

@@ -7,7 +7,8 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import Download, fetch_files, plan_download
+from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
+from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code, resolve
 from mycli.runtime.utils.units import gib
 
@@ -59,12 +60,15 @@ def pull(
     call: Call,
     model: options.Model,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start even where the disk seems too small.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even where the disk seems too small, or the model cannot run here.")
+    ] = False,
 ) -> None:
     """Fetch a model from the Hugging Face hub.
 
     Takes safetensors, JSON, tokenizer and template files of one commit, each checked by size and hash.
-    What was interrupted goes on from where it stopped. Prints the folder, which other tools find in their cache too.
+    A model that cannot run here is refused before anything is fetched. What was interrupted goes on from where it
+    stopped. Prints the folder, which other tools find in their cache too.
     """
     if call.offline or "/" not in model:  # names without an organization are of this machine only
         _show_present(call, model)
@@ -73,6 +77,10 @@ def pull(
         job = plan_download(hub, model)
         for warning in job.warnings:
             call.out.warn(warning)
+        if not force:
+            check_supported(hub, job)
+            if job.missing:
+                check_space(job)
         if dry_run:
             _show(call, job, None)
             return

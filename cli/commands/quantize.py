@@ -1,7 +1,10 @@
 """mycli quantize: a smaller copy of a model, with a card that says what it cost."""
 
+import math
+import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +16,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.format import quality
 from mycli.cli.load import announce_placement
 from mycli.cli.progress import stages
+from mycli.cli.recipe_flags import RecipeFlags
 from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
@@ -26,7 +30,6 @@ from mycli.runtime.utils.units import gib
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
     from mycli.quant.planning import QuantizationPlan, Report
-    from mycli.quant.recipe import Recipe
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -35,76 +38,6 @@ EXAMPLES = [
 ]
 
 WORST = 5  # layers to name
-
-
-@dataclass(frozen=True)
-class RecipeFlags:
-    """What is made, and the text it is calibrated on."""
-
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="gptq|awq|awq+gptq|rtn",
-            help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
-            "rtn only rounds, and needs no data.",
-        ),
-    ] = "gptq"
-    bits: Annotated[int, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.")] = 4
-    target_bpw: Annotated[
-        float | None,
-        typer.Option(
-            "--target-bpw",
-            min=2,
-            max=9,
-            metavar="X",
-            help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
-            show_default="--bits for all",
-        ),
-    ] = None
-    group: Annotated[str, typer.Option(metavar="32|64|128|channel", help="Inputs that share a scale.")] = "128"
-    scales: Annotated[
-        str, typer.Option(metavar="mse|absmax", help="Signed scales of least error, or the largest weight's.")
-    ] = "mse"
-    head: Annotated[str, typer.Option(metavar="keep|int8|int4", help="What to do with an output head of its own.")] = (
-        "keep"
-    )
-    calib: Annotated[
-        str | None,
-        typer.Option(
-            "--calib",
-            metavar="FILE|hf:DATASET",
-            help="Text, .jsonl or .parquet to calibrate on; hf:org/name[@revision][:path] is fetched.",
-            show_default="a mixed text in the package",
-        ),
-    ] = None
-    samples: Annotated[int, options.count_option("--samples", help="Windows to calibrate on.")] = 128
-    seq: Annotated[int | None, options.count_option("--seq", help="Tokens in a window.", show_default="512")] = None
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")
-    ] = 0
-    tune: Annotated[
-        bool,
-        typer.Option("--tune", help="Then train towards the original: each block, then the whole. Ten times as long."),
-    ] = False
-
-    def resolve(self) -> "Recipe":
-        """The recipe. Raises UsageError for a value that it does not know."""
-        from mycli.quant.recipe import Recipe
-
-        if self.group != "channel" and not self.group.isdecimal():
-            raise UsageError(f"--group {self.group}: not a group size", "choose from 32, 64, 128, channel")
-        return Recipe(
-            method=self.method,
-            bits=self.bits,
-            group=None if self.group == "channel" else int(self.group),
-            scales=options.choice("--scales", self.scales, ("mse", "absmax")),
-            head=options.choice("--head", self.head, ("keep", "int8", "int4")),
-            samples=self.samples,
-            seq=self.seq,
-            seed=self.seed,
-            target_bpw=self.target_bpw,
-            tune=self.tune,
-        )
 
 
 def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
@@ -194,6 +127,14 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
         )
 
 
+def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:
+    """For whoever stopped it."""
+    again = shlex.join(["mycli", *sys.argv[1:]])
+    if not (work.calibrates and kept.is_dir()):
+        return f"stopped, nothing was written; to start again: {again}"
+    return f"stopped; finished blocks are kept in {kept}; to go on: {again}"
+
+
 @command
 def quantize(
     call: Call,
@@ -240,7 +181,9 @@ def quantize(
     from mycli.quant.model_card import label
 
     if max_kl is not None and report == "none":
-        raise UsageError("--max-kl needs a measurement", "drop --report none")
+        raise UsageError("--max-kl needs a measurement", "omit --report none")
+    if max_kl is not None and not 0 < max_kl < math.inf:
+        raise UsageError(f"--max-kl {max_kl}: no divergence is that small", "give a number above 0, such as 0.05")
     if plot is not None:
         require_svg(plot)
     recipe = made.resolve()
@@ -265,6 +208,7 @@ def quantize(
         kept = gib(head_bytes(MemoryPlan(folder.config)))
         call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
+    planning.check_resources(work, target, overwrite=overwrite)
     if recipe.target_bpw is not None:
         with stages(call.out.progress) as progress:
             work = plan(pipeline.allocated(work, placement, target, progress))
@@ -272,10 +216,14 @@ def quantize(
         _show_plan(call, work, target)
         return
     announce_placement(call, placement)
-    with stages(call.out.progress) as progress:
-        outcome = pipeline.quantize(
-            work, target, placement, overwrite=overwrite, work_folder=work_dir, progress=progress
-        )
+    try:
+        with stages(call.out.progress) as progress:
+            outcome = pipeline.quantize(
+                work, target, placement, overwrite=overwrite, work_folder=work_dir, progress=progress
+            )
+    except KeyboardInterrupt:
+        call.out.note(_how_to_go_on(work, work_dir or pipeline.default_work_folder(target)))
+        raise
     for note in outcome.notes:
         call.out.note(note)
     points = [point(layer) for layer in outcome.layers]

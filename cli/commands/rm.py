@@ -1,5 +1,6 @@
-"""`mycli rm`: delete a stored model."""
+"""`mycli rm`: delete stored models."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -19,20 +20,29 @@ EXAMPLES = (
 
 @command
 def rm(
-    call: Call, model: options.Model, yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False
+    call: Call,
+    models: options.Models,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a stored model.
+    """Delete stored models.
 
-    One that was pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
+    Those that were pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
     first, elsewhere it wants --yes. Folders that mycli did not store are left alone.
     """
-    removal = plan_removal(model)
+    removals = [plan_removal(model) for model in dict.fromkeys(models)]  # all or none, where one is not there
+    names = ", ".join(removal.name for removal in removals)
     if not yes and not call.out.interactive:
-        raise UsageError(f"nobody can be asked whether to delete {removal.name}", f"mycli rm {model} --yes")
-    if not yes and not call.out.ask(f"Delete {removal.name} ({gib(removal.nbytes)}) from {removal.folder}?"):
-        call.out.note("nothing was deleted")
+        again = shlex.join(["mycli", "rm", *models, "--yes"])
+        raise UsageError(f"not a terminal, so cannot ask whether to delete {names}", again)
+    if not yes:
+        where = removals[0].folder if len(removals) == 1 else f"{len(removals)} folders"
+        if not call.out.ask(f"Delete {names} ({gib(sum(one.nbytes for one in removals))}) from {where}?"):
+            call.out.note("nothing was deleted")
+            return
+    for removal in removals:
+        remove(removal, call.out.note)
+    removed = [{"name": one.name, "folder": str(one.folder), "bytes": one.nbytes} for one in removals]
+    if call.out.answered({"removed": removed}):
         return
-    remove(removal, call.out.note)
-    if call.out.answered({"removed": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes}):
-        return
-    call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")
+    for removal in removals:
+        call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")

@@ -1,6 +1,7 @@
 """`mycli run`: one prompt in, one reply out; plain text on stdout, so that it can stand in a pipe."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mycli.cli import options
-from mycli.cli.batch_file import run_batch
+from mycli.cli.batch_file import check_batch, run_batch
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
 from mycli.cli.generation import Generator
 from mycli.cli.input import read_file, read_prompt
 from mycli.cli.load import load_session
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import LoadedModel
@@ -55,14 +56,16 @@ class PromptFlags:
         typer.Option("--out", help="With --batch: write here; what it answers already is skipped.", metavar="FILE"),
     ] = None
 
-    def resolve(self) -> str:
+    def resolve(self, note: Callable[[str], None]) -> str:
         """The prompt; nothing for a batch. Raises UsageError for options that exclude each other."""
         if self.out is not None and self.batch is None:
             raise UsageError("--out is for --batch", "redirect the output instead: > FILE")
         if self.batch is None:
-            return read_prompt(self.prompt, self.file, "replace" if self.encoding_errors == "replace" else "strict")
+            errors = options.choice("--encoding-errors", self.encoding_errors, ("strict", "replace"))
+            return read_prompt(self.prompt, self.file, errors, note)
         if self.prompt is not None or self.file is not None:
-            raise UsageError("--batch brings its own prompts", "leave the prompt away")
+            raise UsageError("--batch brings its own prompts", "omit the prompt")
+        check_batch(self.batch)
         return ""
 
 
@@ -79,9 +82,15 @@ class GrammarFlags:
     json_mode: Annotated[bool, typer.Option("--json-mode", help="Write a JSON object only.")] = False
 
     def text(self) -> str | None:
-        """The schema. Raises UsageError for one that cannot be read, and for options that exclude each other."""
-        if sum((self.schema is not None, self.regex is not None, self.json_mode)) > 1:
+        """The schema. Raises UsageError for one that cannot be read, for options that exclude each other, and where
+        what compiles them is not installed: before a model is loaded."""
+        asked = sum((self.schema is not None, self.regex is not None, self.json_mode))
+        if asked > 1:
             raise UsageError("--schema, --regex and --json-mode exclude each other", "choose one")
+        if asked:
+            from mycli.runtime.sampling.grammar import library
+
+            library()
         return None if self.schema is None else read_file(self.schema)
 
     def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
@@ -119,7 +128,7 @@ def run(
     drawn: SamplingFlags,
     form: GrammarFlags,
     loading: LoadFlags,
-) -> None:
+) -> ExitCode | None:
     """Answer one prompt and exit; made for pipes.
 
     A model with a chat template is asked; one without, or with --raw, continues the text. --batch reads lines such as
@@ -132,7 +141,8 @@ def run(
         raise UsageError("--logprobs shows nothing without --json", "add --json")
     if not 1 <= samples <= MAX_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range", f"choose between 1 and {MAX_SAMPLES}")
-    schema, text = form.text(), asked.resolve()
+    drawn.check()
+    schema, text = form.text(), asked.resolve(call.out.note)
     loaded = load_session(call, model, loading.resolve(samples))
     generator = Generator(
         loaded,
@@ -147,17 +157,29 @@ def run(
         top=logprobs,
     )
     if asked.batch is not None:
-        run_batch(call, asked.batch, asked.out, lambda one: generator.describe(generator.encode(one)))
-        return
+        return run_batch(call, asked.batch, asked.out, lambda one: generator.describe(generator.encode(one)))
     ids = generator.encode(text)
     seconds = time.perf_counter() - began
     if call.out.json_mode:
         answer = generator.describe(ids)
         call.out.json({"model": loaded.source.name, **answer, "load_seconds": round(seconds, 4)})
+        _check_whole(generator, [one["finish_reason"] for one in answer.get("samples", [answer])])
     elif samples > 1:
         _show_samples(call, generator, ids)
     else:
         _stream(call, generator, ids, escapes, seconds)
+    return ExitCode.OK
+
+
+def _check_whole(generator: Generator, reasons: Sequence[str | None]) -> None:
+    """Raises GateError where a reply was to have a form, and ended before it had it."""
+    cut = [reason for reason in reasons if reason != "stop"]
+    if cut and generator.grammar is not None:
+        which = "the reply" if len(reasons) == 1 else f"{len(cut)} of {len(reasons)} replies"
+        raise GateError(
+            f"{which} reached the limit ({cut[0]}): only the beginning of what was asked for",
+            "allow more tokens with -n, or ask for a shorter form",
+        )
 
 
 def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
@@ -165,21 +187,21 @@ def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
     for number, sample in enumerate(drawn, start=1):
         call.out.note(f"sample {number} of {len(drawn)} ({sample.finish_reason})")
         call.out.result(sample.text)
+    _check_whole(generator, [sample.finish_reason for sample in drawn])
 
 
 def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
     reply = generator.reply(ids)
-    for piece in reply:
-        call.out.stream(piece, raw=escapes)
-    call.out.result("")
-    if reply.finish_reason != "stop":
-        cut = f"the reply was cut off: {reply.finish_reason} (-n and --ctx set the limits)"
-        if generator.grammar is not None:
-            call.out.warn(f"{cut}; it is only the beginning of what was asked for")
-        else:
-            call.out.detail(cut)
+    with call.out.reply():
+        for piece in reply:
+            call.out.stream(piece, raw=escapes)
+    if reply.finish_reason == "length" and generator.limit is None:
+        call.out.note(f"(cut off after {len(reply.tokens)} tokens: -n sets another limit)")
+    elif reply.finish_reason == "context":
+        call.out.note(f"(cut off: the context of {generator.loaded.session.context} tokens is full)")
     timing = reply.timing
     first = f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
     parts = (speed, first, f"prompt {timing.prompt}", *speculation(timing), f"loaded in {loading:.1f} s")
     call.out.detail(" · ".join(parts))
+    _check_whole(generator, [reply.finish_reason])

@@ -146,10 +146,18 @@ def _show_recipe(call: Call, info: ModelInfo) -> None:
     if info.record is None:
         raise UsageError(f"{info.source.name} was not quantized by mycli", "mycli quantize MODEL")
     record = {key: _section(info.record, key) for key in ("recipe", "source", "versions")}
+    calibration = info.record.object("calibration").values
+    # Where it was left to the program, the recipe holds null: what was then taken is what a person wants to know.
+    record["recipe"] = {**(record["recipe"] or {}), **({"seq": calibration["seq"]} if "seq" in calibration else {})}
     if call.out.answered({"model": info.source.name, **record}):
         return
-    rows = [(f"{key} {name}", str(value)) for key, part in record.items() for name, value in (part or {}).items()]
-    call.out.card(info.source.name, [(name, value) for name, value in rows if name != "source files"])
+    rows = [
+        (f"{key} {name}", str(value))
+        for key, part in record.items()
+        for name, value in (part or {}).items()
+        if name != "files" and value is not None
+    ]
+    call.out.card(info.source.name, rows)
 
 
 def _plot(info: ModelInfo, path: Path) -> None:

@@ -9,11 +9,12 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import IO, Any, cast, get_args
 
 from mycli.quant.evaluate import read_text
-from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.chat_template import Message, Role
+from mycli.runtime.utils.input_file import open_input
 
 FIELDS = ("text", "content", "messages", "conversations")
 MAX_ROW = 16 << 20  # bytes of a line
@@ -40,9 +41,9 @@ def documents(path: Path) -> Iterator[Document]:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    opened = gzip.open if path.name.lower().endswith(".gz") else open
     try:
-        with opened(path, "rb") as file:
+        with open_input(path) as raw:
+            file = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if path.name.lower().endswith(".gz") else raw
             number = 0
             while line := file.readline(MAX_ROW):
                 number += 1
@@ -50,12 +51,10 @@ def _json_rows(path: Path) -> Iterator[Any]:
                     raise UsageError(f"{path}: row {number} has {MAX_ROW} bytes or more", "one object a line")
                 if line.strip():
                     yield json.loads(line)
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: no such file", "") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: row {number} is not JSON ({error})", "one object a line") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: {error}", "") from None
+        raise UsageError(f"{path}: {error}", "check the file") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -65,14 +64,12 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         hint = "pip install 'mycli-llm[datasets]'"
         raise UsageError(f"{path}: Parquet needs pyarrow, which is not installed", hint) from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_input(path) as raw, parquet.ParquetFile(raw) as file:
             columns = [field for field in FIELDS if field in file.schema_arrow.names][:1]
             for batch in file.iter_batches(batch_size=64, columns=columns or None):
                 yield from batch.to_pylist()
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: no such file", "") from None
     except (ArrowException, OSError) as error:
-        raise UsageError(f"{path}: {error}", "") from None
+        raise UsageError(f"{path}: {error}", "check the file") from None
 
 
 def _document(row: Any, where: str) -> Document:

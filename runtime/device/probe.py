@@ -29,7 +29,7 @@ class Target:
 def _with_bandwidth(target: Target, notes: Path) -> Target:
     measured = remembered(notes, target.name)
     if measured is not None:
-        return replace(target, bandwidth=measured, bandwidth_source="measured here")
+        return replace(target, bandwidth=measured, bandwidth_source="best measured here")
     sheet = datasheet(target.name) if target.gpu else None
     return replace(target, bandwidth=sheet, bandwidth_source="data sheet" if sheet else "")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.bandwidth import remember, remembered
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics.memory_check import MemoryMeter
@@ -221,10 +221,15 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
     return moved / best / 1e9
 
 
-def measure_device(device: torch.device, state: Path) -> tuple[str, float]:
-    """The name of `device` and the GB/s at which it reads, which are noted down in the folder `state` for estimates."""
+def measure_device(device: torch.device, state: Path, seen: float = 0.0) -> tuple[str, float]:
+    """The name of `device` and the GB/s at which it reads: the best that was ever measured or `seen` on it.
+
+    Other work on the machine makes a measurement smaller, nothing makes it larger. It is noted down in the folder
+    `state` for estimates.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
+    best = max(measured, seen, remembered(state, name) or 0.0)
     with suppress(OSError):  # where nothing can be written, nothing is
-        remember(state, name, measured)
-    return name, measured
+        remember(state, name, best)
+    return name, best

@@ -104,15 +104,24 @@ class Hub:
         for _ in range(MAX_PAGES):
             ask = partial(self._document, url, Wanted(repo, commit), MAX_TREE_BYTES)
             data, following = self.policy.run(ask, self.note)
-            # The listing is an array: give it a name, to read it like every other JSON of a stranger.
-            listing = parse_object(b'{"files":' + data + b"}", self._host, MAX_TREE_BYTES + 10)
-            for item in (Fields(values, f"{self._host}: the listing") for values in listing.array("files", dict)):
+            for item in self._array(data, MAX_TREE_BYTES):
                 if item.text("type", "") == "file":
                     records[item.text("path")] = _record(item)
             if following is None:
                 return Fields(records, f"{self._host}: the listing")
             url = following
         raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is no model")
+
+    def models(self, query: str) -> list[Fields]:
+        """What the hub lists for `query`, the parameters of its address, as an object each."""
+        url = f"{self.address}/api/models?{query}"
+        data, _ = self.policy.run(lambda: self._document(url, Wanted("the hub", ""), MAX_INFO_BYTES), self.note)
+        return self._array(data, MAX_INFO_BYTES)
+
+    def _array(self, data: bytes, limit: int) -> list[Fields]:
+        """The objects of a JSON array: it is given a name, to be read like every other JSON of a stranger."""
+        listing = parse_object(b'{"items":' + data + b"}", self._host, limit + 10)
+        return [Fields(values, f"{self._host}: the listing") for values in listing.array("items", dict)]
 
     def read(self, repo: str, commit: str, name: str, start: int, length: int) -> bytes:
         """`length` bytes of a file from `start`; fewer at its end."""
@@ -193,7 +202,7 @@ class Hub:
                 f"{repo} is gated, and this account has no access to it (yet)", f"ask for it at {page}"
             )
         if code == "GatedRepo":
-            message = f"{repo} is gated: its authors ask for a consent first"
+            message = f"{repo} is gated: it requires accepting its terms"
             return NotFoundError(message, code="accept-terms", data={"page": page})
         if code == "RevisionNotFound":
             return NotFoundError(

@@ -159,6 +159,11 @@ def repo_lock(folder: Path, what: str, note: Callable[[str], None]) -> AbstractC
     return locked(path, lambda holder: note(f"{what} is being fetched by process {holder}: waiting for it"))
 
 
+def check_space(job: Download) -> None:
+    """Raises ResourceError where the disk seems too small for what `job` would bring."""
+    require_space(repo_folder(job.repo), job.new_bytes, code="cache-full")
+
+
 def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[float], None]) -> Source:
     """Do what was planned; `advance` is told of bytes as they come (negative: some were thrown away).
 
@@ -173,7 +178,7 @@ def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[floa
             _write_ref(folder, job)
         return Source(job.model, snapshot, job.repo, job.commit)
     if not force:
-        require_space(folder, job.new_bytes, code="cache-full")
+        check_space(job)
     for part in (folder / "blobs", folder / "trees", snapshot):
         part.mkdir(parents=True, exist_ok=True)
     with repo_lock(folder, job.model, hub.note):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.partial_file import hasher
@@ -20,6 +21,7 @@ from mycli.runtime.hub.resolve import (
     BUILT_IN,
     COMMIT,
     DIGEST,
+    RECORD,
     HubFile,
     Source,
     built_in_folder,
@@ -31,16 +33,15 @@ from mycli.runtime.hub.resolve import (
     is_hub_name,
     is_path,
     missing_files,
-    quantized,
     read_ref,
     read_tree,
     repo_folder,
     resolve,
     split_name,
+    stored,
 )
 from mycli.runtime.utils.json_fields import read_object
 
-RECORD = "mycli.json"
 MAX_RECORD_BYTES = 16 << 20
 _BLOCK = 1 << 20
 
@@ -82,7 +83,7 @@ class CheckedFile:
 def local_models() -> list[LocalModel]:
     """All models on this machine, usable or not, by kind and name."""
     built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(built_in_folder, BUILT_IN)]
-    folders = [home() / "models" / name for name in quantized()]
+    folders = [home() / "models" / name for name in stored()]
     here = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
     return [*built_in, *here, *(model for repo in cached_repos() for model in _cached_models(repo))]
 
@@ -98,15 +99,33 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
 
 
 def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
+    """Why the model in `folder` cannot be used; nothing where it can. Looks into config.json and the headers."""
     names = [file.name for file in tree or ()] + [path.name for path in folder.glob("*.safetensors")]
     if not any(name.endswith(".safetensors") for name in names):
         return "no safetensors"
     try:
         missing = missing_files(folder, tree)
+        if missing:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            return f"incomplete: {missing[0]} missing{more}"
+        opened = ModelFolder.open(folder)
     except ModelError as error:
-        return error.message
-    more = f" and {len(missing) - 1} more" if missing[1:] else ""
-    return f"incomplete: {missing[0]} missing{more}" if missing else ""
+        return f"{'damaged' if error.code else 'unsupported'}: {error.message}"
+    try:
+        opened.checked_manifest()
+    except ModelError as error:
+        return f"damaged: {error.message}"
+    return _tokenizer_problem(folder / "tokenizer.json")
+
+
+def _tokenizer_problem(path: Path) -> str:
+    """Without parsing it, which takes longer than all else: a truncated file does not end as an object does."""
+    if not path.is_file():
+        return "no tokenizer.json: it can be measured, but not given text"
+    with path.open("rb") as file:
+        file.seek(max(0, file_bytes(path) - 64))
+        whole = file.read().rstrip().endswith(b"}")
+    return "" if whole else "damaged: tokenizer.json is cut off"
 
 
 def _real_files(folders: Iterable[Path]) -> set[str]:
@@ -124,7 +143,7 @@ def plan_removal(model: str) -> Removal:
     """
     if model in BUILT_IN:
         raise UsageError(f"{model} is a part of mycli", "it goes when mycli is uninstalled")
-    if model in quantized():
+    if model in stored():
         target = home() / "models" / model
         return Removal(model, target, (), _size([target]))
     foreign = UsageError(

@@ -12,15 +12,15 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import plan_download, read_small
-from mycli.runtime.hub.local import MAX_RECORD_BYTES, RECORD
-from mycli.runtime.hub.resolve import Source, custom_code
+from mycli.runtime.hub.download import Download, plan_download, read_small
+from mycli.runtime.hub.local import MAX_RECORD_BYTES
+from mycli.runtime.hub.resolve import RECORD, Source, custom_code
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
-from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
 # Small files that say what a model is; tokenizer.json is too large for a look.
 _TELLING = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
@@ -67,6 +67,18 @@ def read_model_info(source: Source) -> ModelInfo:
     except ModelError as error:
         warnings.append(f"{error.message}: the model will not load")
     return _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
+
+
+def check_supported(hub: Hub, job: Download) -> None:
+    """Raises ModelError where the model that `job` would bring cannot run here: its config.json says so beforehand."""
+    config = next((file for file in job.files if file.name == "config.json"), None)
+    if config is None:
+        raise ModelError(f"{job.repo} has no config.json: it cannot run here", code="fetch-anyway")
+    try:
+        opened = ModelFolder.of(parse_object(read_small(hub, job.repo, job.commit, config), f"{job.repo}: config.json"))
+        opened.packings  # noqa: B018  # raises for a layout of quantized weights that is not read
+    except ModelError as error:
+        raise ModelError(f"cannot run here: {error.message}", code="fetch-anyway") from None
 
 
 def fetch_model_info(hub: Hub, model: str) -> ModelInfo:

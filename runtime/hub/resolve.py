@@ -7,6 +7,7 @@ Reads the cache as other tools write it: `models--org--name/{refs,blobs,snapshot
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 MAX_INDEX_BYTES = 32 << 20
 MAX_TREE_BYTES = 64 << 20
 BUILT_IN = ("pico", "pico-draft")
+RECORD = "mycli.json"  # what a model quantized here says of itself
 # What a model needs to answer, besides config.json and the weights; other JSON files are fetched, but not missed.
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
@@ -29,6 +31,39 @@ DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
 _REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
 _NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
+
+
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/?#\s]+/[^/?#\s]+)"
+    r"(?:/(?:tree|resolve|blob)/([^/?#\s]+))?(?:[/?#]\S*)?|hf://([^/?#\s]+/[^/?#@\s]+)"
+)
+# Well-known models of the supported families, for names that another program would know.
+_WELL_KNOWN = (
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-3.2-3B-Instruct",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "meta-llama/Llama-2-7b-chat-hf",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "mistralai/Mistral-7B-Instruct-v0.3",
+    "microsoft/phi-4",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "allenai/OLMo-2-1124-7B-Instruct",
+)
+_CANDIDATES = 4  # at most, that a hint names
 
 
 @dataclass(frozen=True)
@@ -72,6 +107,22 @@ def hub_cache() -> Path:
         base = os.environ.get("HF_HOME") or _directory("XDG_CACHE_HOME", ".cache") / "huggingface"
         chosen = os.path.join(base, "hub")
     return Path(os.path.expandvars(chosen)).expanduser()
+
+
+def plain_name(model: str) -> str:
+    """`org/repo[@revision]` for an address of the hub as a browser shows it; anything else as it is."""
+    match = _ADDRESS.fullmatch(model.strip())
+    if match is None:
+        return model
+    return (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "")
+
+
+def candidates(name: str) -> list[str]:
+    """Well-known models that `name` may mean, such as llama3, qwen2.5:7b or Phi4."""
+    words = [re.sub(r"[^a-z0-9]", "", word) for word in re.split(r"[:/\s]", name.lower())]
+    words = [word for word in words if word and word != "latest"]
+    found = [repo for repo in _WELL_KNOWN if all(word in re.sub(r"[^a-z0-9]", "", repo.lower()) for word in words)]
+    return found[:_CANDIDATES] if words else []
 
 
 def is_path(model: str) -> bool:
@@ -196,8 +247,13 @@ def local_names() -> list[str]:
 
 def quantized() -> list[str]:
     """Names of the models quantized here."""
+    return [name for name in stored() if (home() / "models" / name / "config.json").is_file()]
+
+
+def stored() -> list[str]:
+    """Names of all folders where models quantized here lie, whatever became of what is in them."""
     folders = _children(home() / "models")
-    return sorted(p.name for p in folders if not p.name.startswith(".") and (p / "config.json").is_file())
+    return sorted(p.name for p in folders if not p.name.startswith(".") and (p.is_dir() or p.is_symlink()))
 
 
 def cached_repos() -> list[str]:
@@ -234,9 +290,12 @@ def resolve(model: str, *, offline: bool = False) -> Source:
             return _resolve_cached(model, offline)
         if Path(model).is_dir():
             return _resolve_path(model)
-        known = ", ".join([*BUILT_IN, *quantized()])
-        hint = f"known here: {known}; a model of the hub is org/name"
-        raise NotFoundError(f"{model}: no model of that name{_suggestion(model)}", hint)
+        if model in stored():
+            raise ModelError(f"{model} is damaged: {home() / 'models' / model} has no config.json", code="remove-model")
+        found = candidates(model)
+        code = "hub-candidates" if found else "search-hub"
+        data = {"words": shlex.quote(re.sub(r"[:/]", " ", model)), "candidates": ", ".join(found)}
+        raise NotFoundError(f"{model}: no model of that name here{_suggestion(model)}", code=code, data=data)
     except OSError as error:  # a name too long for the file system, a folder that may not be read
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
 

@@ -134,6 +134,16 @@ def weight_bytes(plan: MemoryPlan) -> int:
     return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm_bytes(plan, plan.config.norm())
 
 
+def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
+    """What each of `ranks` GPUs holds where a model is split by tensors: its share of weights, embeddings and cache.
+
+    The buffers of a pass and the process are counted whole for each. Keys and values of a head are not split further.
+    """
+    whole = estimate(plan)
+    shared = (whole.weights + whole.embeddings) // ranks + whole.cache // min(ranks, plan.config.kv_heads)
+    return shared + whole.workspace.total + whole.runtime
+
+
 def shadow_bytes(plan: MemoryPlan) -> int:
     """The packed linears of the blocks once more, dense; of those that share an input all or none."""
     if not plan.shadow:

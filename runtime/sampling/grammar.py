@@ -23,7 +23,8 @@ WHITESPACE = r"[ \t\r\n]{0,40}"
 JSON_MODE = '{"type": "object"}'
 
 
-def _library() -> Any:
+def library() -> Any:
+    """llguidance. Raises UsageError where it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -62,16 +63,16 @@ class Grammar:
 
     def __init__(self, source: str, kind: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
         """`source` is a grammar of llguidance, `kind` its name in messages."""
-        library = _library()
+        llguidance = library()
         if not stop_ids:
             raise ModelError("the model has no end token, so it cannot end a constrained reply", "use another model")
-        vocabulary = library.TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
-        table = library.LLTokenizer(
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
+        table = llguidance.LLTokenizer(
             vocabulary, n_vocab=len(tokenizer.vocabulary), eos_token=sorted(stop_ids), slices=None
         )
-        limits = library.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self.kind = kind
-        self._start = library.LLMatcher(table, source, log_level=0, limits=limits)
+        self._start = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
         self._start.compute_bitmask()  # some limits are only met, and some emptiness only found, by the first step
         if self._start.is_error() or self._start.is_stopped():
             cause = " ".join(self._start.get_error().replace("<non-verbose/>", "").split())
@@ -93,7 +94,7 @@ class Grammar:
             if _deeper_than(schema, MAX_DEPTH):
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
             options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": True}
-            grammar = _library().LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            grammar = library().LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
         return cls(grammar, source, tokenizer, stop_ids)
@@ -102,7 +103,7 @@ class Grammar:
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
         """Of a regular expression that the whole reply must match; no look-around and no back-references."""
         _check_size(pattern, "regular expression")
-        return cls(_library().LLMatcher.grammar_from_regex(pattern), "regular expression", tokenizer, stop_ids)
+        return cls(library().LLMatcher.grammar_from_regex(pattern), "regular expression", tokenizer, stop_ids)
 
     def start(self, sequences: int = 1) -> "GrammarState":
         """A constraint for replies from their beginning."""

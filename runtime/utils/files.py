@@ -33,6 +33,17 @@ def disk_errors(target: Path) -> Iterator[None]:
         raise ResourceError(message, _ELSEWHERE) from None
 
 
+def require_writable(path: Path) -> None:
+    """Raise UsageError unless a file can be written at `path`, in place of another or of nothing: before long work."""
+    place = path if path.exists() else path.absolute().parent
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path}: not a regular file", "name another file")
+    if not place.exists():
+        raise UsageError(f"{path}: there is no folder {place}", "make it, or name another file")
+    if not os.access(place, os.W_OK) or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: cannot be written", "name another file")
+
+
 def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
     """Raise ResourceError with both numbers unless `nbytes` are free on the disk where `folder` is, or will be.
 

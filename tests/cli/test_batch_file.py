@@ -12,7 +12,7 @@ from mycli.cli import batch_file as batch
 from mycli.cli.batch_file import Prompt, parse_item, read_items, run_batch
 from mycli.cli.command import Call
 from mycli.cli.output import Output
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
 
 BAD = {
@@ -52,10 +52,10 @@ class Model:
         return {"text": f"re: {prompt}"}
 
 
-def run(source: Path, out: Path | None, model: Model) -> tuple[list[dict[str, Any]], str]:
+def run(source: Path, out: Path | None, model: Model, code: int = 0) -> tuple[list[dict[str, Any]], str]:
     """The lines on standard output and what was said beside it."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    run_batch(Call(Output(stdout=stdout, stderr=stderr), offline=True), str(source), out, model)
+    assert run_batch(Call(Output(stdout=stdout, stderr=stderr), offline=True), str(source), out, model) == code
     return [json.loads(line) for line in stdout.getvalue().splitlines()], stderr.getvalue()
 
 
@@ -66,18 +66,18 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_one_line_out_for_each_in_order(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"id": "b", "prompt": "é\\ud83d\\ude00"}\n\n  \n{"id": 1, "prompt": "\\ud800"}\n{"prompt": "x"}')
-    lines, said = run(source, None, Model(fails="x"))
+    lines, said = run(source, None, Model(fails="x"), code=3)
     assert [line["id"] for line in lines] == ["b", 1, 5], "without an id, the number of the line"
     assert lines[0]["text"] == "re: é😀" and all(line["schema_version"] == 1 for line in lines)
     assert lines[2]["error"] == {"message": "not a number", "hint": "hint", "exit_code": 3}
-    assert "1 lines could not be answered" in said
+    assert "1 line could not be answered, the first because: not a number" in said
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_line_is_an_error_and_stops_nothing(name: str, tmp_path: Path) -> None:
     source, model = tmp_path / "in.jsonl", Model()
     source.write_bytes(b'{"id": "first", "prompt": "a"}\n' + BAD[name] + b'\n{"id": "last", "prompt": "b"}\n')
-    lines, _ = run(source, None, model)
+    lines, _ = run(source, None, model, code=2)
     assert [line["id"] for line in lines] == ["first", 2, "last"]
     assert "line 2" in lines[1]["error"]["message"] or name == "role"
     assert lines[1]["error"]["exit_code"] == 2 and model.asked == ["a", "b"]
@@ -107,24 +107,39 @@ def test_a_line_too_long_is_an_error_and_the_next_is_read(monkeypatch: pytest.Mo
 def test_a_second_run_asks_only_what_was_not_answered(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": index, "prompt": f"p{index}"}) + "\n" for index in range(4)))
-    run(source, out, Model(fails="p1"))
+    run(source, out, Model(fails="p1"), code=3)
     assert [("error" in line) for line in read(out)] == [False, True, False, False]
+    run(source, out, Model(fails="p1"), code=3)
+    assert [line["id"] for line in read(out)] == [0, 2, 3, 1], "an error is tried again, not told again"
     complete = out.read_bytes()
     out.write_bytes(complete[:-5])  # killed while it wrote the last line
     model = Model()
     _, said = run(source, out, model)
-    assert model.asked == ["p1", "p3"] and "2 answered before" in said
-    assert [(line["id"], "error" in line) for line in read(out)] == [
-        (0, False),
-        (1, True),
-        (2, False),
-        (1, False),
-        (3, False),
-    ]
+    assert model.asked == ["p1"] and "3 answered before" in said
+    assert [(line["id"], "error" in line) for line in read(out)] == [(0, False), (2, False), (3, False), (1, False)]
     before = out.read_bytes()
     again = Model()
     run(source, out, again)
     assert again.asked == [] and out.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_line_without_an_id_or_a_bad_one_takes_no_other_lines_id(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"prompt": "a"}',
+        "nope",
+        '{"id": 5, "prompt": 7}',
+        '{"id": 1, "prompt": "b"}',
+        '{"id": 2, "prompt": "c"}',
+    ]
+    source.write_text("\n".join([*lines, '{"id": 5, "prompt": "d"}']))
+    run(source, out, Model(), code=2)
+    answers = {(line["id"], line.get("line")): line.get("text") for line in read(out) if "text" in line}
+    assert answers == {(1, 1): "re: a", (1, None): "re: b", (2, None): "re: c", (5, None): "re: d"}
+    again = Model()
+    run(source, out, again, code=2)
+    assert again.asked == []
 
 
 @pytest.mark.parametrize("content", ["important notes\n", '{"id": 1}\n', "[]\n"])
@@ -147,7 +162,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(NotFoundError, match="no such file"):
         run(tmp_path / "none", None, Model())
     (tmp_path / "in.jsonl").write_text("")
     with pytest.raises(UsageError, match="No such file"):

@@ -133,7 +133,9 @@ def test_a_full_disk_behind_stdout_is_5(text: str, environment: dict[str, str]) 
 def test_closed_streams_do_no_harm(close_fds: str, environment: dict[str, str]) -> None:
     command = f'exec "$0" -m mycli.cli estimate pico {close_fds}'
     done = subprocess.run(["bash", "-c", command, sys.executable], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (5 if "1>&-" in close_fds else 0), "an answer that went nowhere is not success"
+    assert ("standard output: it is closed" in done.stderr) == (close_fds == "1>&-")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -26,13 +26,20 @@ def test_lists_of_counts() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 << 30), ("24GB", 24 * 10**9), ("1.5 gib", 3 << 29), ("1024", 1024), ("8MiB", 8 << 20)],
+    [
+        ("24GiB", 24 << 30),
+        ("24GB", 24 * 10**9),
+        ("1.5 gib", 3 << 29),
+        ("24G", 24 << 30),
+        ("8m", 8 << 20),
+        ("1024B", 1024),
+    ],
 )
 def test_memory(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24XB", "nan", "1e9GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24XB", "nan", "1e9GiB", "24", "0GiB", "0.0000000001B"])
 def test_what_is_no_memory(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_memory(text)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.cli.chat.history import Conversation, write_private
+from mycli.cli.chat.history import Conversation, require_conversation, write_private
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 
@@ -34,9 +34,10 @@ def test_undo_takes_a_message_and_its_reply() -> None:
 
 def test_the_oldest_turns_are_hidden_but_never_the_message_to_answer() -> None:
     conversation = talk("a", "b", "c", "d", "e", system="s")
-    assert conversation.hide_oldest() and contents(conversation) == ["s", "c", "d", "e"]
-    assert conversation.hide_oldest() and contents(conversation) == ["s", "e"]
-    assert not conversation.hide_oldest()
+    conversation.hidden = 2
+    assert contents(conversation) == ["s", "c", "d", "e"]
+    conversation.hidden = conversation.most_hidden
+    assert contents(conversation) == ["s", "e"]
     assert len(conversation.turns) == 5, "nothing is lost, it is only not shown to the model"
     conversation.turns.pop()
     conversation.undo()
@@ -56,7 +57,7 @@ def test_a_failed_attempt_changes_nothing(error: BaseException) -> None:
     with pytest.raises(type(error)), conversation.attempt():
         conversation.undo()
         conversation.turns.append(Message("user", "x"))
-        conversation.hide_oldest()
+        conversation.hidden = 2
         conversation.reading.clear()
         raise error
     assert contents(conversation) == ["a", "b", "c", "d"] and conversation.reading == [("f", "text")]
@@ -76,7 +77,7 @@ def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, pairs
 
 def test_the_file_is_private_and_replaced_whole(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
-    real.write_text("before")
+    talk("before", "it").save(real, "pico")
     real.chmod(0o644)
     link.symlink_to(real)
     talk("a", "b").save(link, "pico")
@@ -102,7 +103,22 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "absent" / "talk.json"):
         with pytest.raises(UserError):
-            write_private(path, "text")
+            require_conversation(path)
+        with pytest.raises(UserError):
+            talk("a", "b").save(path, "pico")
+
+
+@pytest.mark.parametrize("through", ["name", "link"])
+def test_what_is_no_conversation_is_never_written_over(through: str, tmp_path: Path) -> None:
+    thesis, path = tmp_path / "thesis.tex", tmp_path / "link.tex"
+    thesis.write_text("\\section{Mine}")
+    path.symlink_to(thesis)
+    with pytest.raises(UsageError, match="something else"):
+        talk("a", "b").save(thesis if through == "name" else path, "pico")
+    assert thesis.read_text() == "\\section{Mine}"
+    thesis.write_text("")
+    talk("a", "b").save(thesis, "pico")
+    assert Conversation().load(thesis) == "pico", "an empty file is nobody's"
 
 
 GOOD = {

@@ -105,7 +105,7 @@ def test_regression_gate(tmp_path: Path, before: float, code: ExitCode, capsys: 
         (["-r", "0"], ExitCode.USAGE),
         (["--fail-on-regress", "5%"], ExitCode.USAGE),
         (["--fail-on-regress", "little", "--compare", "x"], ExitCode.USAGE),
-        (["--compare", "/nowhere.json"], ExitCode.MODEL),
+        (["--compare", "/nowhere.json"], ExitCode.NOT_FOUND),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )

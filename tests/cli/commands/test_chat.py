@@ -129,10 +129,11 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     for wrong, message in {
         "/read": "needs a file",
         "/save": "saved to",  # to the session's file
-        f"/read {tmp_path}": "not a regular file",
+        f"/read {tmp_path}": "a folder",
         f"/read {tmp_path}/none": "no such file",
         f"/load {notes}": "not JSON",
-        f"/save {tmp_path}/none/x": "No such file",
+        f"/save {tmp_path}/none/x": "is not a folder",
+        f"/save {notes}": "something else",
         "/set": "no such setting",
         "/set seed x": "not a number",
         "/set top_p nan": "not a finite number",
@@ -140,10 +141,10 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         "/set seed 99999999999999999999": "out of range",
         "/set think on": "no switch for thinking",
         "/set think maybe": "neither on nor off",
-        "/nope": "no such command",
+        "/cler": "did you mean /clear?",
     }.items():
         assert message in say(chat, wrong), wrong
-    chat.sendline("/bye")
+    chat.sendline("/exit")
     assert leave(chat) == 0
     again = terminal("--session", str(session))
     assert "Hello!" in say(again, "/undo") and json.loads(session.read_text())["turns"] == []

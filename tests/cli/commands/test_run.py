@@ -1,13 +1,17 @@
 """`mycli run` as a pipe sees it: replies, prompts from everywhere, constraints, samples and batches."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from mycli.cli import generation
 from mycli.runtime.kernels.cpu.build import native
 from tests.support.command_line import Mycli
 
+run_command = importlib.import_module("mycli.cli.commands.run")  # its function has the same name
 GREEDY = ("--temperature", "0", "--device", "cpu", "-q")
 
 
@@ -106,7 +110,7 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
     assert bytes(byte for one in answer["logprobs"] for byte in one["bytes"]).decode() == typed
     assert all(len(one["top"]) == 2 and one["logprob"] <= one["top"][0]["logprob"] <= 0 for one in answer["logprobs"])
     cut = mycli("run", "pico", "Hi", "--regex", "a{50}", "-n", "3", "--device", "cpu", "-q", "-t", "0")
-    assert "only the beginning" in cut.stderr and cut.returncode == 0
+    assert "only the beginning" in cut.stderr and cut.returncode == 6
     several = mycli("run", "pico", "Hello!", "--samples", "2", "--json", "-n", "8", "--seed", "1", *GREEDY)
     first, second = (sample["text"] for sample in json.loads(several.stdout)["samples"])
     assert first == second and first.startswith("Hello!"), "greedy samples are one reply"
@@ -116,13 +120,12 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("Hi", "--regex", "["), "regular expression"),
-        (("Hi", "--schema", "/nonexistent"), "No such file"),
         (("Hi", "--regex", "a", "--json-mode"), "exclude each other"),
         (("Hi", "--logprobs", "3"), "--json"),
         (("Hi", "--json", "--logprobs", "21"), "between 0 and 20"),
         (("Hi", "--samples", "0"), "between 1 and"),
         (("Hi", "--out", "x"), "--batch"),
-        (("Hi", "--batch", "-"), "leave the prompt away"),
+        (("Hi", "--batch", "-"), "omit the prompt"),
         (("Hi", "-n", "4k"), "do not fit the context"),  # F2: a number that was asked for is not lowered
         (("Hi", "-n", "-1"), "not a count"),  # F4
         (("Hi", "-n", "1000000000000000000"), "not a count"),  # F4
@@ -133,6 +136,8 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "--logit-bias", "5=inf"), "logit_bias"),  # F8
         (("Hi", "--logit-bias", "5"), "logit-bias"),  # F8
         (("x " * 3000,), "the context room for"),  # F1
+        (("Hi", "--ctx", "8k"), "more than the 2048 tokens"),
+        (("Hi", "--ctx", "1"), "too small"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -154,12 +159,12 @@ def test_a_batch_and_its_second_run(mycli: Mycli, tmp_path: Path) -> None:
     source.write_text("\n".join(lines))
     streamed = mycli("run", "pico", "--batch", "-", *GREEDY, input=source.read_text())
     answers = [json.loads(line) for line in streamed.stdout.splitlines()]
-    assert [answer["id"] for answer in answers] == ["a", 2, "c", "d"] and streamed.returncode == 0
+    assert [answer["id"] for answer in answers] == ["a", 2, "c", "d"] and streamed.returncode == 2
     assert answers[0]["text"] == "The capital of Japan is Tokyo." and answers[3]["text"] == "Your name is Leo."
     assert "not JSON" in answers[1]["error"]["message"] and "the context room" in answers[2]["error"]["message"]
     out.write_text(streamed.stdout.splitlines()[0] + "\n")
     again = mycli("run", "pico", "--batch", str(source), "--out", str(out), *GREEDY)
-    assert again.stdout == "" and again.returncode == 0
+    assert again.stdout == "" and again.returncode == 2
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["a", 2, "c", "d"]
 
 
@@ -172,3 +177,54 @@ def test_the_first_build_is_announced_and_only_that(mycli_process: Mycli, tmp_pa
     assert "building the CPU kernel, once" in first.stderr
     second = mycli_process("run", "pico", "Who are you?", "--device", "cpu", env=cache)
     assert "building" not in second.stderr and second.stdout == first.stdout
+
+
+def test_a_prompt_and_a_pipe_are_one_prompt(mycli: Mycli, tmp_path: Path) -> None:
+    """The words of the command line first; nothing that was piped in is dropped."""
+    asked = mycli("run", "pico", "What is", "--json", *GREEDY, input="the capital of Japan?\n")
+    whole = mycli("run", "pico", "What is\nthe capital of Japan?", "--json", *GREEDY)
+    counts = [json.loads(done.stdout)["prompt_tokens"] for done in (asked, whole)]
+    assert counts[0] == counts[1] and json.loads(asked.stdout)["text"] == json.loads(whole.stdout)["text"]
+
+
+@pytest.mark.parametrize("words", [(), ("-",)])
+def test_an_empty_pipe_is_no_prompt(words: tuple[str, ...], mycli: Mycli) -> None:
+    done = mycli("run", "pico", *words, "--device", "cpu", input="\n")
+    assert done.returncode == 2 and "standard input is empty" in done.stderr
+
+
+def test_a_reply_that_was_cut_off_says_so(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu", "--ctx", "24")
+    assert "the context of 24 tokens is full" in full.stderr
+    monkeypatch.setattr(generation, "DEFAULT_LIMIT", 4)
+    cut = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu")
+    assert cut.returncode == 0 and "cut off after 4 tokens: -n" in cut.stderr
+    asked = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu", "-n", "4")
+    assert "cut off" not in asked.stderr, "a limit of one's own is no news"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("-t", "-1"), 2, "temperature"),
+        (("--top-p", "2"), 2, "top_p"),
+        (("--batch", "nowhere.jsonl"), 4, "nowhere.jsonl: no such file"),
+        (("-f", "nowhere.txt"), 4, "nowhere.txt: no such file"),
+        (("Hi", "--schema", "nowhere.json"), 4, "nowhere.json: no such file"),
+        (("Hi", "--json-mode"), 2, "llguidance, which is not installed"),
+        (("-f", "/dev/zero"), 2, "not a regular file"),
+        (("--batch", "/dev/zero"), 2, "not a regular file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_can_be_seen_at_once_is_said_before_loading(
+    arguments: tuple[str, ...], code: int, message: str, mycli: Mycli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(run_command, "load_session", load)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    given = arguments if {"--batch", "-f", "Hi"} & {*arguments} else ("Hi", *arguments)
+    done = mycli("run", "pico", *given)
+    assert done.returncode == code and message in done.stderr

@@ -118,7 +118,8 @@ def test_a_wrong_prediction_is_caught() -> None:
         (MemoryPart("cache", 100, 102, True), True),
         (MemoryPart("cache", 100, 104, True), False),
         (MemoryPart("cache", 100, 96, True), False),
-        (MemoryPart("total", 100, 50, False), True),
+        (MemoryPart("total", 100, 98, False), True),
+        (MemoryPart("total", 100, 50, False), False),  # what is promised and not needed is wrong too
         (MemoryPart("total", 100, 104, False), False),
         (MemoryPart("workspace", 100, 300, False), True),  # only as part of the total
         (MemoryPart("cache", 0, 1, True), False),
