@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mycli.quant import solvers, transforms
 from mycli.quant.calibration.hessian import HELD, BlockState, leave, observe, require_finite, rough_products
-from mycli.quant.layer_streaming import StreamedModel, restore
+from mycli.quant.layer_streaming import Sides, StreamedModel, restore
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
@@ -130,6 +130,8 @@ def quantize_blocks(
     """
     config = model.config
     stream, full = model.embed(windows), model.embed(windows)
+    ours = model.sides(windows)
+    sides = (ours, None if ours is None else ours.twin())
     layers: list[Layer] = []
 
     def keep(index: int, solved: Solved, is_new: bool) -> None:
@@ -146,7 +148,7 @@ def quantize_blocks(
                 aside.submit(model.expect, index + 1)
             found = solved = None if work is None else work.load(index)
             if index < config.layers:
-                solved = _pass_block(model, index, stream, full, packings, solver, found)
+                solved = _pass_block(model, index, stream, full, sides, packings, solver, found)
             elif solved is None:
                 solved = _solve_head(model, stream, full, packings, solver)
             if written is not None:
@@ -164,23 +166,27 @@ def _pass_block(
     index: int,
     stream: Tensor,
     full: Tensor,
+    sides: tuple[Sides | None, Sides | None],
     packings: Mapping[str, Packing],
     solver: Solver,
     found: Solved | None,
 ) -> Solved:
-    """A block as `found`, or solved here; `stream` of the quantized model and `full` of the original have left it."""
+    """A block as `found`, or solved here; `stream` of the quantized model and `full` of the original have left it.
+
+    `sides` of both.
+    """
     context = model.context(stream.shape[1])
     exact = replace(context, cache=None)
     solved, settled = found, False
     if solved is None:
-        quantized = BlockState(model.block(index), stream)
-        original = BlockState(model.block(index), full, settled=solver.transform is None)
+        quantized = BlockState(model.block(index), stream, sides=sides[0])
+        original = BlockState(model.block(index), full, settled=solver.transform is None, sides=sides[1])
         solved, calls = _solve_block(model, quantized, original, packings, solver, exact)
         settled = original.settled
     with rough_products(model.placement.device):
         if not settled:
             # Read again where it was rescaled: a run that goes on after this block then has the same bits.
-            model.advance(model.block(index), full, context)
+            model.advance(model.block(index), full, context, sides[1])
         if found is None and not solver.tunes:
             leave(model, quantized, exact)
             return solved
@@ -190,7 +196,7 @@ def _pass_block(
     block = model.block(index)
     _install_all(block, solved, packings, torch_dtype(model.config.dtype))
     with rough_products(model.placement.device):
-        model.advance(block, stream, context)
+        model.advance(block, stream, context, sides[0])
     return solved
 
 

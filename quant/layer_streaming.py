@@ -5,6 +5,9 @@ than memory can be measured. Knows nothing of what the outputs are for.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,13 +15,14 @@ from torch.nn import functional
 
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.source_weights import SourceWeights
-from mycli.runtime.cache.kv_cache import PassingCache, cache_dtype
+from mycli.runtime.cache.kv_cache import PassingCache, Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.models.layer_spec import LinearSpec
@@ -28,6 +32,46 @@ TOKENS_AT_ONCE = 1024
 TOKENS_ON_GPU = 8192
 
 _TABLE = f"{EMBEDDING}.weight"
+
+
+class Sides:
+    """What goes along with a stream of windows from layer to layer, for families whose layers read more than it.
+
+    That is what layers are told of the tokens, of which the rows that occur are kept as they are stored; and keys and
+    values that layers lend to later ones. A second stream of the same windows has its own of these (`twin`).
+    """
+
+    def __init__(self, model: "StreamedModel", tokens: Tensor) -> None:
+        self._model = model
+        self._lent: dict[int, dict[int, tuple[Stored, Stored]]] = {}
+        config = model.config
+        self._per_layer = PerLayerInputs(config) if config.per_layer_width else None
+        if self._per_layer is not None:
+            occurring, self._places = torch.unique(tokens, return_inverse=True)
+            self._embedding = model.source.read(_TABLE)[occurring]
+            self._table = model.source.read(f"{config.per_layer_table().name}.weight")[occurring]
+            self._projection = model.source.read(f"{config.per_layer_projection().name}.weight")
+            self._per_layer.norm.load(model.source.checkpoint, model.placement.device, model.placement.dtype)
+
+    def twin(self) -> "Sides":
+        """For another stream of the same windows."""
+        twin = copy(self)
+        twin._lent = {}
+        return twin
+
+    def beside(self, context: PassContext, rows: slice) -> PassContext:
+        """`context` for the windows `rows`, which are always cut alike."""
+        told = None if self._per_layer is None else partial(self._told, self._per_layer, self._places[rows])
+        return replace(context, told=told, lent=self._lent.setdefault(rows.start, {}))
+
+    def _told(self, per_layer: PerLayerInputs, places: Tensor, layer: int) -> Tensor:
+        config, placement = self._model.config, self._model.placement
+        width = slice(layer * config.per_layer_width, (layer + 1) * config.per_layer_width)
+        embedded, table, projection = (
+            part.to(placement.device, placement.dtype)
+            for part in (self._embedding[places], self._table[:, width][places], self._projection[width])
+        )
+        return per_layer.join(table, functional.linear(scale_embeddings(embedded, config), projection))
 
 
 class StreamedModel:
@@ -45,14 +89,14 @@ class StreamedModel:
         self.folder = folder
         self.placement = placement
         self.config, self.packings = folder.config, folder.packings
-        self._source = SourceWeights(folder)
-        self._checkpoint, self._dense = self._source.checkpoint, dense
+        self.source = SourceWeights(folder)
+        self._checkpoint, self._dense = self.source.checkpoint, dense
         self._norm = self.final_norm()
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [windows, context] to the residual stream [windows, context, hidden], on the host."""
-        table = self._source.read(_TABLE)
+        table = self.source.read(_TABLE)
         stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))
@@ -75,7 +119,7 @@ class StreamedModel:
         if self._head is None:
             self._head = Linear((self.config.head(),))
             if self.config.tie_embeddings:
-                table = self._source.read(_TABLE).to(self.placement.device, self.placement.dtype)
+                table = self.source.read(_TABLE).to(self.placement.device, self.placement.dtype)
                 self._head.replace(table)
             else:
                 self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
@@ -103,12 +147,12 @@ class StreamedModel:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Of a tensor in the file, or of what it means where it is packed."""
-        return self._source.dtype(name)
+        return self.source.dtype(name)
 
     def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
         """The dense weights of linears by name, read now, on the device in their stored dtype."""
         device = self.placement.device
-        return {spec.name: self._source.read(f"{spec.name}.weight").to(device) for spec in specs}
+        return {spec.name: self.source.read(f"{spec.name}.weight").to(device) for spec in specs}
 
     def context(self, tokens: int, *, exact: bool = False) -> PassContext:
         """What layers share in a pass over windows of `tokens` tokens.
@@ -119,23 +163,27 @@ class StreamedModel:
         cache = None if exact else PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
         return PassContext.make(self.config, rope, 0, tokens, cache)
 
+    def sides(self, tokens: Tensor) -> Sides | None:
+        """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""
+        return Sides(self, tokens) if self.config.reads_beside else None
+
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
         """The residual stream after the last block for int64 [windows, context], on the host."""
         context = self.context(tokens.shape[1])
-        stream = self.embed(tokens)
+        stream, sides = self.embed(tokens), self.sides(tokens)
         for layer in range(self.config.layers):
-            self.advance(self.block(layer), stream, context)
+            self.advance(self.block(layer), stream, context, sides)
             progress("layers", layer + 1, self.config.layers)
         return stream
 
     @torch.inference_mode()
-    def advance(self, block: Block, stream: Tensor, context: PassContext) -> None:
+    def advance(self, block: Block, stream: Tensor, context: PassContext, sides: Sides | None = None) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place; keys and values as the cache has
         them."""
         for rows in self.batches(stream):
-            part = stream[rows]
-            part.copy_(block(part.to(self.placement.device), context))
+            part, its = stream[rows], context if sides is None else sides.beside(context, rows)
+            part.copy_(block(part.to(self.placement.device), its))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head sees of the residual stream after the last block: same shape, on the device."""

@@ -102,6 +102,19 @@ def _largest(config: ModelConfig) -> LayerSpec:
     return max(config.layer_specs, key=weight_values)
 
 
+def _lent(config: ModelConfig, tokens: int) -> int:
+    """Bytes that go along with a stream of so many tokens: keys and values that layers lend, and the rows of tables
+    that layers are told of."""
+    lent = sum(2 * math.prod(config.cached(spec.index)) for spec in config.layer_specs if spec.attention.lends)
+    told = config.hidden_size + config.layers * config.per_layer_width if config.per_layer_width else 0
+    return _FLOAT * tokens * lent + 2 * min(tokens, config.vocab_size) * told
+
+
+def _tables(config: ModelConfig) -> int:
+    """Bytes of the largest table of tokens as it is stored."""
+    return 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
+
+
 def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
     """Name, rows and inputs of each product of a block."""
     groups: Mapping[str, tuple[LinearSpec, ...]] = _largest(work.config).products()
@@ -114,10 +127,12 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     tokens = max(work.seq, at_once // work.seq * work.seq)
     # Beside them lies the block before, whose codes are written: as they are, and as a file.
     weights = weight_values(_largest(config))
-    streams = _FLOAT * work.tokens * config.hidden_size * (4 if work.transforms else 3) + 2 * weights
+    parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has a stream of its own
+    held = 2 * parts if work.transforms else parts + 1
+    streams = _FLOAT * work.tokens * config.hidden_size * held + 2 * weights + 2 * _lent(config, work.tokens)
     blocks = 2 * _FLOAT * weights
     # The streams are made one after the other, from the table as it is stored.
-    table = 2 * config.vocab_size * config.hidden_size
+    table = _tables(config)
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
         square = _FLOAT * inputs * inputs

@@ -279,7 +279,8 @@ def _quantize_linear(
 
 
 def _config(work: QuantizationPlan) -> bytes:
-    kept = [] if "lm_head" in work.packings else ["lm_head"]
+    dense = (work.config.head(), *work.config.per_layer_linears()[1:])
+    kept = [linear.name for linear in dense if linear.name not in work.packings]
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
     values["quantization_config"] = compressed_tensors.write_quantization(work.packings, kept)
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -19,6 +19,7 @@ from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import state
 from mycli.runtime.memory import estimate as memory
+from mycli.runtime.memory.ceiling import tokens_per_second
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import gib
@@ -62,7 +63,7 @@ def _ceilings(subject: _Subject) -> dict[int, float]:
     bandwidth = subject.target.bandwidth
     if bandwidth is None:
         return {}
-    return {depth: memory.tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
+    return {depth: tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
 
 
 def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:

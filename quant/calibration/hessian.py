@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import Sides, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
@@ -27,11 +27,16 @@ class BlockState:
     first product is observed.
     """
 
-    def __init__(self, block: Block, stream: Tensor, settled: bool = False) -> None:
+    def __init__(self, block: Block, stream: Tensor, settled: bool = False, sides: Sides | None = None) -> None:
         self.block = block
         self.settled = settled
+        self._sides = sides
         others = [stream if settled else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
+
+    def beside(self, context: PassContext, rows: slice) -> PassContext:
+        """`context` with what goes along with the stream of the windows `rows`."""
+        return context if self._sides is None else self._sides.beside(context, rows)
 
     def part(self, product: str) -> int:
         """Which part `product` is in."""
@@ -67,6 +72,7 @@ def inputs(state: BlockState, product: str, rows: slice, context: PassContext, d
 
     Products must be asked for in order of execution: a part goes on from the stream that the first product of it left.
     """
+    context = state.beside(context, rows)
     linear, index = state.block.products[product], state.part(product)
     part, streams = state.block.parts[index], state.streams
     if linear is part.products[0] and index > 0 and not state.settled:
@@ -87,7 +93,7 @@ def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None
     stream, last_part = state.streams[0], state.block.parts[-1]
     for rows in model.batches(stream):
         x = state.streams[-1][rows].to(model.placement.device)
-        stream[rows] = complete(last_part.steps(x, context)).to(stream.device)
+        stream[rows] = complete(last_part.steps(x, state.beside(context, rows))).to(stream.device)
 
 
 @torch.inference_mode()

@@ -5,8 +5,8 @@ file of its own. Knows config.json, generation_config.json and the headers of th
 no tensor, and does not know where models come from.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,15 +15,18 @@ from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
+from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.units import gib
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """`raw` is config.json as it stands.
+    """`raw` is config.json as it stands, or what it says of the text model where the folder holds more than that.
 
-    `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is.
+    `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is; `part`:
+    which part of the folder is read.
     """
 
     path: Path
@@ -31,6 +34,7 @@ class ModelFolder:
     config: ModelConfig
     headers: Headers | None = None
     bare: bool = False
+    part: TextPart | None = None
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
@@ -40,7 +44,8 @@ class ModelFolder:
     @classmethod
     def of(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
         """Of a config.json that is read already; without a folder, no more than that can be asked for."""
-        return cls(path or Path(), raw, parse_config(raw), bare=path is None)
+        part = TextPart.find(raw)
+        return cls(path or Path(), part.config, parse_config(part.config), bare=path is None, part=part)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:
@@ -57,7 +62,28 @@ class ModelFolder:
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors of its files, not yet compared with the config. Raises what `Manifest.open` raises."""
-        return Manifest.open(self.path)
+        found = Manifest.open(self.path)
+        tensors = self.used(found.tensors)
+        return replace(found, tensors=tensors, warnings=(*found.warnings, *self._skipped(found.tensors)))
+
+    def used(self, tensors: Headers) -> Headers:
+        """Of all tensors in the files those of the text model, by the names that it alone has for them."""
+        names = {stored: stored if self.part is None else self.part.name(stored) for stored in tensors}
+        return {
+            name: replace(tensors[stored], name=name)
+            for stored, name in names.items()
+            if name is not None and not name.startswith(self.config.unread)
+        }
+
+    def _skipped(self, tensors: Headers) -> Iterator[str]:
+        """What a person should know of the rest."""
+        if self.part is None or self.part.whole is None:
+            return
+        others = [entry for name, entry in tensors.items() if self.part.name(name) is None]
+        kinds = sorted({entry.name.removeprefix("model.").split(".")[0] for entry in others})
+        if others:
+            size = gib(sum(entry.nbytes for entry in others))
+            yield f"{self.part.whole}: only its text part is used, not {', '.join(kinds)} ({size})"
 
     def checked_manifest(self) -> Manifest:
         """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""

@@ -139,6 +139,7 @@ def measure_memory(
     model = runner.model
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
+    embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
     capacity = cache_positions(plan.context)
     cache = runner.make_cache(capacity, plan.batch)
     exact = [

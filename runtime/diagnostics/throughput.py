@@ -23,7 +23,8 @@ from mycli.runtime.diagnostics.memory_check import MemoryMeter
 from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
+from mycli.runtime.memory.ceiling import bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 

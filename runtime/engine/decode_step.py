@@ -52,6 +52,8 @@ def _only(linear: Linear) -> TritonMatmul | None:
 def _unlike(spec: LayerSpec) -> str | None:
     """What of a layer the fused kernels do not do; None where they do all of it."""
     attention, mlp = spec.attention, spec.mlp
+    if len(spec.parts) != 2 or attention.shares is not None:
+        return "it has other parts, or reads the keys of another"
     if spec.parallel or attention.norm is None or mlp.norm is None:
         return "a part of it has no norm before it"
     if attention.output_norm is not None or mlp.output_norm is not None:

@@ -100,8 +100,9 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
                     start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
                 tensors.update(parse_header(start[:length], file.size, file.name))
         source = Source(model, folder, job.repo, job.commit)
-        opened = replace(ModelFolder.open(folder), headers=tensors)
-        return _gather(source, opened, tensors, list(job.warnings), remote=True)
+        opened = ModelFolder.open(folder)
+        used = opened.used(tensors)
+        return _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
 
 
 def _gather(

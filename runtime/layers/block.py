@@ -5,8 +5,8 @@ came out, and returns the stream that leaves. Running a layer multiplies (`compl
 both see the same pass. What a layer is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
 """
 
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.rope import Rope, RopeTables, rotate
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, RopeSpec
+from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, PerLayerSpec, RopeSpec
 from mycli.runtime.quantization.scheme import Packing
 
 Masks = Mapping[int | None, Tensor | None]
@@ -31,12 +31,16 @@ class PassContext:
     """What all layers of one pass share.
 
     rope: tables of the new positions by kind of rotation; masks by window: bool [tokens, length] or None, see
-    `visible`; cache: where keys and values go, None to attend to the tokens of this pass alone.
+    `visible`; cache: where keys and values go, None to attend to the tokens of this pass alone; told: what a layer
+    is told of the tokens, [sequences, tokens, width], None where none is; lent: keys and values that later layers read
+    too, by layer.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
     masks: Masks
     cache: KeyValues | None = None
+    told: Callable[[int], Tensor] | None = None
+    lent: MutableMapping[int, tuple[Stored, Stored]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, config: ModelConfig, rope: Rope, start: int, count: int, cache: KeyValues | None) -> "PassContext":
@@ -124,18 +128,27 @@ class Attention(LayerPart):
         return (yield self.o, attended)
 
     def _attended(self, projected: Tensor, context: PassContext) -> Tensor:
-        """q, k, v side by side [sequences, tokens, (heads + 2 kv_heads) * head_dim] to [..., heads * head_dim]."""
-        spec, cache = self.spec, context.cache
-        sizes = [spec.heads, spec.kv_heads, spec.kv_heads][: 3 if spec.makes_values else 2]
-        heads = projected.view(*projected.shape[:2], sum(sizes), spec.head_dim)
-        query, key, *others = torch.split(heads, sizes, dim=2)
-        value = _normed_heads(self.v_norm, others[0] if others else key).transpose(1, 2)
-        key = self._turned(key, self.k_norm, context).transpose(1, 2)
+        """Heads side by side [sequences, tokens, `projected` * head_dim] to [..., heads * head_dim]."""
+        spec = self.spec
+        heads = projected.view(*projected.shape[:2], spec.projected, spec.head_dim)
+        query, own = heads[:, :, : spec.heads], heads[:, :, spec.heads :]
+        stored = self._stored(own, context) if spec.shares is None else context.lent[spec.shares]
         query = self._turned(query, self.q_norm, context)
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
-        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self._layer, cache.length, key, value)
         return attend(query, *stored, context.masks[spec.window], spec.window, spec.scale, spec.softcap)
+
+    def _stored(self, own: Tensor, context: PassContext) -> tuple[Stored, Stored]:
+        """Keys and values of all tokens so far, from those of the new ones, side by side [sequences, tokens, heads,
+        head_dim]."""
+        spec, cache = self.spec, context.cache
+        key = own[:, :, : spec.kv_heads]
+        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key).transpose(1, 2)
+        key = self._turned(key, self.k_norm, context).transpose(1, 2)
+        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self._layer, cache.length, key, value)
+        if spec.lends:
+            context.lent[self._layer] = stored
+        return stored
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
@@ -175,6 +188,26 @@ class Mlp(LayerPart):
         return (yield self.down, activated)
 
 
+class PerLayer(LayerPart):
+    """What a layer is told of its tokens, through a gate, as `PerLayerSpec` describes it."""
+
+    def __init__(self, spec: PerLayerSpec, layer: int) -> None:
+        super().__init__(spec)
+        self._layer = layer
+        self.gate = Linear((spec.gate,))
+        self.projection = Linear((spec.projection,))
+        self.products = (self.gate, self.projection)
+        self._activate = ACTIVATION[spec.activation]
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        assert context.told is not None
+        gate = yield self.gate, x
+        del x
+        activated = self._activate(torch.cat((gate, context.told(self._layer)), dim=-1))
+        return (yield self.projection, activated)
+
+
 class Parallel:
     """Two parts that read the same input, normed as the first norms it; both are added to what entered."""
 
@@ -198,10 +231,10 @@ class Block(nn.Module):
         self.spec = spec
         self.attention = Attention(spec.attention, spec.index)
         self.mlp = Mlp(spec.mlp)
-        self._last: LayerPart = self.mlp
-        self.parts: tuple[LayerPart | Parallel, ...] = (self.attention, self.mlp)
-        if spec.parallel:
-            self.parts = (Parallel(self.attention, self.mlp),)
+        self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
+        others = () if self.per_layer is None else (self.per_layer,)
+        first = (Parallel(self.attention, self.mlp),) if spec.parallel else (self.attention, self.mlp)
+        self.parts: tuple[LayerPart | Parallel, ...] = (*first, *others)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec.name: norm for norm in self._norms()}
@@ -219,7 +252,8 @@ class Block(nn.Module):
         for linear in self.products.values():
             linear.load(checkpoint, packings, device, dtype)
         if self.spec.scalar is not None:
-            self._last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)
+            last = self.per_layer or self.mlp
+            last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """x [sequences, tokens, hidden] to the same."""

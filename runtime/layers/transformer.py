@@ -6,6 +6,7 @@ by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or 
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
@@ -36,6 +38,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config.layer(index)) for index in range(config.layers))
+        self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
 
@@ -55,6 +58,8 @@ class Transformer(nn.Module):
         loads: list[Callable[[], None]] = [read_embedding]
         loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
+        if self.per_layer is not None:
+            loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and tried
@@ -96,6 +101,7 @@ class Transformer(nn.Module):
         """Bytes of all weights in memory, a tied embedding once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
         total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
+        total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
     def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
@@ -104,6 +110,9 @@ class Transformer(nn.Module):
             raise ValueError(f"the batch starts at {batch.start}, the cache holds {cache.length}")
         context = PassContext.make(self.config, rope, batch.start, batch.count, cache)
         x = embed_tokens(batch.tokens, self.embedding, self.config)
+        if self.per_layer is not None:
+            told = self.per_layer(batch.tokens, x)
+            context = replace(context, told=lambda layer: told[..., layer, :])
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:

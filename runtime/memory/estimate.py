@@ -130,8 +130,10 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
 
 
 def weight_bytes(plan: MemoryPlan) -> int:
-    """All blocks and the last norm."""
-    return sum(block_bytes(plan, layer) for layer in range(plan.config.layers)) + _norm_bytes(plan, plan.config.norm())
+    """All blocks, and the norms before and behind them."""
+    config = plan.config
+    norms = [config.norm(), *([config.per_layer_norm()] if config.per_layer_width else [])]
+    return sum(block_bytes(plan, layer) for layer in range(config.layers)) + sum(_norm_bytes(plan, n) for n in norms)
 
 
 def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
@@ -168,8 +170,13 @@ def head_bytes(plan: MemoryPlan) -> int:
 
 
 def embedding_bytes(plan: MemoryPlan) -> int:
-    """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor."""
+    """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor.
+
+    What all layers are told of tokens is here too: a table and a projection.
+    """
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
+    told = plan.config.per_layer_linears()
+    table += sum(linear.out_features * linear.in_features for linear in told) * plan.value_bytes
     return table if plan.config.tie_embeddings else table + head_bytes(plan)
 
 
@@ -197,8 +204,9 @@ def cache_bytes(plan: MemoryPlan) -> int:
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
-    """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`)."""
-    return plan.rows * max(map(pass_values, plan.config.layer_specs)) * plan.value_bytes
+    """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`), and of what layers are told."""
+    told = plan.config.layers * plan.config.per_layer_width
+    return plan.rows * (max(map(pass_values, plan.config.layer_specs)) + told) * plan.value_bytes
 
 
 def dequantization_bytes(plan: MemoryPlan) -> int:
@@ -291,18 +299,3 @@ def longest_context(plan: MemoryPlan, free: int, started: bool = False) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low if low == plan.config.max_context else low // CACHE_BLOCK * CACHE_BLOCK
-
-
-def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
-    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
-    cached = 0
-    for spec in plan.config.layer_specs:
-        attention = spec.attention
-        read = spec.index if attention.shares is None else attention.shares
-        cached += min(depth, attention.window or depth) * plan.token_bytes(read)
-    return weight_bytes(plan) + head_bytes(plan) + cached * plan.batch
-
-
-def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:
-    """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
-    return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)

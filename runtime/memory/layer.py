@@ -38,9 +38,10 @@ def observed_values(layer: LayerSpec, product: str) -> int:
     what becomes of them before they are summed."""
     (query, key), hidden, inner = _heads(layer), layer.attention.o.out_features, layer.mlp.size
     attention = query + 2 * key + 3 * query
-    made = {"qkv": hidden, "o": attention, "gate_up": attention, "down": 4 * inner}[product]
-    width = inner if product == "down" else hidden
-    return 2 * hidden + max(width + made, 5 * width)
+    told = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
+    made = {"qkv": hidden, "o": attention, "gate_up": attention, "down": 4 * inner, "per_layer_gate": 4 * inner}
+    width = {"down": inner, "per_layer_projection": told}.get(product, hidden)
+    return 2 * hidden + max(width + made.get(product, 4 * told), 5 * width)
 
 
 def trained_values(layer: LayerSpec) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
+from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.layer_spec import (
     ActivationName,
     AttentionSpec,
@@ -21,7 +22,6 @@ from mycli.runtime.models.layer_spec import (
     NormSpec,
     RopeSpec,
     Shape,
-    decoder_layer,
 )
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
@@ -66,7 +66,8 @@ class ModelConfig:
     (None: all of a head) and `interleaved` say how heads are turned; where layers differ, `rotations` does, one for
     each layer, None for none. `norm_offset`: added to every stored gain. Embeddings are multiplied by
     `embedding_scale`, rounded to the dtype of activations first if `rounds_scale`; logits by `logit_scale`, and a
-    `logit_softcap` c then makes them c tanh(. / c).
+    `logit_softcap` c then makes them c tanh(. / c). `per_layer_width`: values that each layer is told of a token by a
+    table of `per_layer_vocab` rows, 0 where layers are told nothing.
     """
 
     model_type: str
@@ -104,6 +105,8 @@ class ModelConfig:
     rounds_scale: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    per_layer_width: int = 0
+    per_layer_vocab: int = 0
 
     def __post_init__(self) -> None:
         for layer in self.layer_specs:
@@ -150,6 +153,16 @@ class ModelConfig:
         spec = self.layer(layer).attention
         return (spec.kv_heads if spec.shares is None else 0), spec.head_dim
 
+    @cached_property
+    def reads_beside(self) -> bool:
+        """Whether layers read more than the residual stream: what they are told, or what another layer lends."""
+        return self.per_layer_width > 0 or any(layer.attention.lends for layer in self.layer_specs)
+
+    @cached_property
+    def unread(self) -> tuple[str, ...]:
+        """How the names of tensors begin that files may hold though nothing reads them."""
+        return tuple(prefix for layer in self.layer_specs for prefix in layer.unread)
+
     def layer(self, index: int) -> LayerSpec:
         """What layer `index` is made of."""
         return self.layer_specs[index]
@@ -170,6 +183,23 @@ class ModelConfig:
         """The norm after the last layer."""
         return self.norm_of("model.norm")
 
+    def per_layer_linears(self) -> tuple[LinearSpec, ...]:
+        """What lies in memory of what layers are told: a table and a projection, or nothing."""
+        return (self.per_layer_table(), self.per_layer_projection()) if self.per_layer_width else ()
+
+    def per_layer_table(self) -> LinearSpec:
+        """What all layers are told of each token, side by side: a table, seen as a linear."""
+        return LinearSpec("model.embed_tokens_per_layer", self.per_layer_vocab, self.layers * self.per_layer_width)
+
+    def per_layer_projection(self) -> LinearSpec:
+        """What is told beside, of the embedding."""
+        width = self.layers * self.per_layer_width
+        return LinearSpec("model.per_layer_model_projection", width, self.hidden_size)
+
+    def per_layer_norm(self) -> NormSpec:
+        """The norm of what is told of the embedding, layer by layer."""
+        return self.norm_of("model.per_layer_projection_norm", self.per_layer_width)
+
     def head(self) -> LinearSpec:
         """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
         return LinearSpec("lm_head", self.vocab_size, self.hidden_size)
@@ -177,6 +207,10 @@ class ModelConfig:
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        for linear in self.per_layer_linears():
+            yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+        if self.per_layer_width:
+            yield f"{self.per_layer_norm().name}.weight", (self.per_layer_width,)
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
         yield f"{self.norm().name}.weight", (self.hidden_size,)

@@ -2,8 +2,7 @@
 
 Running a layer, calibrating it, rescaling it, tuning it, counting its memory and fusing its kernels all read the same
 declaration. A layer is a sequence of parts on the residual stream, each of which names its norms, its products, and
-what makes their inputs; `decoder_layer` declares a layer of the Llama kind from the fields of a config, and a family
-whose layers are others replaces in it what differs. Knows names and shapes of tensors. Does not import torch.
+what makes their inputs. Knows names and shapes of tensors. Does not import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from mycli.runtime.models.config import ModelConfig, RopeScaling
+    from mycli.runtime.models.config import RopeScaling
 
 Shape = tuple[int, ...]
 ActivationName = Literal["silu", "gelu_tanh", "relu2"]  # of a gate, times what goes up beside it; relu2 has no gate
@@ -110,7 +109,7 @@ class AttentionSpec:
     1 / sqrt(head_dim); a `softcap` c then makes them c tanh(. / c).
 
     `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
-    an earlier layer, `shares`, has put into the cache.
+    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's.
     """
 
     heads: int
@@ -129,6 +128,7 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     shares: int | None = None
+    lends: bool = False
     residual: float = 1.0
 
     @property
@@ -192,24 +192,51 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class PerLayerSpec:
+    """What a layer is told of each token itself [..., width]: gate, activation(gate) * told, projection."""
+
+    gate: LinearSpec
+    projection: LinearSpec
+    output_norm: NormSpec | None
+    activation: ActivationName
+    norm: NormSpec | None = None
+    residual: float = 1.0
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        """As `PartSpec.products`."""
+        return {"per_layer_gate": (self.gate,), "per_layer_projection": (self.projection,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        """As `PartSpec.inner_norms`."""
+        return ()
+
+    def made_by(self, product: str) -> MadeBy:
+        """As `PartSpec.made_by`. The gate reads the residual stream, the projection an activation."""
+        return self.norm if product == "per_layer_gate" else None
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One layer. A product is what is multiplied at once: linears that share their input.
 
     `parallel`: attention and MLP both read the output of attention's norm, and both are added to what entered the
-    layer; else each reads what the part before it left. `scalar` names a tensor [1] that the stream is multiplied by
-    at last.
+    layer; else each reads what the part before it left. `per_layer`: the part for what the layer is told of its tokens,
+    if it is told. `scalar` names a tensor [1] that the stream is multiplied by at last. `unread`: how the names of
+    tensors begin that files may hold though nothing reads them.
     """
 
     index: int
     attention: AttentionSpec
     mlp: MlpSpec
     parallel: bool = False
+    per_layer: PerLayerSpec | None = None
     scalar: str | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
         """What the layer does, in order."""
-        return self.attention, self.mlp
+        return (self.attention, self.mlp) if self.per_layer is None else (self.attention, self.mlp, self.per_layer)
 
     def products(self) -> dict[str, tuple[LinearSpec, ...]]:
         """The linears of each product by its name, in order of execution; outputs lie side by side in this order."""
@@ -238,43 +265,3 @@ class LayerSpec:
                     yield f"{linear.name}.bias", (linear.out_features,)
         if self.scalar is not None:
             yield self.scalar, (1,)
-
-
-def decoder_layer(config: "ModelConfig", index: int) -> LayerSpec:
-    """A layer of the Llama kind: a norm before each part, q, k, v, gate and up each a tensor of its own."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    up = LinearSpec(f"{mlp}.up_proj", inner, hidden, config.mlp_bias)
-    gate = LinearSpec(f"{mlp}.gate_proj", inner, hidden, config.mlp_bias)
-    return LayerSpec(
-        index,
-        AttentionSpec(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            window=config.window(index),
-            norm=config.norm_of(f"{prefix}.input_layernorm"),
-            qkv=(
-                LinearSpec(f"{attention}.q_proj", query, hidden, config.qkv_bias),
-                LinearSpec(f"{attention}.k_proj", key, hidden, config.qkv_bias),
-                LinearSpec(f"{attention}.v_proj", key, hidden, config.qkv_bias),
-            ),
-            q_norm=config.norm_of(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=config.norm_of(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            o=LinearSpec(f"{attention}.o_proj", hidden, query, config.output_bias),
-            rope=config.rotation(index),
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            residual=config.residual_scale,
-        ),
-        MlpSpec(
-            size=inner,
-            norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
-            gate_up=(up,) if config.activation == "relu2" else (gate, up),
-            down=LinearSpec(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
-            activation=config.activation,
-            residual=config.residual_scale,
-        ),
-    )

@@ -32,6 +32,9 @@ KINDS = (
     "phi3-longrope-beyond-tied",
     "gemma2-mqa-low-caps-untied",
     "gemma3-window7-tied",
+    "gemma4-told-lent-double",
+    "gemma4-keys-are-values-untied",
+    "gemma4_unified-tied",
     "smollm3-untied-window",
     "olmo3-window7",
     "ministral3-beyond",
@@ -49,6 +52,7 @@ KINDS = (
 # scale of scores and multipliers, no gate.
 COPIED = (
     "olmo2-gqa4:2",
+    "gemma4-told-lent-double",
     "phi3-gqa4:2",
     "gemma3-window7-tied",
     "granite-tied-biases",
@@ -60,7 +64,8 @@ COPIED = (
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
     """With pico's tokenizer, so that it can be calibrated on text."""
     model_type, own = CASES[case]
-    reference = make(folder, model_type, {**own, "vocab_size": 4096, **changes})
+    vocabulary = {key: 4096 for key in ("vocab_size", "vocab_size_per_layer_input") if key in {"vocab_size", *own}}
+    reference = make(folder, model_type, {**own, **vocabulary, **changes})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / name)
     return reference
@@ -89,17 +94,18 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
     expected = hooked_inputs(reference, tokens)
     model = StreamedModel(ModelFolder.open(tmp_path), CPU)
     stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
+    sides = model.sides(tokens)
     for index in range(model.config.layers):
         block = model.block(index)
-        state = BlockState(block, stream.clone(), settled)
+        state = BlockState(block, stream.clone(), settled, sides)
         for product, linear in block.products.items():
             found = inputs(state, product, slice(0, 3), context, CPU.device)
             for spec in linear.specs:
                 wanted = expected.pop(spec.name)
                 assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
-        model.advance(block, stream, context)
+        model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
-    assert expected.keys() <= {"lm_head"}, "every linear of the model was looked at"
+    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection"}, "every linear of the model was looked at"
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -40,6 +40,9 @@ MULTIPLIERS = {
 }
 
 
+GEMMA4 = {**IDS, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
+
+
 def longrope(pairs: int, original: int, **extra: Any) -> dict[str, Any]:
     """`original` beside TOKENS says which of the two sets of factors is used."""
     short, long = ([1 + step * index / pairs for index in range(pairs)] for step in (0.5, 30))
@@ -122,6 +125,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "tie_word_embeddings": False,
         },
+    ),
+    "gemma4-told-lent-double": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 97,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4-keys-are-values-untied": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4_unified-tied": (
+        "gemma4_unified_text",
+        {**GEMMA4, "num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4_unified-no-bidirection-hd24": (
+        "gemma4_unified_text",
+        {**GEMMA4, "head_dim": 24, "use_bidirectional_attention": None, "sliding_window": 16},
     ),
     "smollm3-tied": ("smollm3", {**IDS, "num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3-untied-window": (
@@ -231,16 +266,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
-    """A random model with lively weights, biases and norms, saved to `folder`; the fp32 reference is returned."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **changes})
-    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+def enliven(model: transformers.PreTrainedModel) -> None:
+    """Lively weights, biases, norms and scalars, so that whatever is left out or taken twice shows."""
     with torch.no_grad():
-        for name, parameter in reference.named_parameters():
+        for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(torch.randn_like(parameter) * spread + centre)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+
+
+def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A random model, saved to `folder`; the fp32 reference is returned."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **changes})
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    enliven(reference)
     reference.save_pretrained(folder)
     return reference
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import ActivationName, LayerSpec, decoder_layer
+from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.layer_spec import ActivationName, LayerSpec
 from mycli.runtime.utils.json_fields import Fields
 
-_GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh"}
+GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh"}
 _HANDLED = ("attn_logit_softcapping", "final_logit_softcapping", "rope_parameters")
 
 
@@ -35,7 +36,7 @@ def fields_of(raw: Fields) -> dict[str, Any]:
     """What Gemma 2 and 3 read alike."""
     bias = raw.boolean("attention_bias", False)
     return {
-        **hf_config.common(raw, handled=_HANDLED, activations=_GELU),
+        **hf_config.common(raw, handled=_HANDLED, activations=GELU),
         "qkv_bias": bias,
         "output_bias": bias,
         "norm_offset": 1.0,

@@ -20,7 +20,8 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import MemoryPlan, bytes_per_step
+from mycli.runtime.memory.ceiling import bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan
 from tests.support.paths import PICO
 
 Passes = list[tuple[int, int, int]]

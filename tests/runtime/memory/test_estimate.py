@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mycli.runtime.kernels.cpu import matmul as cpu
+from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CACHE_BLOCK,
     CPU_KEPT,
     CPU_PART,
     MemoryPlan,
-    bytes_per_step,
     cache_bytes,
     embedding_bytes,
     estimate,
     longest_context,
     mask_bytes,
-    tokens_per_second,
     weight_bytes,
 )
 from mycli.runtime.memory.fit import PackingScheme

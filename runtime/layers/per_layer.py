@@ -1,0 +1,51 @@
+"""What the layers of a model are told of each token beside the residual stream (per-layer embeddings, Gemma 3n and 4).
+
+A row of a table for the token itself and a projection of its embedding, normed, are averaged, for every layer its own.
+Knows tokens and their embeddings; the part of a layer that uses it is in `runtime.layers.block`.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.models.config import ModelConfig
+
+
+class PerLayerInputs(nn.Module):
+    """Table [vocab, layers * width], projection [layers * width, hidden] and norm [width], dense."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.table = torch.empty(config.per_layer_vocab, config.layers * config.per_layer_width, device="meta")
+        self.projection = torch.empty(config.layers * config.per_layer_width, config.hidden_size, device="meta")
+        self.norm = RMSNorm(config.per_layer_norm())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, without the norm."""
+        return self.table.nbytes + self.projection.nbytes
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Read all of it."""
+        config = self._config
+        self.table = checkpoint.read(f"{config.per_layer_table().name}.weight").to(device, dtype)
+        self.projection = checkpoint.read(f"{config.per_layer_projection().name}.weight").to(device, dtype)
+        self.norm.load(checkpoint, device, dtype)
+
+    def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """tokens int64 [...] with their `embedded` [..., hidden], as they enter the first layer, to [..., layers,
+        width]."""
+        rows = functional.embedding(tokens, self.table)
+        projected = functional.linear(embedded, self.projection)
+        shape = (*tokens.shape, self._config.layers, self._config.per_layer_width)
+        return self.join(rows.view(shape), projected.view(shape))
+
+    def join(self, rows: Tensor, projected: Tensor) -> Tensor:
+        """`rows` of the table and of the projected embeddings, both [..., width], as a layer is told them."""
+        config = self._config
+        scale = torch.tensor(config.per_layer_width**0.5, dtype=rows.dtype).item()  # rounded, as the embedding's is
+        both: Tensor = (self.norm(projected * config.hidden_size**-0.5) + rows * scale) * 2.0**-0.5
+        return both

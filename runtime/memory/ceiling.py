@@ -1,0 +1,23 @@
+"""How fast a model could decode at best: what a step must read of memory, over how fast that is read.
+
+Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, and measures nothing.
+"""
+
+from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, weight_bytes
+
+
+def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
+    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
+    cached = 0
+    for spec in plan.config.layer_specs:
+        attention = spec.attention
+        read = spec.index if attention.shares is None else attention.shares
+        cached += min(depth, attention.window or depth) * plan.token_bytes(read)
+    told = plan.config.per_layer_linears()
+    beside = sum(told[0].in_features * plan.batch + each.out_features * each.in_features for each in told[1:])
+    return weight_bytes(plan) + head_bytes(plan) + beside * plan.value_bytes + cached * plan.batch
+
+
+def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:
+    """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
+    return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)

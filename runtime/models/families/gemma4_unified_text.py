@@ -1,0 +1,20 @@
+"""Gemma 4 12B, its text model: Gemma 4 without tables of layers."""
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.families.gemma4_text import read_gemma4
+from mycli.runtime.utils.json_fields import Fields
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a unified Gemma 4 text config."""
+    raw = hf_config.with_defaults(
+        raw,
+        head_dim=256,
+        max_position_embeddings=262144,
+        sliding_window=1024,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    return read_gemma4(raw)
