@@ -126,7 +126,10 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
     for name, shape in plan.config.layer(layer).tensors():
         packing = plan.packings.get(name.removesuffix(".weight"))
         total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
-    return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in plan.config.layer(layer).norms())
+    spec = plan.config.layer(layer)
+    inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
+    total += sum(norm.size for norm in inner if norm.name is None) * size  # gains of one
+    return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in spec.norms())
 
 
 def weight_bytes(plan: MemoryPlan) -> int:

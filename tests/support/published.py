@@ -1,9 +1,13 @@
-"""Configurations of published models with the figures they came with; no weights."""
+"""Configurations of published models with the figures they came with; no weights.
+
+`parameters` are those of the text part, exact; `about`: as rounded as they were told.
+"""
 
 import json
 from typing import Any
 
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
 
@@ -12,4 +16,4 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 
 def published(name: str) -> ModelConfig:
     """The configuration of the model of that name."""
-    return parse_config(Fields(PUBLISHED[name]["config"], "config.json"))
+    return ModelFolder.of(Fields(PUBLISHED[name]["config"], "config.json")).config
