@@ -115,7 +115,11 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
     if name not in names():
         hint = f"readable: {'; '.join(load(each).READABLE for each in names())}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
-    return load(name).read_quantization(section, config, headers)
+    packings = load(name).read_quantization(section, config, headers)
+    if headers is not None and not packings:
+        hint = "config.json and the weights belong to different models"
+        raise ModelError(f"{section.source}: describes weights quantized by {name}, but none is there", hint)
+    return packings
 
 
 def stored_tensors(config: ModelConfig, packings: Mapping[str, Packing], headers: Headers) -> Iterator[Promise]:
