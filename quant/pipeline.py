@@ -43,7 +43,6 @@ from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
 
@@ -184,7 +183,7 @@ def default_work_folder(target: Path) -> Path:
 
 
 def _calibration(work: QuantizationPlan) -> Calibration:
-    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    tokenizer = work.folder.tokenizer()
     samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
     if work.text is not None:
         return from_file(work.text, tokenizer, samples, seq, seed)
@@ -292,7 +291,7 @@ def _source_files(folder: ModelFolder) -> list[Path]:
 
 
 def _measure(work: QuantizationPlan, made: ModelFolder, placement: Placement, progress: ReportProgress) -> Evaluation:
-    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    tokenizer = work.folder.tokenizer()
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
     trim()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
@@ -17,6 +18,11 @@ from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
+
+if TYPE_CHECKING:  # who only looks at a model needs neither
+    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.tokenizer.chat_template import ChatTemplate
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,11 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
-        """Read config.json of `path`. Raises ModelError naming the field at fault."""
+        """Read config.json of `path`, or the header of the GGUF file that it is. Raises ModelError."""
+        if path.suffix == ".gguf" and not path.is_dir():
+            from mycli.runtime.checkpoint.gguf.folder import GgufFolder  # which is a ModelFolder
+
+            return GgufFolder.open_file(path)
         return cls.of(read_object(path / "config.json"), path)
 
     @classmethod
@@ -63,6 +73,30 @@ class ModelFolder:
         """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""
         self.manifest.check(self.config, self.packings)
         return self.manifest
+
+    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
+        """A reader of the tensors. Raises ModelError where they are not those that the config promises."""
+        from mycli.runtime.checkpoint.reader import Checkpoint
+
+        return Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Raises what `Tokenizer.load` raises."""
+        from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.path, self.config.vocab_size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer to load."""
+        return (self.path / "tokenizer.json").exists()
+
+    def chat_template(self) -> "ChatTemplate | None":
+        """The model's chat templates, without a look at its vocabulary. Raises ModelError for what is none."""
+        from mycli.runtime.tokenizer.chat_template import ChatTemplate
+        from mycli.runtime.tokenizer.tokenizer import read_settings
+
+        return ChatTemplate.load(self.path, read_settings(self.path))
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
