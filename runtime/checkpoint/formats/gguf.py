@@ -43,7 +43,7 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`, a part of the rows at a time. Raises what reading does, and ModelError for damaged blocks."""
+    """The codes into `out`, a part of the rows at a time. Raises what reading does, and for damaged blocks."""
     import torch
 
     from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint

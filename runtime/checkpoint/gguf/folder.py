@@ -8,7 +8,7 @@ read.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +90,8 @@ def _dtype(matrices: Iterable[TensorEntry]) -> Dtype:
 class GgufFolder(ModelFolder):
     """A `ModelFolder` whose `path` is the (first) file; without `files` no tensor can be read."""
 
-    header: GgufHeader
-    files: Mapping[str, RegularFile]
+    header: GgufHeader = field(kw_only=True)
+    files: Mapping[str, RegularFile] = field(kw_only=True)
 
     @classmethod
     def open_file(cls, path: Path) -> "GgufFolder":
@@ -110,7 +110,7 @@ class GgufFolder(ModelFolder):
         """Of a header that is read already; `floats` reads a small tensor."""
         model = GgufModel(header.metadata, header.tensors, floats)
         raw = Fields(_with_tensors(model, config_json(model)), header.metadata.source)
-        return cls(path, raw, parse_config(raw), header, files or {})
+        return cls(path, raw, parse_config(raw), bare=True, header=header, files=files or {})
 
     @cached_property
     def manifest(self) -> Manifest:
