@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
 from mycli.runtime.quantization.scheme import Packing
@@ -23,6 +24,27 @@ if TYPE_CHECKING:  # who only looks at a model needs neither
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+)
+MAX_COMPANION_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -91,12 +113,42 @@ class ModelFolder:
         """Whether there is a tokenizer to load."""
         return (self.path / "tokenizer.json").exists()
 
+    def tokenizer_json(self) -> Fields:
+        """tokenizer.json as it stands. Raises ModelError where there is none, or no JSON."""
+        from mycli.runtime.tokenizer.tokenizer import MAX_FILE_BYTES
+
+        return read_object(self.path / "tokenizer.json", MAX_FILE_BYTES)
+
+    def tokenizer_settings(self) -> Fields:
+        """tokenizer_config.json as it stands; an empty one where there is none."""
+        from mycli.runtime.tokenizer.tokenizer import read_settings
+
+        return read_settings(self.path)
+
+    def companions(self) -> dict[str, bytes]:
+        """The files beside config.json and the weights that a user of a copy needs, by name.
+
+        Raises ModelError for one that is absurdly large.
+        """
+        return {path.name: path.read_bytes() for path in self._companion_paths()}
+
+    def source_files(self) -> list[Path]:
+        """Every file that a copy depends on: weights, config and companions."""
+        weights = {entry.file for entry in self.manifest.tensors.values()}
+        return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths()]
+
+    def _companion_paths(self) -> list[Path]:
+        paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
+        for path in paths:
+            if path.stat().st_size > MAX_COMPANION_BYTES:
+                raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
+        return paths
+
     def chat_template(self) -> "ChatTemplate | None":
         """The model's chat templates, without a look at its vocabulary. Raises ModelError for what is none."""
         from mycli.runtime.tokenizer.chat_template import ChatTemplate
-        from mycli.runtime.tokenizer.tokenizer import read_settings
 
-        return ChatTemplate.load(self.path, read_settings(self.path))
+        return ChatTemplate.load(self.path, self.tokenizer_settings())
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.gguf.architectures import (
     Config,
@@ -127,13 +127,25 @@ class GgufFolder(ModelFolder):
         given = {name: value for name, value in found.items() if value is not None}
         return parse_generation_config(Fields(given, self.raw.source), self.config.vocab_size)
 
-    def small_files(self) -> dict[str, bytes]:
+    def companions(self) -> dict[str, bytes]:
         """The files that a folder of this model would hold beside config.json and weights, by name."""
-        files: dict[str, Any] = {
-            "tokenizer.json": tokenizer_json(self.header.metadata),
-            "tokenizer_config.json": tokenizer_settings(self.header.metadata),
+        files = {
+            "tokenizer.json": self.tokenizer_json().values,
+            "tokenizer_config.json": self.tokenizer_settings().values,
         }
         return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
+
+    def source_files(self) -> list[Path]:
+        """The file, or its parts."""
+        return [file.path for file in self.files.values()]
+
+    def tokenizer_json(self) -> Fields:
+        """The tokenizer.json that the metadata stand for. Raises ModelError."""
+        return Fields(tokenizer_json(self.header.metadata), self.raw.source)
+
+    def tokenizer_settings(self) -> Fields:
+        """The tokenizer_config.json: special tokens and chat templates."""
+        return Fields(tokenizer_settings(self.header.metadata), self.raw.source)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -142,18 +154,13 @@ class GgufFolder(ModelFolder):
 
     def chat_template(self) -> ChatTemplate | None:
         """The chat templates in the metadata."""
-        return ChatTemplate.of(self._settings)
-
-    @property
-    def _settings(self) -> Fields:
-        return Fields(tokenizer_settings(self.header.metadata), self.raw.source)
+        return ChatTemplate.of(self.tokenizer_settings())
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer in the metadata. Raises ModelError."""
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-        tokenizer = Fields(tokenizer_json(self.header.metadata), self.raw.source)
-        return Tokenizer.of(tokenizer, self._settings, self.config.vocab_size)
+        return Tokenizer.of(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
 
     def checkpoint(self, *, allow_nonfinite: bool = False) -> "GgufCheckpoint":
         """A reader of the tensors. Raises ModelError where they are not those of the config."""
