@@ -1,6 +1,7 @@
 """The weights of a model as a target wants them: packed where they are, dense where asked, one at a time."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,8 +47,6 @@ class Weights:
 
 def exact_values(weight: PackedWeight) -> Tensor:
     """What a packed weight means, fp32 [out_features, in_features], without a rounding to the dtype of its scales."""
-    from dataclasses import replace
-
     out = torch.empty(weight.out_features, weight.in_features)
     for rows, values in dequantize_rows(replace(weight, scales=weight.scales.float())):
         out[rows] = values

@@ -215,10 +215,11 @@ def _round(values: Tensor, kind: str) -> tuple[Tensor, float]:
     """Values [N, K] rounded to blocks, a part of the rows at a time."""
     block = TYPES_BY_NAME[kind].block
     step = max(1, _VALUES // values.shape[1])
-    parts = [_ROUNDING[kind](part.float().reshape(-1, block)).view(len(part), -1) for part in values.split(step)]
-    lost = sum(
-        (part.double() - dequantize_blocks(data, kind).double()).square().sum().item()
-        for part, data in zip(values.split(step), parts, strict=True)
-    )
-    total = sum(part.double().square().sum().item() for part in values.split(step))
+    parts, lost, total = [], 0.0, 0.0
+    for start in range(0, len(values), step):
+        part = values[start : start + step].float()
+        data = _ROUNDING[kind](part.reshape(-1, block)).view(len(part), -1)
+        lost += (part.double() - dequantize_blocks(data, kind).double()).square().sum().item()
+        total += part.double().square().sum().item()
+        parts.append(data)
     return torch.cat(parts), lost / total if total else 0.0
