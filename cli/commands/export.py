@@ -20,7 +20,7 @@ EXAMPLES = (
     "mycli export pico --to gguf:q8_0 --requantize -o pico-q8_0.gguf",
     "mycli quantize pico --method rtn --group 32 --report none -o pico-4 && mycli export ./pico-4 --to mlx -o pico-mlx",
 )
-WORST = 3  # tensors to name
+_WORST = 3  # tensors to name
 
 
 @command
@@ -42,9 +42,9 @@ def export(
     Every weight keeps its value, or the export is refused and says why; --requantize rounds instead. Without a TYPE
     each tensor of a GGUF file keeps the most: packed weights become Q4_0, Q4_1 or Q8_0, dense ones stay as they are.
     """
-    from mycli.quant.export import ExportRequest, find_target
+    from mycli.quant.export import ExportRequest, find_export_target
 
-    module, variant = find_target(to)
+    module, variant = find_export_target(to)
     source = resolve(model, offline=call.offline)
     request = ExportRequest(source, ModelFolder.open(source.folder), output, variant, requantize, overwrite)
     with stages(call.out.progress) as progress:
@@ -70,5 +70,5 @@ def _show(call: Call, to: str, done: "Exported") -> None:
     else:
         mean = sum(one.error for one in worst) / len(worst)
         rows.append(("rounded", f"{len(worst)} tensors, relative squared error {mean:.3g} on average"))
-        rows += [("worst", f"{one.name} ({one.kind}) {one.error:.3g}") for one in worst[:WORST]]
+        rows += [("worst", f"{one.name} ({one.kind}) {one.error:.3g}") for one in worst[:_WORST]]
     call.out.card(f"{to}", rows)

@@ -1,6 +1,6 @@
 """Models in other programs' layouts: one file each, found by the name that is asked for. The file is the registry.
 
-A target is a module with the members of `Target`. What it can hold exactly it writes without asking; what it would have
+A target is a module with the members of `ExportTarget`. What it can hold exactly it writes without asking; what it would have
 to round it refuses, unless rounding is asked for: then it says what was lost. Knows no target by name.
 """
 
@@ -48,7 +48,7 @@ class ExportRequest:
     overwrite: bool = False
 
 
-class Target(Protocol):
+class ExportTarget(Protocol):
     """What a module of this package offers."""
 
     VARIANTS: Sequence[str]
@@ -63,11 +63,11 @@ def targets() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def find_target(name: str) -> tuple[Target, str]:
+def find_export_target(name: str) -> tuple[ExportTarget, str]:
     """Module and variant of `NAME[:VARIANT]`. Raises UsageError listing what there is."""
     kind, colon, variant = name.partition(":")
     if kind in targets():
-        module = cast(Target, importlib.import_module(f"{__name__}.{kind}"))
+        module = cast(ExportTarget, importlib.import_module(f"{__name__}.{kind}"))
         if not colon or variant in module.VARIANTS:
             return module, variant
         known = ", ".join(f"{kind}:{each}" for each in module.VARIANTS) or kind

@@ -121,9 +121,9 @@ class ModelFolder:
 
     def tokenizer_settings(self) -> Fields:
         """tokenizer_config.json as it stands; an empty one where there is none."""
-        from mycli.runtime.tokenizer.tokenizer import read_settings
+        from mycli.runtime.tokenizer.tokenizer import read_tokenizer_settings
 
-        return read_settings(self.path)
+        return read_tokenizer_settings(self.path)
 
     def companions(self) -> dict[str, bytes]:
         """The files beside config.json and the weights that a user of a copy needs, by name.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
-from mycli.runtime.checkpoint.gguf.header import Reader
-from mycli.runtime.checkpoint.gguf.header import parse_header as parse_gguf_header
+from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError

@@ -14,15 +14,15 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS, PreTokenizer
 from mycli.runtime.utils.json_fields import Fields
 
-MAX_TOKENS = 1 << 22
-MAX_TOKEN_CHARACTERS = 1024
+_MAX_TOKENS = 1 << 22
+_MAX_TOKEN_CHARACTERS = 1024
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges go by position, not by score
 _IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Control tokens that end a reply under whatever key: llama.cpp looks for them by their text, and so do we.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>")
-READABLE = "readable: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
+_READABLE = "readable: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
 def _key(name: str) -> str:
@@ -31,13 +31,13 @@ def _key(name: str) -> str:
 
 def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
     """The tokens by id and the type of each. Raises ModelError for lists that do not match, or tokens given twice."""
-    tokens = metadata.array(_key("tokens"), str, MAX_TOKENS)
+    tokens = metadata.array(_key("tokens"), str, _MAX_TOKENS)
     if not tokens:
-        raise metadata.fail(_key("tokens"), "is missing or empty", READABLE)
+        raise metadata.fail(_key("tokens"), "is missing or empty", _READABLE)
     found = metadata.values.get(_key("token_type"))
     types = [_NORMAL] * len(tokens) if found is None else _numbers(metadata, "token_type", len(tokens), int)
     longest = max(map(len, tokens))
-    if longest > MAX_TOKEN_CHARACTERS:
+    if longest > _MAX_TOKEN_CHARACTERS:
         raise metadata.fail(_key("tokens"), f"holds a token of {longest} characters")
     return tokens, types
 
@@ -96,7 +96,7 @@ def _vocabulary(metadata: Fields, tokens: Sequence[str], types: Sequence[int]) -
 def _stored_merges(metadata: Fields, vocabulary: Mapping[str, int]) -> list[list[str]]:
     """The merges as pairs; a token may itself hold a blank, so the blank that cuts is the one between two tokens."""
     merges = []
-    for line in metadata.array(_key("merges"), str, MAX_TOKENS):
+    for line in metadata.array(_key("merges"), str, _MAX_TOKENS):
         left, _, right = line.partition(" ")
         if not (left in vocabulary and right in vocabulary):
             cuts = [(line[:at], line[at + 1 :]) for at, letter in enumerate(line) if letter == " "]
@@ -222,7 +222,7 @@ def tokenizer_json(metadata: Fields) -> dict[str, Any]:
     elif kind in ("llama", "gemma4"):
         sections = _sentencepiece(metadata, metadata.text("general.architecture"))
     else:
-        raise metadata.fail(_key("model"), f"{kind!r} is a tokenizer that is not supported", READABLE)
+        raise metadata.fail(_key("model"), f"{kind!r} is a tokenizer that is not supported", _READABLE)
     return {"version": "1.0", "truncation": None, "padding": None, **sections}
 
 
@@ -276,7 +276,7 @@ def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, An
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
             raise unsupported(f"the token {token['content']!r:.60} takes the blanks around it")
         tokens[token["id"]], types[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER
-    pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
+    pairs: list[Any] = model.array("merges", object, _MAX_TOKENS)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
     found: dict[str, Any] = {
         _key("model"): "gpt2",

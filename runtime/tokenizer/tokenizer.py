@@ -78,7 +78,7 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
     return added
 
 
-def read_settings(folder: Path) -> Fields:
+def read_tokenizer_settings(folder: Path) -> Fields:
     """tokenizer_config.json of a folder; an empty one where there is none."""
     settings = folder / "tokenizer_config.json"
     return read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
@@ -125,7 +125,7 @@ class Tokenizer:
         finally:
             if collecting:
                 gc.enable()
-        settings = read_settings(folder)
+        settings = read_tokenizer_settings(folder)
         return cls._checked(
             raw,
             lambda: Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(path),

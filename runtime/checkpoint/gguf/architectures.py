@@ -142,7 +142,7 @@ def _llama3_scaling(model: GgufModel, head_dim: int, theta: float) -> Config:
     """The parameters behind stored frequency factors: a file holds the factors, not what they were made from."""
     stored = model.floats(ROPE_FREQS)
     factor = max(stored, default=1.0)
-    for original in (1 << power for power in range(10, 21)):
+    for original in (1 << power for power in range(3, 24)):
         made = llama3_factors(head_dim, theta, factor, 1.0, 4.0, original)
         if len(made) == len(stored) and all(map(partial(math.isclose, rel_tol=1e-4), made, stored)):
             scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -280,6 +280,8 @@ def config_json(model: GgufModel) -> Config:
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "hidden_act": "silu",
     }
+    if "partial_rotary_factor" in config["rope_parameters"]:
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
     if model.integer("expert_count", 0):
         config["num_experts"] = model.integer("expert_count")
     return {**config, **entry.extra(model, config)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_header
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError, NotFoundError
@@ -86,7 +86,7 @@ class GgufFiles:
             )
         files = {name: RegularFile.find(path.with_name(name)) for name in names}
         headers = [
-            parse_header(lambda offset, count, file=file: file.read(count, offset), file.size, name)  # type: ignore[misc]  # bound at once
+            parse_gguf_header(lambda offset, count, file=file: file.read(count, offset), file.size, name)  # type: ignore[misc]  # bound at once
             for name, file in files.items()
         ]
         return cls(join_headers(headers), files)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.types import BY_ID, GgmlType
-from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
+from mycli.runtime.checkpoint.safetensors_header import MAX_TENSORS, TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.sanitize import one_line
@@ -23,14 +23,13 @@ from mycli.runtime.utils.sanitize import one_line
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # where `general.alignment` says nothing
-MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges takes 20 MB
-MAX_KEYS = 1 << 16
-MAX_TENSORS = 100_000
-MAX_STRING = 8 << 20
-MAX_ELEMENTS = 1 << 22  # of an array
-MAX_NAME = 256
-MAX_DIMENSIONS = 4
-MAX_ALIGNMENT = 1 << 16
+_MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges takes 20 MB
+_MAX_KEYS = 1 << 16
+_MAX_STRING = 8 << 20
+_MAX_ELEMENTS = 1 << 22  # of an array
+_MAX_NAME = 256
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 16
 _LIMIT = 1 << 63
 _READ = 1 << 20  # bytes asked for at a time
 
@@ -54,7 +53,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """The bytes of a file from its start, fetched in pieces as they are asked for, never past `MAX_HEADER`."""
+    """The bytes of a file from its start, fetched in pieces as they are asked for, never past `_MAX_HEADER`."""
 
     def __init__(self, read: Reader, size: int, source: str) -> None:
         self._read, self._size, self.source = read, size, source
@@ -69,8 +68,8 @@ class _Cursor:
         end = self.position + count
         if end > self._size:
             raise self.fail(f"truncated: {what} of {count} bytes, but {self._size - self.position} are left")
-        if end > MAX_HEADER:
-            raise self.fail(f"header of more than {MAX_HEADER} bytes")
+        if end > _MAX_HEADER:
+            raise self.fail(f"header of more than {_MAX_HEADER} bytes")
         while len(self._data) < end:
             start = len(self._data)
             more = self._read(start, min(max(_READ, end - start), self._size - start))
@@ -121,7 +120,7 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if kind == _BOOL:
         return cursor.boolean(key)
     if kind == _STRING:
-        return cursor.text(key, MAX_STRING)
+        return cursor.text(key, _MAX_STRING)
     if kind == _ARRAY:
         return _array(cursor, key)
     raise cursor.fail(f"{key} has a value of the unknown type {kind}")
@@ -130,8 +129,8 @@ def _value(cursor: _Cursor, key: str) -> Any:
 def _array(cursor: _Cursor, key: str) -> Any:
     kind = cursor.number("I", f"the type of {key}")
     count = cursor.number("Q", f"the length of {key}")
-    if count > MAX_ELEMENTS:
-        raise cursor.fail(f"{key} has {count} elements, more than the {MAX_ELEMENTS} allowed")
+    if count > _MAX_ELEMENTS:
+        raise cursor.fail(f"{key} has {count} elements, more than the {_MAX_ELEMENTS} allowed")
     if kind in _NUMBERS:
         return cursor.numbers(_NUMBERS[kind], count, key)
     if kind == _BOOL:
@@ -139,13 +138,13 @@ def _array(cursor: _Cursor, key: str) -> Any:
     if kind == _STRING:
         what = f"an element of {key}"
         cursor.need(8 * count, key)  # a string takes at least its length
-        return [cursor.text(what, MAX_STRING) for _ in range(count)]
+        return [cursor.text(what, _MAX_STRING) for _ in range(count)]
     raise cursor.fail(f"{key} is an array of the unreadable type {kind}")
 
 
 def _name(cursor: _Cursor, what: str) -> str:
-    name = cursor.text(what, MAX_NAME)
-    if not name or one_line(name, MAX_NAME) != name:
+    name = cursor.text(what, _MAX_NAME)
+    if not name or one_line(name, _MAX_NAME) != name:
         raise cursor.fail(f"{what} {name!r:.80} is empty or holds forbidden characters")
     return name
 
@@ -162,8 +161,8 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", ALIGNMENT)
-    if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        raise cursor.fail(f"general.alignment {value!r:.40} is no power of two up to {MAX_ALIGNMENT}")
+    if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
+        raise cursor.fail(f"general.alignment {value!r:.40} is no power of two up to {_MAX_ALIGNMENT}")
     return value
 
 
@@ -179,8 +178,8 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
     """One entry of the table; its offset still counts from the start of the data."""
     name = _name(cursor, "a tensor's name")
     dimensions = cursor.number("I", f"the dimensions of {name}")
-    if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise cursor.fail(f"{name} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} are allowed")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise cursor.fail(f"{name} has {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are allowed")
     shape = tuple(reversed([cursor.number("Q", f"the shape of {name}") for _ in range(dimensions)]))
     kind = _type(cursor, name)
     offset = cursor.number("Q", f"the offset of {name}")
@@ -214,7 +213,7 @@ def _place(cursor: _Cursor, tensors: list[TensorEntry], alignment: int, size: in
     return placed
 
 
-def parse_header(read: Reader, size: int, source: str) -> GgufHeader:
+def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
     """The header of a file of `size` bytes; `source` becomes `TensorEntry.file` and the name in errors.
 
     Raises ModelError naming the file, the key or tensor, and the byte.
@@ -229,8 +228,8 @@ def parse_header(read: Reader, size: int, source: str) -> GgufHeader:
         problem = "a big-endian GGUF file" if swapped else f"GGUF version {version}"
         raise ModelError(f"{source}: {problem}, which is not read", "convert it again with a current converter")
     tensors, keys = cursor.number("Q", "the number of tensors"), cursor.number("Q", "the number of keys")
-    if tensors > MAX_TENSORS or keys > MAX_KEYS:
-        raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {MAX_TENSORS} and {MAX_KEYS} allowed")
+    if tensors > MAX_TENSORS or keys > _MAX_KEYS:
+        raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {MAX_TENSORS} and {_MAX_KEYS} allowed")
     metadata = _metadata(cursor, keys)
     alignment = _alignment(cursor, metadata)
     table = [_tensor(cursor) for _ in range(tensors)]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from mycli.runtime.checkpoint.gguf.header import ALIGNMENT, MAGIC, parse_header
+from mycli.runtime.checkpoint.gguf.header import ALIGNMENT, MAGIC, parse_gguf_header
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.checkpoint.stable_file import RegularFile
@@ -166,7 +166,7 @@ class GgufWriter:
             raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")
         written = RegularFile.find(self._partial)
         # What we wrote must pass our own reader before anyone sees it.
-        parse_header(lambda offset, count: written.read(count, offset), written.size, self.target.name)
+        parse_gguf_header(lambda offset, count: written.read(count, offset), written.size, self.target.name)
         with disk_errors(self.target):
             os.fsync(self._file)
             self._close()
