@@ -24,7 +24,7 @@ from mycli.runtime.checkpoint.formats.compressed_tensors import planned_tensors
 from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES, ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
-from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
