@@ -1,7 +1,7 @@
 """Models in other programs' layouts: one file each, found by the name that is asked for. The file is the registry.
 
-A target is a module with the members of `ExportTarget`. What it can hold exactly it writes without asking; what it would
-have to round it refuses, unless rounding is asked for: then it says what was lost. Knows no target by name.
+A target is a module with the members of `ExportTarget`. What it can hold exactly it writes without asking; what it
+would have to round it refuses, unless rounding is asked for: then it says what was lost. Knows no target by name.
 """
 
 import importlib

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.formats import read_dense, read_weight
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
@@ -20,6 +21,7 @@ class Weights:
 
     def __init__(self, folder: ModelFolder) -> None:
         self.checkpoint = folder.checkpoint()
+        self._dtype = folder.config.dtype
         self.packings: Mapping[str, Packing] = folder.packings
         self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
 
@@ -43,6 +45,26 @@ class Weights:
                 self.checkpoint, LinearSpec(name.removesuffix(".weight"), rows, columns), self.packings, _CPU
             )
         return exact_values(self.packed(name))
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a dense tensor, or of what a packed one means where it is asked for densely."""
+        packing = self.packing(name)
+        return self.checkpoint.dtype(name) if packing is None else torch_dtype(packing.scale_dtype or self._dtype)
+
+    def meant(self, name: str) -> Tensor:
+        """A tensor as its layout defines its values: compressed-tensors rounds products to the dtype of the scales."""
+        packing = self.packing(name)
+        if packing is None or packing.layout != "compressed_tensors" or name not in self.linears:
+            return self.dense(name)
+        return read_dense(self.checkpoint, self.linears[name], self.packings, _CPU)
+
+
+def lost_by_scales(weight: PackedWeight) -> float:
+    """The relative squared error of a weight whose scales become float16; 0 where they are."""
+    halves = weight.scales.to(torch.float16).to(torch.float32)
+    if torch.equal(halves, weight.scales.float()):
+        return 0.0
+    return squared_error(exact_values(weight), exact_values(replace(weight, scales=halves)))
 
 
 def exact_values(weight: PackedWeight) -> Tensor:

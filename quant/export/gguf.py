@@ -25,6 +25,7 @@ from mycli.runtime.checkpoint.gguf.architectures import (
 )
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.checkpoint import pairs_order
+from mycli.runtime.checkpoint.gguf.files import SUFFIX
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
@@ -50,7 +51,10 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     plan: list[tuple[str, str, Shape]] = [(ROPE_FREQS, "F32", (len(factors),))] if factors else []
     plan += [(_stored_name(architecture, tensor), kinds[tensor], shape) for tensor, shape in config.tensors()]
     rounded: list[Rounded] = []
-    with GgufWriter(request.target, metadata, plan, overwrite=request.overwrite) as writer:
+    target = request.target
+    if target.suffix != SUFFIX:  # by which such a file is known for a model
+        target = target.with_name(target.name + SUFFIX)
+    with GgufWriter(target, metadata, plan, overwrite=request.overwrite) as writer:
         if factors:
             writer.write(ROPE_FREQS, torch.tensor(factors).numpy().data)
         for done, (tensor, _) in enumerate(config.tensors(), 1):
