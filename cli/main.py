@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
     "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
+    "export": ("export", "Write a model in another program's layout."),
     "search": ("search", "Find models on the Hugging Face hub."),
     "pull": ("pull", "Fetch a model from the Hugging Face hub."),
     "list": ("list_models", "List the models on this machine."),

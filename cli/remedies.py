@@ -76,6 +76,8 @@ REMEDIES: Mapping[str, str] = {
     "wait-or-other-work-folder": "wait for it, or choose another folder with --work-dir",
     "remove-work-folder": "remove the folder, or choose another with --work-dir",
     "finish-or-remove-work": "run it again as it was begun, or remove the folder, or choose another with --work-dir",
+    "requantize": "--requantize rounds what must be, and says what was lost",
+    "quantize-first": "quantize it first: mycli quantize MODEL",
     # of the hub, and of files
     "pull": "mycli pull {model}",
     "pull-online": "without --offline: mycli pull {model}",

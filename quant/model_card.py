@@ -68,7 +68,7 @@ class Size:
 
 def label(source: Source) -> str:
     """A short name that does not depend on where the model lies: the repository, or the last part of the folder."""
-    return source.repo or source.folder.resolve().name
+    return source.repo or source.folder.resolve().name.removesuffix(".gguf")
 
 
 def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:

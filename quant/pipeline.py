@@ -28,7 +28,6 @@ from mycli.quant.planning import (
     REPORT_CONTEXT,
     QuantizationPlan,
     check_resources,
-    companions,
     plan_quantization,
 )
 from mycli.quant.progress import ReportProgress, silent
@@ -43,7 +42,6 @@ from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
 
@@ -140,7 +138,7 @@ def _quantize(
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
-    origin = model_card.digests(_source_files(work.folder))
+    origin = model_card.digests(work.folder.source_files())
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         kept, tuning = None, None
@@ -150,8 +148,8 @@ def _quantize(
             run = model_card.identify(work.recipe, shown, origin, placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
-        for path in companions(work.source.folder):
-            writer.add_file(path.name, path.read_bytes())
+        for name, data in work.folder.companions().items():
+            writer.add_file(name, data)
         writer.add_file("config.json", _config(work))
         # Opened as any reader would, while it can still be thrown away.
         made = ModelFolder.open(writer.folder)
@@ -184,7 +182,7 @@ def default_work_folder(target: Path) -> Path:
 
 
 def _calibration(work: QuantizationPlan) -> Calibration:
-    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    tokenizer = work.folder.tokenizer()
     samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
     if work.text is not None:
         return from_file(work.text, tokenizer, samples, seq, seed)
@@ -286,14 +284,8 @@ def _config(work: QuantizationPlan) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _source_files(folder: ModelFolder) -> list[Path]:
-    """What the result depends on: weights, config and the files copied."""
-    weights = {entry.file for entry in folder.manifest.tensors.values()}
-    return [*(folder.path / name for name in weights), folder.path / "config.json", *companions(folder.path)]
-
-
 def _measure(work: QuantizationPlan, made: ModelFolder, placement: Placement, progress: ReportProgress) -> Evaluation:
-    tokenizer = Tokenizer.load(work.source.folder, work.config.vocab_size)
+    tokenizer = work.folder.tokenizer()
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
     trim()

@@ -21,7 +21,7 @@ from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.formats.compressed_tensors import planned_tensors
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES, ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
@@ -37,26 +37,6 @@ Report = Literal["none", "quick", "full"]
 QUICK_TOKENS = 8192
 FULL_TOKENS = 1 << 15  # the held-out text has fewer in any vocabulary but of bytes
 REPORT_CONTEXT = 512
-# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "NOTICE",
-    "NOTICE.txt",
-    "USE_POLICY.md",
-)
-MAX_COMPANION_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -178,7 +158,7 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
     if resolved == folder or folder in resolved.parents:
         raise UsageError(f"{target} lies within the model to be quantized", code="other-output")
     check_target(target, overwrite)
-    beside = sum(path.stat().st_size for path in companions(work.source.folder))
+    beside = sum(map(len, work.folder.companions().values()))
     require_space(resolved.parent, work.size.bytes + beside + (16 << 20))
     available = memory().available
     if work.need.host > available:
@@ -221,12 +201,3 @@ def _foreign(target: Path) -> str:
         return f"cannot be looked into ({error.message})"
     others = sorted(held - {model_card.CARD_FILE, *written})
     return f"also holds {others[0]}, which this program did not write" if others else ""
-
-
-def companions(folder: Path) -> list[Path]:
-    """The files to copy. Raises ModelError for one that is absurdly large."""
-    files = [path for name in COMPANIONS if (path := folder / name).is_file()]
-    for path in files:
-        if path.stat().st_size > MAX_COMPANION_BYTES:
-            raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
-    return files

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.formats import quantizable, read_dense
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 
@@ -21,7 +20,7 @@ class SourceWeights:
     """Reads the folder's tensors dense. Raises ModelError for anything the files and the config disagree on."""
 
     def __init__(self, folder: ModelFolder) -> None:
-        self.checkpoint = Checkpoint(folder.checked_manifest())
+        self.checkpoint = folder.checkpoint()
         self._packings, self._dtype = folder.packings, torch_dtype(folder.config.dtype)
         packed = (spec for spec in quantizable(folder.config) if spec.name in self._packings)
         self._packed = {f"{spec.name}.weight": spec for spec in packed}

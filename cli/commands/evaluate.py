@@ -90,7 +90,6 @@ def evaluate(
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
-    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
     engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
     if kv_sweep and (ref is not None or engine.kv != "auto"):
@@ -104,9 +103,7 @@ def evaluate(
         *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
     ]
     announce_placement(call, placements[0])
-    cuts = [
-        measuring.cut(content, Tokenizer.load(folder.path, folder.config.vocab_size), ctx, tokens) for folder in folders
-    ]
+    cuts = [measuring.cut(content, folder.tokenizer(), ctx, tokens) for folder in folders]
     if not cuts[0].windows.equal(cuts[-1].windows):
         raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models of one tokenizer")
     announce_build(call, placements[0])

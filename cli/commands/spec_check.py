@@ -5,7 +5,6 @@ from mycli.cli.command import Call, command
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 EXAMPLES = (
     "mycli spec check pico pico-draft",
@@ -21,9 +20,9 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     for nothing. No weights are read.
     """
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
-    sizes = [ModelFolder.open(source.folder).config.vocab_size for source in sources]
-    tokenizers = [Tokenizer.load(source.folder, size) for source, size in zip(sources, sizes, strict=True)]
-    found = check_vocabularies(tokenizers[0], tokenizers[1])
+    folders = [ModelFolder.open(source.folder) for source in sources]
+    sizes = [folder.config.vocab_size for folder in folders]
+    found = check_vocabularies(folders[0].tokenizer(), folders[1].tokenizer())
     if call.out.answered({"tokens": found.tokens, "rows": sizes, "different": 0, "ends_differ": found.ends_differ}):
         return
     padded = "" if sizes[0] == sizes[1] else "; the heads are padded differently, which is no matter"

@@ -9,16 +9,44 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import gib
+
+if TYPE_CHECKING:  # who only looks at a model needs neither
+    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.tokenizer.chat_template import ChatTemplate
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+)
+MAX_COMPANION_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +66,11 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
-        """Read config.json of `path`. Raises ModelError naming the field at fault."""
+        """Read config.json of `path`, or the header of the GGUF file that it is. Raises ModelError."""
+        if path.suffix == ".gguf" and not path.is_dir():
+            from mycli.runtime.checkpoint.gguf.folder import GgufFolder  # which is a ModelFolder
+
+            return GgufFolder.open_file(path)
         return cls.of(read_object(path / "config.json"), path)
 
     @classmethod
@@ -89,6 +121,60 @@ class ModelFolder:
         """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""
         self.manifest.check(self.config, self.packings)
         return self.manifest
+
+    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
+        """A reader of the tensors. Raises ModelError where they are not those that the config promises."""
+        from mycli.runtime.checkpoint.reader import Checkpoint
+
+        return Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Raises what `Tokenizer.load` raises."""
+        from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.path, self.config.vocab_size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer to load."""
+        return (self.path / "tokenizer.json").exists()
+
+    def tokenizer_json(self) -> Fields:
+        """tokenizer.json as it stands. Raises ModelError where there is none, or no JSON."""
+        from mycli.runtime.tokenizer.tokenizer import MAX_FILE_BYTES
+
+        return read_object(self.path / "tokenizer.json", MAX_FILE_BYTES)
+
+    def tokenizer_settings(self) -> Fields:
+        """tokenizer_config.json as it stands; an empty one where there is none."""
+        from mycli.runtime.tokenizer.tokenizer import read_tokenizer_settings
+
+        return read_tokenizer_settings(self.path)
+
+    def companions(self) -> dict[str, bytes]:
+        """The files beside config.json and the weights that a user of a copy needs, by name.
+
+        Raises ModelError for one that is absurdly large.
+        """
+        return {path.name: path.read_bytes() for path in self._companion_paths()}
+
+    def source_files(self) -> list[Path]:
+        """Every file that a copy depends on: weights, config and companions."""
+        weights = {entry.file for entry in self.manifest.tensors.values()}
+        return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths()]
+
+    def _companion_paths(self) -> list[Path]:
+        paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
+        for path in paths:
+            if path.stat().st_size > MAX_COMPANION_BYTES:
+                raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
+        return paths
+
+    def chat_template(self) -> "ChatTemplate | None":
+        """The model's chat templates, without a look at its vocabulary. Raises ModelError for what is none."""
+        from mycli.runtime.tokenizer.chat_template import ChatTemplate
+
+        return ChatTemplate.load(self.path, self.tokenizer_settings())
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:

@@ -19,11 +19,13 @@ def _advise(paths: Sequence[Path]) -> None:
 
 
 def read_ahead(folder: Path) -> None:
-    """Begin to read every safetensors file of `folder` into the page cache; none where they fill half the free memory.
+    """Begin to read every safetensors file of `folder`, or the GGUF file that it is, into the page cache.
+
+    None where they fill half the free memory.
 
     The advice itself waits where the disk's queue is full, so a thread gives it.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     with suppress(OSError):
         if hasattr(os, "posix_fadvise") and sum(path.stat().st_size for path in paths) < memory().available // 2:
             Thread(target=_advise, args=(paths,), daemon=True).start()

@@ -46,7 +46,7 @@ class LoadedModel:
     def load(cls, folder: ModelFolder, placement: Placement, *, allow_nonfinite: bool = False) -> "LoadedModel":
         """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError."""
         config = folder.config
-        tokenizer = Tokenizer.load(folder.path, config.vocab_size)
+        tokenizer = folder.tokenizer()
         defaults, dropped = folder.generation
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
         warnings = [*dropped, *missing]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import cpu, give_back
 from mycli.runtime.engine.config import EngineConfig
@@ -29,9 +28,8 @@ def load_model(
     Raises ModelError for anything the files and the config disagree on, and for weights that are NaN or infinite unless
     `allow_nonfinite`.
     """
-    manifest = folder.checked_manifest()
-    checkpoint = Checkpoint(manifest, allow_nonfinite=allow_nonfinite)
-    for warning in manifest.warnings:
+    checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite)
+    for warning in folder.manifest.warnings:
         warn(warning)
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")

@@ -2,7 +2,7 @@
 
 Writes the cache as huggingface_hub lays it out, with three differences in how: a file that broke off is kept and goes
 on in any later process, every byte is checked against size *and* hash before it gets its name, and the branch points
-to the new commit only when all of its files are there. Never opens anything but safetensors, JSON and templates.
+to the new commit only when all of its files are there. Never opens anything but safetensors, GGUF, JSON and templates.
 """
 
 import json
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
-from mycli.runtime.errors import GateError, ModelError
+from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.partial_file import PartialFile, hasher
 from mycli.runtime.hub.resolve import (
@@ -22,10 +23,12 @@ from mycli.runtime.hub.resolve import (
     HubFile,
     Source,
     file_bytes,
+    gguf_files,
     parse_tree,
     read_shards,
     repo_folder,
     safe_name,
+    split_file,
     split_name,
 )
 from mycli.runtime.utils.files import locked, require_space, write_atomic
@@ -81,6 +84,9 @@ def plan_download(hub: Hub, model: str) -> Download:
     are no safetensors.
     """
     repo, revision = split_name(model)
+    single = split_file(model)[1]
+    if single is not None:
+        return plan_files(hub, model, repo, revision, lambda _, files: _select_gguf(repo, single, files))
     job = plan_files(hub, model, repo, revision, partial(_select, hub, repo))
     lacking = {
         "config.json": "it cannot be used as a model",
@@ -102,6 +108,11 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         return [*small, root[INDEX], *(root[name] for name in shards)]
     if SINGLE in root:
         return [*small, root[SINGLE]]
+    quantized = gguf_files(root)
+    if quantized:
+        shown = ", ".join(f"{repo}:{name}" for name in quantized[:6])
+        more = f" and {len(quantized) - 6} more" if quantized[6:] else ""
+        raise ModelError(f"{repo}: {len(quantized)} GGUF files, each a model of its own", f"give one: {shown}{more}")
     others = sorted(f.name for f in files if f.name.endswith((*_PICKLED, ".gguf", ".safetensors")))
     held = f"only {others[0]}" if others else "none"
     hint = "look for a model in this format with: https://huggingface.co/models?library=safetensors"
@@ -109,6 +120,18 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         held += ", whose format can run code when opened and is never read here"
         hint = "https://huggingface.co/spaces/safetensors/convert makes a safetensors version of a repository"
     raise ModelError(f"{repo}: no weights in {SINGLE} or {INDEX}, {held}", hint)
+
+
+def _select_gguf(repo: str, file: str, files: Iterable[HubFile]) -> list[HubFile]:
+    """A GGUF model is its file, or its parts: nothing else of the repository is wanted."""
+    root = {held.name: held for held in files if safe_name(held.name)}
+    names = part_names(file)
+    absent = [name for name in names if name not in root]
+    if absent:
+        held = gguf_files(root)
+        hint = f"it holds {', '.join(held[:8])}" if held else "it holds no GGUF file"
+        raise NotFoundError(f"{repo} has no file {absent[0]}", hint)
+    return [root[name] for name in names]
 
 
 def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
@@ -173,10 +196,11 @@ def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[floa
     """
     folder = repo_folder(job.repo)
     snapshot = folder / "snapshots" / job.commit
+    source = Source(job.model, snapshot / _first_file(job.model), job.repo, job.commit)
     if not job.missing and all((snapshot / file.name).exists() for file in job.files):
         with suppress(OSError):  # a read-only cache that holds everything is fine
             _write_ref(folder, job)
-        return Source(job.model, snapshot, job.repo, job.commit)
+        return source
     if not force:
         check_space(job)
     for part in (folder / "blobs", folder / "trees", snapshot):
@@ -191,7 +215,12 @@ def fetch_files(hub: Hub, job: Download, *, force: bool, advance: Callable[[floa
                 advance(_bytes_left(job.repo, file))  # brought by another process meanwhile
             _link(snapshot / file.name, _blob(job.repo, file))
         _write_ref(folder, job)
-    return Source(job.model, snapshot, job.repo, job.commit)
+    return source
+
+
+def _first_file(model: str) -> str:
+    """The file that a model's name names, which stands for the model; "" where its folder does."""
+    return split_file(model)[1] or ""
 
 
 def _fetch(hub: Hub, job: Download, file: HubFile, advance: Callable[[float], None]) -> None:

@@ -9,10 +9,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.download import lock_folder, repo_lock
@@ -21,6 +22,7 @@ from mycli.runtime.hub.resolve import (
     BUILT_IN,
     COMMIT,
     DIGEST,
+    GGUF,
     RECORD,
     HubFile,
     Source,
@@ -37,6 +39,7 @@ from mycli.runtime.hub.resolve import (
     read_tree,
     repo_folder,
     resolve,
+    split_file,
     split_name,
     stored,
 )
@@ -215,13 +218,25 @@ def find_local(model: str) -> Source:
         snapshot = repo_folder(repo) / "snapshots" / (commit or "none")
         if not snapshot.is_dir():
             raise
-        return Source(model, snapshot, repo, commit)
+        return Source(model, snapshot / (split_file(model)[1] or ""), repo, commit)
 
 
 def files_to_verify(source: Source) -> dict[str, HubFile]:
     """What is known of the files of a stored model, by name. Raises ModelError where nothing is known."""
+    if source.folder.suffix == GGUF:
+        return _linked_parts(source)
     in_cache = source.folder.parent.name == "snapshots" and COMMIT.fullmatch(source.folder.name)
     return _linked(source) if in_cache else _recorded(source)
+
+
+def _linked_parts(source: Source) -> dict[str, HubFile]:
+    """Of a GGUF model in the cache: its parts, each linked to a blob whose name is its hash."""
+    folder = source.folder.parent
+    if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
+        hint = "models that were pulled or quantized by mycli can be verified"
+        raise ModelError(f"{source.folder}: a file of its own, so nothing says what it should hold", hint)
+    known = _linked(replace(source, folder=folder))
+    return {name: known.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
 
 
 def _recorded(source: Source) -> dict[str, HubFile]:
@@ -258,6 +273,8 @@ def _linked(source: Source) -> dict[str, HubFile]:
 
 def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[CheckedFile]:
     """Compare size and hash of each file with what is known of it; `advance` is told the bytes read."""
+    if source.folder.suffix == GGUF:
+        return [_check(source.folder.with_name(name), file, advance) for name, file in sorted(files.items())]
     checked = [_check(source.folder / name, file, advance) for name, file in sorted(files.items())]
     others = sorted(p for p in source.folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
     return [*checked, *(CheckedFile(path.name, file_bytes(path), "unrecorded") for path in others)]
@@ -283,10 +300,11 @@ def drop_damaged(source: Source, checked: list[CheckedFile]) -> list[str]:
     Raises UsageError for a model that no pull can bring back.
     """
     damaged = [file.name for file in checked if file.state == "damaged"]
-    if damaged and source.folder.parent.name != "snapshots":
+    folder = source.folder.parent if source.folder.suffix == GGUF else source.folder
+    if damaged and folder.parent.name != "snapshots":
         raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", "quantize it again")
     for name in damaged:
-        path = source.folder / name
+        path = folder / name
         Path(os.path.realpath(path)).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     return damaged

@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
+from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, plan_download, read_small
 from mycli.runtime.hub.local import MAX_RECORD_BYTES
-from mycli.runtime.hub.resolve import RECORD, Source, custom_code
+from mycli.runtime.hub.resolve import RECORD, HubFile, Source, custom_code, split_file
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.tokenizer.chat_template import ChatTemplate
-from mycli.runtime.tokenizer.tokenizer import MAX_CONFIG_BYTES, Tokenizer
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
 # Small files that say what a model is; tokenizer.json is too large for a look.
@@ -87,6 +88,10 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
     Raises what `plan_download` raises, and ModelError for what is wrong with the files.
     """
     job = plan_download(hub, model)
+    if split_file(model)[1] is not None:
+        gguf = fetch_gguf(hub, job)
+        source = Source(model, gguf.path, job.repo, job.commit)
+        return _gather(source, gguf, gguf.manifest.tensors, list(job.warnings), remote=True)
     tensors: dict[str, TensorEntry] = {}
     with tempfile.TemporaryDirectory(prefix="mycli-") as name:
         folder = Path(name)
@@ -105,6 +110,23 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
         return _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
 
 
+def fetch_gguf(hub: Hub, job: Download) -> GgufFolder:
+    """The header of a GGUF model on the hub, read by ranges; nothing is kept. Raises ModelError."""
+
+    def reader(file: HubFile) -> Reader:
+        return lambda offset, count: hub.read(job.repo, job.commit, file.name, offset, count)
+
+    headers = [parse_gguf_header(reader(file), file.size, file.name) for file in job.files]
+    files = {file.name: file for file in job.files}
+
+    def floats(name: str) -> list[float]:
+        entry = header.tensors[name]
+        return unpack_floats(entry, reader(files[entry.file])(entry.offset, min(entry.nbytes, MAX_SMALL_TENSOR)))
+
+    header = join_headers(headers)
+    return GgufFolder.of_header(header, floats, Path(job.files[0].name))
+
+
 def _gather(
     source: Source, opened: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
 ) -> ModelInfo:
@@ -115,12 +137,10 @@ def _gather(
     own: tuple[int, ...] = ()
     template = None
     try:
-        settings = folder / "tokenizer_config.json"
-        fields = read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
-        found = ChatTemplate.load(folder, fields)
+        found = opened.chat_template()
         template = None if found is None else found.source()
-        if (folder / "tokenizer.json").exists():
-            own = Tokenizer.load(folder, config.vocab_size).eos
+        if opened.has_tokenizer:
+            own = opened.tokenizer().eos
     except ModelError as error:  # a tokenizer that cannot be used says nothing, but the rest is worth showing
         warnings.append(error.message)
     eos, lacking = stop_ids(defaults.eos, config.eos, own, config.vocab_size)

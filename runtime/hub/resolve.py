@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mycli.runtime.checkpoint.gguf.files import part_names, part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.utils.json_fields import Fields, read_object
@@ -21,6 +22,7 @@ MAX_INDEX_BYTES = 32 << 20
 MAX_TREE_BYTES = 64 << 20
 BUILT_IN = ("pico", "pico-draft")
 RECORD = "mycli.json"  # what a model quantized here says of itself
+GGUF = ".gguf"
 # What a model needs to answer, besides config.json and the weights; other JSON files are fetched, but not missed.
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
@@ -135,8 +137,15 @@ def is_hub_name(model: str) -> bool:
     return not is_path(model) and model.partition("@")[0].count("/") == 1
 
 
+def split_file(model: str) -> tuple[str, str | None]:
+    """`org/repo[@revision]:NAME.gguf` as the model before the colon and the file; None for a model without one."""
+    name, _, file = model.partition(":")
+    return (name, file) if file.endswith(GGUF) and is_hub_name(name) else (model, None)
+
+
 def split_name(model: str) -> tuple[str, str | None]:
     """`org/repo[@revision]` as its parts. Raises UsageError for anything else, before it can become a path or a URL."""
+    model = split_file(model)[0]
     repo, _, revision = model.partition("@")
     parts_bad = "--" in repo or ".." in repo or repo.endswith((".git", ".", "-"))
     if not _REPO.fullmatch(repo) or parts_bad:
@@ -210,6 +219,17 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
     return sorted(name for name in needed if not (folder / name).exists())
 
 
+def gguf_files(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are GGUF models, sorted: whole files, first parts, and no projector of images."""
+    found = [name for name in names if name.endswith(GGUF) and not name.lower().startswith("mmproj")]
+    return sorted(name for name in found if part_number(name) in (None, 1))
+
+
+def _spelled(folder: Path, names: list[str]) -> str:
+    shown = ", ".join(str(folder / name) for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if names[4:] else "")
+
+
 def commits(folder: Path) -> dict[str, tuple[str, ...]]:
     """Commits of which the repository's cache `folder` holds anything, with the branches and tags that point there."""
     paths = [*_children(folder / "snapshots"), *_children(folder / "trees")]
@@ -280,6 +300,8 @@ def resolve(model: str, *, offline: bool = False) -> Source:
     try:
         if is_path(model) or model.partition("@")[0].count("/") > 1:
             return _resolve_path(model)
+        if model.endswith(GGUF) and Path(model).is_file():
+            return Source(model, Path(model))
         meanings = _meanings(model)
         if len(meanings) > 1:
             raise NotFoundError(f"{model} means {len(meanings)} models", f"write {' or '.join(meanings)}")
@@ -319,19 +341,28 @@ def _resolve_path(model: str) -> Source:
         folder = Path(model).expanduser()
     except RuntimeError:  # ~name of a person who does not exist
         folder = Path(model)
+    if folder.is_file() and folder.suffix == GGUF:
+        return Source(model, folder)
     if folder.is_file():
         hint = f"give its folder: {folder.parent}"
-        raise ModelError(f"{model}: a file, but a model is a folder with config.json and *.safetensors", hint)
+        raise ModelError(f"{model}: a file, but a model is a *.gguf file or a folder with config.json", hint)
     if not folder.is_dir():
         raise NotFoundError(f"{model}: no such folder", code="list-models")
+    if not (folder / "config.json").exists() and (inside := gguf_files(path.name for path in _children(folder))):
+        raise ModelError(f"{model}: GGUF files without config.json", f"give one of them: {_spelled(folder, inside)}")
     if not (folder / "config.json").exists():
         raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
     return Source(model, folder)
 
 
 def _resolve_cached(model: str, offline: bool) -> Source:
+    file = split_file(model)[1]
+
     def lacking(commit: str) -> list[str]:
-        return missing_files(folder / "snapshots" / commit, read_tree(folder, commit))
+        snapshot = folder / "snapshots" / commit
+        if file is not None:
+            return [name for name in part_names(file) if not (snapshot / name).exists()]
+        return missing_files(snapshot, read_tree(folder, commit))
 
     def absent(problem: str) -> NotFoundError:
         return NotFoundError(f"{model} is {problem}", code="pull-online" if offline else "pull", data={"model": model})
@@ -351,7 +382,7 @@ def _resolve_cached(model: str, offline: bool) -> Source:
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise absent(f"only partly downloaded: missing {', '.join(missing[:8])}{more}")
-    return Source(model, folder / "snapshots" / commit, repo, commit)
+    return Source(model, folder / "snapshots" / commit / (file or ""), repo, commit)
 
 
 def _suggestion(model: str) -> str:
@@ -365,6 +396,8 @@ def _suggestion(model: str) -> str:
 
 def custom_code(folder: Path) -> str:
     """A warning where config.json asks for Python code of the repository to be run, else nothing. It is never run."""
+    if folder.suffix == GGUF:
+        return ""
     with suppress(ModelError):
         if read_object(folder / "config.json").values.get("auto_map"):
             return "config.json: auto_map asks for custom code, which is ignored: code of a model is never run here"

@@ -51,7 +51,11 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationDef
     path = folder / "generation_config.json"
     if not path.exists():
         return GenerationDefaults(), ()
-    raw = read_object(path)
+    return parse_generation_config(read_object(path), vocab_size)
+
+
+def parse_generation_config(raw: Fields, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
+    """The same of an object that is read already."""
     readers: dict[str, tuple[str, Any]] = {
         "temperature": ("temperature", lambda: raw.number("temperature", high=100)),
         "top_p": ("top_p", lambda: raw.number("top_p", low=1e-6, high=1)),

@@ -120,7 +120,7 @@ class DraftModel(Session):
 
 def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, context: int) -> DraftModel:
     """The model of `folder` as a draft for `target`, beside it. Raises ModelError where its vocabulary is another."""
-    check_vocabularies(tokenizer, Tokenizer.load(folder.path, folder.config.vocab_size))
+    check_vocabularies(tokenizer, folder.tokenizer())
     placement = Placement(target.device, target.dtype, kv=target.kv)
     return DraftModel(load_model(folder, placement), context, target.nbytes)
 

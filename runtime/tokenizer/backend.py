@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer.split_patterns import KNOWN_PATTERNS
 from mycli.runtime.utils.sandbox import Child, ChildError
 
 ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
@@ -26,26 +27,6 @@ HELPER_MEMORY = 4 << 30
 MAX_STEPS = 16  # of a sequence of normalizers or pre-tokenizers
 
 _T = TypeVar("_T")
-_LLAMA3_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# Backtracking in these is bounded by the length of a run of letters, digits, marks or blanks.
-KNOWN_PATTERNS = frozenset(
-    (
-        _LLAMA3_HEAD + r"|\p{N}{1,3}" + _LLAMA3_TAIL,  # Llama 3, cl100k
-        _LLAMA3_HEAD + r"|\p{N}" + _LLAMA3_TAIL,  # Qwen 2, 2.5, 3
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-        f"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*" + r"|\p{N}" + _O200K_TAIL,  # Tekken
-        f"{_UPPER}*{_LOWER}+{_SUFFIX}|{_UPPER}+{_LOWER}*{_SUFFIX}" + r"|\p{N}{1,3}" + _O200K_TAIL,  # o200k
-        r"\p{N}",
-        r"\p{N}{1,3}",
-        r"[0-9]",
-        "[0-9][0-9][0-9]",
-    )
-)
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
 _PRE_TOKENIZERS = frozenset(
     ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts")

@@ -61,6 +61,10 @@ def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
             return {"default": path.read_text("utf-8")}
         except ValueError:
             raise ModelError(f"{path.name}: not UTF-8 text", code="verify-files") from None
+    return _named_sources(settings)
+
+
+def _named_sources(settings: Fields) -> dict[str, str]:
     value = settings.values.get("chat_template")
     if value is None:
         return {}
@@ -86,6 +90,12 @@ class ChatTemplate:
     def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
         """The templates of `folder`, None if it has none. Order: chat_template.jinja, then tokenizer_config.json."""
         sources = _find_sources(folder, settings)
+        return cls(sources, token_texts(settings)) if sources else None
+
+    @classmethod
+    def of(cls, settings: Fields) -> "ChatTemplate | None":
+        """The templates of a tokenizer_config.json alone."""
+        sources = _named_sources(settings)
         return cls(sources, token_texts(settings)) if sources else None
 
     def source(self, tools: bool = False) -> str:

@@ -6,7 +6,8 @@ token is meant and when it is only spelled (`runtime.tokenizer.special_tokens`),
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
     return added
 
 
+def read_tokenizer_settings(folder: Path) -> Fields:
+    """tokenizer_config.json of a folder; an empty one where there is none."""
+    settings = folder / "tokenizer_config.json"
+    return read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
+
+
 class Tokenizer:
     """Encodes and decodes for one model. `bos` is an id or None, `eos` the tokenizer's own end tokens, maybe none.
 
@@ -118,16 +125,42 @@ class Tokenizer:
         finally:
             if collecting:
                 gc.enable()
+        settings = read_tokenizer_settings(folder)
+        return cls._checked(
+            raw,
+            lambda: Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(path),
+            settings,
+            ChatTemplate.load(folder, settings),
+            vocab_size,
+        )
+
+    @classmethod
+    def of(cls, raw: Fields, settings: Fields, vocab_size: int) -> "Tokenizer":
+        """Of a tokenizer.json and tokenizer_config.json that are in no file. Raises ModelError as `load` does, and for
+        one that would have to be run in a guarded process."""
+        if not is_trusted(raw.values):
+            raise ModelError(f"{raw.source}: a tokenizer of unknown parts", "use a file that holds a usual tokenizer")
+
+        def encoder() -> Pipeline:
+            return Pipeline(json.dumps(raw.values, ensure_ascii=False).encode())
+
+        return cls._checked(raw, encoder, settings, ChatTemplate.of(settings), vocab_size)
+
+    @classmethod
+    def _checked(
+        cls,
+        raw: Fields,
+        make_encoder: Callable[[], Pipeline | GuardedPipeline],
+        settings: Fields,
+        template: ChatTemplate | None,
+        vocab_size: int,
+    ) -> "Tokenizer":
         vocabulary = _read_vocabulary(raw, vocab_size)
         added = _read_added(raw, vocabulary)
-        encoder = Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(path)
+        encoder = make_encoder()
         for token, found in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
             if found != token.id:
                 raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, but its place is {found}")
-        settings = Fields({}, "tokenizer_config.json")
-        if (folder / settings.source).exists():
-            settings = read_object(folder / settings.source, MAX_CONFIG_BYTES)
-        template = ChatTemplate.load(folder, settings)
         return cls(encoder, vocabulary, added, raw.values.get("decoder"), token_texts(settings), template)
 
     def _id(self, token: str | None) -> int | None:

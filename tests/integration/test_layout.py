@@ -38,6 +38,8 @@ SHARED_NAMES = {
     "tensors",
     "check",
     "read_linear",
+    "export",  # of a target, as the command of the name
+    "VARIANTS",
     "solve",  # of a solver
     "NEEDS_HESSIAN",
     "handler",  # of a helper process

@@ -1,0 +1,120 @@
+"""A model folder of another layout: planned tensors, config.json, the small files, and a record of where it is from."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mycli.quant import model_card
+from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export._weights import Weights, lost_by_scales
+from mycli.quant.planning import check_target
+from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+
+_QUANTIZED = ("quantization_config", "quantization")
+
+
+def write_folder(
+    request: ExportRequest,
+    tensors: Sequence[tuple[str, torch.dtype, Shape]],
+    config: Mapping[str, Any],
+    fill: Callable[[CheckpointWriter], None],
+) -> int:
+    """Write `tensors` by `fill`, and `config` in place of what the source says of its layout; returns the bytes.
+
+    Nothing appears before all is written and our own reader has taken it. Raises what writing raises, and UsageError
+    for a target that holds other things.
+    """
+    check_target(request.target, request.overwrite)
+    folder = request.folder
+    kept = {name: value for name, value in folder.raw.values.items() if name not in _QUANTIZED}
+    source = folder.path if folder.path.is_dir() else None
+    with CheckpointWriter(request.target, tensors, overwrite=request.overwrite, source=source) as writer:
+        fill(writer)
+        for name, data in folder.companions().items():
+            writer.add_file(name, data)
+        writer.add_file("config.json", _json({**kept, **config}))
+        ModelFolder.open(writer.folder).checked_manifest()
+        written = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
+        origin = {"name": model_card.label(request.source), "revision": request.source.revision}
+        writer.add_file(model_card.CARD_FILE, _json({"source": origin, "files": written}))
+        writer.finish()
+    return sum(entry["bytes"] for entry in written.values())
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write_symmetric(
+    request: ExportRequest,
+    layout: str,
+    planned: Callable[[LinearSpec, Packing], Iterator[tuple[str, torch.dtype, Shape]]],
+    parts: Callable[[PackedWeight], Mapping[str, Tensor]],
+    settings: Mapping[str, Any],
+    progress: ReportProgress,
+) -> Exported:
+    """Write a layout whose scales are float16: each packed linear as its `planned` tensors, made by `parts`.
+
+    `settings` become `quantization_config`. Raises ModelError for scales that would be rounded, unless that is asked.
+    """
+    config, weights = request.folder.config, Weights(request.folder)
+    rounded: list[Rounded] = []
+    tensors: list[tuple[str, torch.dtype, Shape]] = []
+    for name, shape in config.tensors():
+        packing = weights.packing(name)
+        if packing is None:
+            tensors.append((name, weights.stored_dtype(name), shape))
+        else:
+            tensors += planned(weights.linears[name], packing)
+    names = [name for name, _ in config.tensors()]
+
+    def fill(writer: CheckpointWriter) -> None:
+        for done, name in enumerate(names, 1):
+            if weights.packing(name) is None:
+                writer.write(name, weights.dense(name))
+            else:
+                weight = weights.packed(name)
+                error = lost_by_scales(weight)
+                if error and not request.requantize:
+                    raise would_round(name, f"its scales are no float16 numbers, which {layout} needs")
+                if error:
+                    rounded.append(Rounded(name, layout, error))
+                for part, tensor in parts(weight).items():
+                    writer.write(f"{name.removesuffix('weight')}{part}", tensor)
+            progress("exporting", done, len(names))
+
+    nbytes = write_folder(request, tensors, {"quantization_config": settings}, fill)
+    return Exported(request.target, nbytes, Counter(packing.name for packing in weights.packings.values()), rounded)
+
+
+def only_packing(request: ExportRequest, layout: str) -> Packing:
+    """The packing that all linears of the blocks share: integers without offsets, in an order of their own.
+
+    Raises ModelError for a model that is not quantized, or not so.
+    """
+    packings = request.folder.packings
+    if not packings:
+        raise ModelError(f"the model is not quantized, as {layout} must be", code="quantize-first")
+    linears = [spec.name for spec in request.folder.config.linears() if spec.name != "lm_head"]
+    dense = [name for name in linears if name not in packings]
+    if dense or any(name not in linears and name != "lm_head" for name in packings):
+        raise ModelError(
+            f"{(dense or ['the embedding'])[0]}: {layout} holds all linears quantized, and nothing else", ""
+        )
+    found = {(packing.bits, packing.group_size) for packing in packings.values()}
+    first = next(iter(packings.values()))
+    if len(found) > 1:
+        raise ModelError(f"linears of {len(found)} widths or groups, of which {layout} holds one", "")
+    if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in packings.values()):
+        raise ModelError(f"{first.name} weights: {layout} is written of symmetric integers only", "")
+    return first

@@ -1,0 +1,143 @@
+"""Blocks of ggml from weights: without loss from packed groups, or rounded from any values.
+
+Levels and scales are laid out as ggml-common.h says; rounding is that of ggml's reference for Q4_0 and Q8_0 (bit for
+bit), and for Q4_K a search over the scale of each group of 32 with nested scales of six bits, as llama.cpp makes them.
+Tensors in, tensors out: no files.
+"""
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
+
+GROUP = 32
+_SUPER = 8  # groups of a block of Q4_K
+_STEPS = 21  # scales tried for a group of Q4_K
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """fp16 [...] as uint8 [..., 2]."""
+    return values.unsqueeze(-1).contiguous().view(torch.uint8)
+
+
+def _nibbles(levels: Tensor) -> Tensor:
+    """Levels 0..15 [..., 32] to uint8 [..., 16]: the first half of a group in the low bits, the second in the high."""
+    stored = levels.to(torch.uint8)
+    return stored[..., :16] | stored[..., 16:] << 4
+
+
+def q4_0(levels: Tensor, scales: Tensor) -> Tensor:
+    """Levels -8..7 [n, 32] and fp16 scales [n] to blocks uint8 [n, 18]."""
+    return torch.cat([_bytes(scales), _nibbles(levels + 8)], dim=-1)
+
+
+def q4_1(levels: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """Levels 0..15 [n, 32], fp16 scales and minima [n] to blocks uint8 [n, 20]."""
+    return torch.cat([_bytes(scales), _bytes(minima), _nibbles(levels)], dim=-1)
+
+
+def q8_0(levels: Tensor, scales: Tensor) -> Tensor:
+    """Levels -128..127 [n, 32] and fp16 scales [n] to blocks uint8 [n, 34]."""
+    return torch.cat([_bytes(scales), levels.to(torch.int8).contiguous().view(torch.uint8)], dim=-1)
+
+
+def from_packed(weight: PackedWeight, kind: str) -> tuple[Tensor, bool] | None:
+    """The rows of a packed weight in blocks of Q4_0, Q4_1 or Q8_0, and whether they mean exactly the same.
+
+    None where that type cannot hold such groups. Scales that are no float16 are rounded, which is not the same.
+    """
+    packing, columns = weight.packing, weight.in_features
+    size = columns // packing.groups(columns)
+    widest = 8 if kind == "Q8_0" else 4
+    fits = packing.codes == "int" and not packing.permuted and packing.bits <= widest and size % GROUP == 0
+    if not fits or packing.offsets != (kind == "Q4_1"):
+        return None
+    half = 1 << (packing.bits - 1)
+    codes = unpack(weight.packed, packing.bits, columns).to(torch.int16).view(-1, GROUP)
+    exact_scales = weight.scales.float().repeat_interleave(size // GROUP, dim=1).flatten()
+    scales = exact_scales.to(torch.float16)
+    same = bool((scales.float() == exact_scales).all())
+    if kind == "Q4_1":
+        assert weight.offsets is not None
+        wanted = (
+            weight.offsets.double().repeat_interleave(size // GROUP, dim=1).flatten() - half * exact_scales.double()
+        )
+        minima = wanted.to(torch.float16)
+        blocks = q4_1(codes, scales, minima)
+        same = same and bool((minima.double() == wanted).all())
+    else:
+        blocks = (q4_0 if kind == "Q4_0" else q8_0)(codes - half, scales)
+    return blocks.view(weight.out_features, -1), same
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def round_q4_0(values: Tensor) -> Tensor:
+    """fp32 [n, 32] to blocks: the value of largest size becomes level -8."""
+    largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+    scales = largest / -8
+    levels = torch.trunc(values * _inverse(scales) + 8.5).clamp(0, 15)
+    return q4_0(levels.to(torch.int16) - 8, scales.squeeze(-1).to(torch.float16))
+
+
+def round_q8_0(values: Tensor) -> Tensor:
+    """fp32 [n, 32] to blocks: the largest size becomes level 127; halves are rounded away from zero."""
+    scales = values.abs().amax(-1, keepdim=True) / 127
+    scaled = values * _inverse(scales)
+    sizes = scaled.abs()
+    whole = sizes.floor()
+    levels = scaled.sign() * (whole + (2 * (sizes - whole)).floor())
+    return q8_0(levels, scales.squeeze(-1).to(torch.float16))
+
+
+def _affine_search(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum (at most 0) of each group [..., 32] for levels 0..15, of least weighted squared error.
+
+    Weights favour large values. For each scale tried, scale and minimum are then fitted to the levels (least squares).
+    """
+    weights = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
+    low = values.amin(-1, keepdim=True).clamp(max=0)
+    span = (values.amax(-1, keepdim=True) - low).clamp(min=1e-30)
+    best_scale, best_low, best = span / 15, low, torch.full_like(low, torch.inf)
+    total, first = weights.sum(-1, keepdim=True), (weights * values).sum(-1, keepdim=True)
+    for step in range(_STEPS):
+        levels = ((values - low) * ((14 + 2.0 * step / (_STEPS - 1)) / span)).round().clamp(0, 15)
+        sums = [(weights * part).sum(-1, keepdim=True) for part in (levels, levels * levels, levels * values)]
+        determinant = total * sums[1] - sums[0] * sums[0]
+        solvable = determinant > 0
+        scale = torch.where(solvable, (total * sums[2] - first * sums[0]) / determinant, span / 15)
+        start = torch.where(solvable, (sums[1] * first - sums[0] * sums[2]) / determinant, low)
+        alone = sums[2] / sums[1].clamp(min=1e-30)
+        scale, start = torch.where(start > 0, alone, scale), start.clamp(max=0)
+        error = (weights * (levels * scale + start - values).square()).sum(-1, keepdim=True)
+        better = (error < best) & (scale > 0)
+        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, start, best_low)
+        best = torch.where(better, error, best)
+    return best_scale.squeeze(-1), best_low.squeeze(-1)
+
+
+def round_q4_k(values: Tensor) -> Tensor:
+    """fp32 [n, 256] to blocks uint8 [n, 144]."""
+    groups = values.view(-1, _SUPER, GROUP)
+    scales, minima = _affine_search(groups)
+    nested, coarse = _nest(scales), _nest(-minima)
+    scale, low = nested[0] * nested[1].float().unsqueeze(-1), coarse[0] * coarse[1].float().unsqueeze(-1)
+    levels = ((groups + low.unsqueeze(-1)) * _inverse(scale).unsqueeze(-1)).round().clamp(0, 15).to(torch.uint8)
+    pairs = levels.view(-1, _SUPER // 2, 2, GROUP)
+    stored = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
+    header = torch.cat([_bytes(nested[1]), _bytes(coarse[1])], dim=-1)
+    return torch.cat([header, _six_bits(nested[0].to(torch.uint8), coarse[0].to(torch.uint8)), stored], dim=-1)
+
+
+def _nest(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values >= 0 [n, 8] as integers 0..63 and an fp16 scale [n] for all of them."""
+    unit = (values.amax(-1) / 63).to(torch.float16)
+    return (values * _inverse(unit.float()).unsqueeze(-1)).round().clamp(0, 63), unit
+
+
+def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
+    """Eight scales and eight minima of six bits [n, 8] in the 12 bytes of a block."""
+    low = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
+    return torch.cat([*low, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], dim=-1)

@@ -1,0 +1,81 @@
+"""The weights of a model as a target wants them: packed where they are, dense where asked, one at a time."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.checkpoint.formats import read_dense, read_weight
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import torch_dtype
+from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize_rows
+from mycli.runtime.quantization.scheme import Packing
+
+_CPU = torch.device("cpu")
+
+
+class Weights:
+    """Reads the tensors of a folder. Raises ModelError for anything the files and the config disagree on."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self.checkpoint = folder.checkpoint()
+        self._dtype = folder.config.dtype
+        self.packings: Mapping[str, Packing] = folder.packings
+        self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
+
+    def packing(self, name: str) -> Packing | None:
+        """How the tensor is packed; None for a dense one."""
+        return self.packings.get(name.removesuffix(".weight"))
+
+    def packed(self, name: str) -> PackedWeight:
+        """A packed weight, as it is."""
+        spec = self.linears[name]
+        return read_weight(self.checkpoint, [spec], self.packings[spec.name], _CPU)
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor as stored, or the values of a packed one, fp32 and exact."""
+        packing = self.packing(name)
+        if packing is None:
+            return self.checkpoint.read(name)
+        if name not in self.linears:  # an embedding
+            rows, columns = self.checkpoint.entry(name).shape
+            return read_dense(
+                self.checkpoint, LinearSpec(name.removesuffix(".weight"), rows, columns), self.packings, _CPU
+            )
+        return exact_values(self.packed(name))
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a dense tensor, or of what a packed one means where it is asked for densely."""
+        packing = self.packing(name)
+        return self.checkpoint.dtype(name) if packing is None else torch_dtype(packing.scale_dtype or self._dtype)
+
+    def meant(self, name: str) -> Tensor:
+        """A tensor as its layout defines its values: compressed-tensors rounds products to the dtype of the scales."""
+        packing = self.packing(name)
+        if packing is None or packing.layout != "compressed_tensors" or name not in self.linears:
+            return self.dense(name)
+        return read_dense(self.checkpoint, self.linears[name], self.packings, _CPU)
+
+
+def lost_by_scales(weight: PackedWeight) -> float:
+    """The relative squared error of a weight whose scales become float16; 0 where they are."""
+    halves = weight.scales.to(torch.float16).to(torch.float32)
+    if torch.equal(halves, weight.scales.float()):
+        return 0.0
+    return squared_error(exact_values(weight), exact_values(replace(weight, scales=halves)))
+
+
+def exact_values(weight: PackedWeight) -> Tensor:
+    """What a packed weight means, fp32 [out_features, in_features], without a rounding to the dtype of its scales."""
+    out = torch.empty(weight.out_features, weight.in_features)
+    for rows, values in dequantize_rows(replace(weight, scales=weight.scales.float())):
+        out[rows] = values
+    return out
+
+
+def squared_error(before: Tensor, after: Tensor) -> float:
+    """What was lost, squared, relative to the square of what there was; 0 of nothing."""
+    total = before.double().square().sum().item()
+    return (before.double() - after.double()).square().sum().item() / total if total else 0.0

@@ -1,0 +1,61 @@
+"""GPTQ, version 1, as AutoGPTQ and GPTQModel write it: `qweight`, `qzeros`, `scales` and `g_idx` of every linear.
+
+The codes are those that the model has; scales must be float16. Rows of codes lie along the inputs (docs/format.md), and
+a stored zero point is one less than it means.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mycli.quant.export import Exported, ExportRequest
+from mycli.quant.export._folder import only_packing, write_symmetric
+from mycli.quant.progress import ReportProgress
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
+
+VARIANTS = ()
+_WORD = 32
+
+
+def export(request: ExportRequest, progress: ReportProgress) -> Exported:
+    """Write the folder. Raises ModelError for what the layout cannot hold, or would round."""
+    packing = only_packing(request, "GPTQ")
+    settings = {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "bits": packing.bits,
+        "group_size": packing.group_size or -1,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": "lm_head" in request.folder.packings,
+        "pack_dtype": "int32",
+    }
+    return write_symmetric(request, "GPTQ", _planned, _parts, settings, progress)
+
+
+def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:
+    rows, columns, bits = linear.out_features, linear.in_features, packing.bits
+    if rows * bits % _WORD or columns * bits % _WORD:
+        raise ModelError(f"{linear.name}: {rows} x {columns} codes of {bits} bits fill no whole words", "")
+    groups = packing.groups(columns)
+    yield f"{linear.name}.qweight", torch.int32, (columns * bits // _WORD, rows)
+    yield f"{linear.name}.qzeros", torch.int32, (groups, rows * bits // _WORD)
+    yield f"{linear.name}.scales", torch.float16, (groups, rows)
+    yield f"{linear.name}.g_idx", torch.int32, (columns,)
+
+
+def _parts(weight: PackedWeight) -> dict[str, Tensor]:
+    packing, columns = weight.packing, weight.in_features
+    groups = packing.groups(columns)
+    zero = (1 << (packing.bits - 1)) - 1
+    zeros = torch.full((groups, weight.out_features), zero, dtype=torch.uint8)
+    return {
+        "qweight": weight.packed.t().contiguous(),
+        "qzeros": pack(zeros, packing.bits),
+        "scales": weight.scales.to(torch.float16).t().contiguous(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // (columns // groups),
+    }

@@ -1,0 +1,111 @@
+"""MLX: `weight`, `scales` and `biases` of every quantized linear, w = scale * code + bias (mlx's affine quantization).
+
+Widths and groups may differ from linear to linear; a group that mlx has not is several of its groups alike. Scales and
+biases are of the model's dtype.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export._folder import write_folder
+from mycli.quant.export._weights import Weights, squared_error
+from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.device.placement import torch_dtype
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
+from mycli.runtime.quantization.scheme import Packing
+
+VARIANTS = ()
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (128, 64, 32)
+_WORD = 32
+
+
+def export(request: ExportRequest, progress: ReportProgress) -> Exported:
+    """Write the folder. Raises ModelError for what the layout cannot hold, or would round."""
+    folder, weights = request.folder, Weights(request.folder)
+    if not folder.packings:
+        raise ModelError("the model is not quantized, as a quantized model of MLX must be", code="quantize-first")
+    dtype = torch_dtype(folder.config.dtype)
+    groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}
+    plan: list[tuple[str, torch.dtype, Shape]] = []
+    for name, shape in folder.config.tensors():
+        if name not in groups:
+            plan.append((name, weights.stored_dtype(name), shape))
+            continue
+        bits = weights.packings[name.removesuffix(".weight")].bits
+        plan.append((name, torch.uint32, (shape[0], shape[1] * bits // _WORD)))
+        side = (shape[0], shape[1] // groups[name])
+        plan += [(f"{name.removesuffix('weight')}{part}", dtype, side) for part in ("scales", "biases")]
+    rounded: list[Rounded] = []
+
+    def fill(writer: CheckpointWriter) -> None:
+        for done, (name, _) in enumerate(folder.config.tensors(), 1):
+            if name in groups:
+                error = _write(writer, weights.packed(name), name, groups[name], dtype, request.requantize)
+                if error:
+                    rounded.append(Rounded(name, "mlx", error))
+            else:
+                writer.write(name, weights.meant(name).to(weights.stored_dtype(name)))
+            progress("exporting", done, len(dict(folder.config.tensors())))
+
+    config = {"quantization": _settings(folder.packings, groups)}
+    nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
+    kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
+    return Exported(request.target, nbytes, kinds, rounded)
+
+
+def _group(weights: Weights, name: str) -> int:
+    """The group size of a linear in MLX."""
+    packing, linear = weights.packings[name.removesuffix(".weight")], weights.linears[name]
+    size = linear.in_features // packing.groups(linear.in_features)
+    found = next((group for group in _GROUPS if size % group == 0), None)
+    if packing.codes != "int" or packing.permuted or packing.bits not in _BITS or found is None:
+        raise ModelError(f"{name}: {packing.name} weights, which MLX does not hold", "")
+    return found
+
+
+def _write(
+    writer: CheckpointWriter, weight: PackedWeight, name: str, group: int, dtype: torch.dtype, rounding: bool
+) -> float:
+    """The three tensors of a linear; returns the relative squared error of scales and biases that were rounded."""
+    half = 1 << (weight.packing.bits - 1)
+    exact = -half * weight.scales.double()
+    if weight.offsets is not None:
+        exact = exact + weight.offsets.double()
+    scales, biases = weight.scales.to(dtype), exact.to(dtype)
+    same = bool((scales.double() == weight.scales.double()).all() and (biases.double() == exact).all())
+    if not same and not rounding:
+        raise would_round(name, f"scales that {str(dtype).removeprefix('torch.')} does not hold, which MLX needs")
+    repeat = weight.in_features // weight.scales.shape[1] // group
+    base = name.removesuffix("weight")
+    writer.write(name, weight.packed.contiguous().view(torch.uint32))
+    for part, values in (("scales", scales), ("biases", biases)):
+        writer.write(f"{base}{part}", values.repeat_interleave(repeat, dim=1))
+    return 0.0 if same else _error(weight, exact, scales, biases)
+
+
+def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) -> float:
+    codes = unpack(weight.packed, weight.packing.bits, weight.in_features).view(*weight.scales.shape, -1).double()
+
+    def values(scale: Tensor, bias: Tensor) -> Tensor:
+        return codes * scale.double().unsqueeze(-1) + bias.double().unsqueeze(-1)
+
+    return squared_error(values(weight.scales, exact), values(scales, biases))
+
+
+def _settings(packings: Mapping[str, Packing], groups: Mapping[str, int]) -> dict[str, Any]:
+    """`quantization` of config.json: the commonest width and group, and every linear that has another."""
+    each = {name.removesuffix(".weight"): {"group_size": group} for name, group in groups.items()}
+    each = {name: {**value, "bits": packings[name].bits} for name, value in each.items()}
+    counts = Counter((value["group_size"], value["bits"]) for value in each.values())
+    group, bits = counts.most_common(1)[0][0]
+    others = {name: value for name, value in each.items() if value != {"group_size": group, "bits": bits}}
+    return {"group_size": group, "bits": bits, "mode": "affine", **others}

@@ -1,0 +1,57 @@
+"""A plain Hugging Face folder: every weight dense, as if the model had never been quantized."""
+
+from collections import Counter
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export._folder import write_folder
+from mycli.quant.export._weights import Weights, squared_error
+from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.device.placement import dtype_info, torch_dtype
+from mycli.runtime.utils.dtypes import FLOATS
+
+VARIANTS = tuple(FLOATS)
+
+
+def export(request: ExportRequest, progress: ReportProgress) -> Exported:
+    """Write the folder, in the model's dtype or the one asked for. Raises ModelError for what would be rounded."""
+    config, weights = request.folder.config, Weights(request.folder)
+    asked = FLOATS.get(request.variant)
+    dtypes = {
+        name: torch_dtype(asked)
+        if asked
+        else torch_dtype(config.dtype)
+        if weights.packing(name) is not None
+        else weights.checkpoint.dtype(name)
+        for name, _ in config.tensors()
+    }
+    rounded: list[Rounded] = []
+
+    def fill(writer: CheckpointWriter) -> None:
+        for done, (name, dtype) in enumerate(dtypes.items(), 1):
+            values = weights.meant(name)
+            cast = values.to(dtype)
+            kind = dtype_info(dtype).short
+            if not bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
+                if not request.requantize:
+                    raise would_round(
+                        name, f"{_stored(weights, name, values)} weights, which {kind} does not hold exactly"
+                    )
+                rounded.append(Rounded(name, kind, squared_error(values, cast)))
+            writer.write(name, cast)
+            progress("exporting", done, len(dtypes))
+
+    shapes = dict(config.tensors())
+    plan = [(name, dtype, shapes[name]) for name, dtype in dtypes.items()]
+    write_folder(request, plan, {"dtype": asked or config.dtype}, fill)
+    nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in plan)
+    return Exported(request.target, nbytes, Counter(dtype_info(dtype).short for dtype in dtypes.values()), rounded)
+
+
+def _stored(weights: Weights, name: str, values: Tensor) -> str:
+    packing = weights.packing(name)
+    return dtype_info(values.dtype).short if packing is None else packing.name

@@ -1,0 +1,186 @@
+"""A GGUF file seen as a model folder: its metadata as the small files that it lacks, its tensors by the usual names.
+
+Whoever opens a `ModelFolder` gets this for a file, and needs to know no difference. Knows the header; what metadata
+means is `architectures` and `runtime.tokenizer.gguf_tokenizer`, what blocks hold is `blocks`. Imports torch only to
+read.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mycli.runtime.checkpoint.gguf.architectures import (
+    Config,
+    GgufModel,
+    config_json,
+    find_architecture,
+    renamed_tensors,
+)
+from mycli.runtime.checkpoint.gguf.files import GgufFiles
+from mycli.runtime.checkpoint.gguf.header import GgufHeader
+from mycli.runtime.checkpoint.gguf.types import LAYOUT, READABLE_NAMES, TYPES_BY_NAME
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
+from mycli.runtime.checkpoint.stable_file import RegularFile
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.generation_config import GenerationDefaults, parse_generation_config
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.tokenizer.chat_template import ChatTemplate
+from mycli.runtime.tokenizer.gguf_tokenizer import end_ids, tokenizer_json, tokenizer_settings
+from mycli.runtime.utils.dtypes import Dtype
+from mycli.runtime.utils.json_fields import Fields
+
+if TYPE_CHECKING:  # only who reads tensors needs torch
+    from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+# generation_config.json by the keys of recommended sampling
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(frozen=True)
+class GgufManifest(Manifest):
+    """Tensors by their Hugging Face names; `dtype` is a ggml type, `nbytes` what the file holds of each."""
+
+    def check(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
+        """Every tensor that `config` promises is there with its shape in a type that is read, and no other.
+
+        Raises ModelError naming the first tensor at fault.
+        """
+        expected = dict(config.tensors())
+        for name, entry in self.tensors.items():
+            if name not in expected:
+                raise damaged(f"{entry.file}: {entry.name} is not part of the model that the metadata describes")
+            if entry.shape != expected[name]:
+                raise damaged(
+                    f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(expected[name])}"
+                )
+            if entry.dtype not in READABLE_NAMES:
+                hint = f"readable: {', '.join(READABLE_NAMES)}"
+                raise ModelError(f"{entry.file}: {entry.name} is {entry.dtype}, which is not read", hint)
+        missing = [name for name in expected if name not in self.tensors]
+        if missing:
+            raise damaged(f"{self.folder.name}: {len(missing)} tensors of the model are missing, {missing[0]} first")
+
+
+def _dtype(matrices: Iterable[TensorEntry]) -> Dtype:
+    """The dtype of activations: the one of most values where no matrix is quantized, else bfloat16."""
+    nbytes: Counter[Dtype] = Counter()
+    for entry in matrices:
+        dtype = TYPES_BY_NAME[entry.dtype].dtype
+        if dtype is None:
+            return "bfloat16"
+        nbytes[dtype] += entry.nbytes
+    return nbytes.most_common(1)[0][0]
+
+
+@dataclass(frozen=True)
+class GgufFolder(ModelFolder):
+    """A `ModelFolder` whose `path` is the (first) file; without `files` no tensor can be read."""
+
+    header: GgufHeader = field(kw_only=True)
+    files: Mapping[str, RegularFile] = field(kw_only=True)
+
+    @classmethod
+    def open_file(cls, path: Path) -> "GgufFolder":
+        """The model in the file `path`. Raises NotFoundError, or ModelError naming the key or tensor at fault."""
+        opened = GgufFiles.open(path)
+        return cls.of_header(opened.header, opened.floats, path, opened.files)
+
+    @classmethod
+    def of_header(
+        cls,
+        header: GgufHeader,
+        floats: Callable[[str], Sequence[float]],
+        path: Path,
+        files: Mapping[str, RegularFile] | None = None,
+    ) -> "GgufFolder":
+        """Of a header that is read already; `floats` reads a small tensor."""
+        model = GgufModel(header.metadata, header.tensors, floats)
+        raw = Fields(_with_tensors(model, config_json(model)), header.metadata.source)
+        return cls(path, raw, parse_config(raw), bare=True, header=header, files=files or {})
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The tensors by their Hugging Face names."""
+        model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
+        tensors = dict(renamed_tensors(model))
+        return GgufManifest(self.path, tensors, self.files)
+
+    @cached_property
+    def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
+        """What the keys of recommended sampling say, and a warning for every one dropped as unusable."""
+        values = self.header.metadata.values
+        found = {name: values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        given = {name: value for name, value in found.items() if value is not None}
+        return parse_generation_config(Fields(given, self.raw.source), self.config.vocab_size)
+
+    def companions(self) -> dict[str, bytes]:
+        """The files that a folder of this model would hold beside config.json and weights, by name."""
+        files = {
+            "tokenizer.json": self.tokenizer_json().values,
+            "tokenizer_config.json": self.tokenizer_settings().values,
+        }
+        return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
+
+    def source_files(self) -> list[Path]:
+        """The file, or its parts."""
+        return [file.path for file in self.files.values()]
+
+    def tokenizer_json(self) -> Fields:
+        """The tokenizer.json that the metadata stand for. Raises ModelError."""
+        return Fields(tokenizer_json(self.header.metadata), self.raw.source)
+
+    def tokenizer_settings(self) -> Fields:
+        """The tokenizer_config.json: special tokens and chat templates."""
+        return Fields(tokenizer_settings(self.header.metadata), self.raw.source)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a vocabulary."""
+        return self.header.metadata.has("tokenizer.ggml.tokens")
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat templates in the metadata."""
+        return ChatTemplate.of(self.tokenizer_settings())
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer in the metadata. Raises ModelError."""
+        from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+        return Tokenizer.of(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
+
+    def checkpoint(self, *, allow_nonfinite: bool = False) -> "GgufCheckpoint":
+        """A reader of the tensors. Raises ModelError where they are not those of the config."""
+        from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
+
+        entry = find_architecture(self.header.metadata)
+        return GgufCheckpoint(self.checked_manifest(), self.config, entry, allow_nonfinite=allow_nonfinite)
+
+
+def _with_tensors(model: GgufModel, config: Config) -> Config:
+    """`config` with what only the tensors and the vocabulary say: dtype, end tokens, and which linears are packed."""
+    tensors = dict(renamed_tensors(model))
+    matrices = {name: entry for name, entry in tensors.items() if len(entry.shape) == 2}
+    types = {
+        name.removesuffix(".weight"): entry.dtype
+        for name, entry in matrices.items()
+        if TYPES_BY_NAME[entry.dtype].bits and name != "model.embed_tokens.weight"
+    }
+    made = {**config, "dtype": _dtype(matrices.values())}
+    made["eos_token_id"] = end_ids(model.metadata)
+    if types:
+        made["quantization_config"] = {"quant_method": LAYOUT, "types": types}
+    return made

@@ -1,0 +1,236 @@
+"""The header of a GGUF file: strict parsing of what a stranger wrote.
+
+Follows the GGUF specification (versions 2 and 3, little-endian) in ggml's docs/gguf.md. Every count, length and offset
+is compared with what is left of the file before anything is read or allocated by it; what the format leaves open (keys
+and names given twice, arrays of arrays, gaps between tensors) is refused. Knows bytes, not files: they may come from a
+disk or from range requests. Does not know what a key means. Imports no torch.
+"""
+
+import math
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mycli.runtime.checkpoint.gguf.types import BY_ID, GgmlType
+from mycli.runtime.checkpoint.safetensors_header import MAX_TENSORS, TensorEntry, damaged
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.sanitize import one_line
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # where `general.alignment` says nothing
+_MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges takes 20 MB
+_MAX_KEYS = 1 << 16
+_MAX_STRING = 8 << 20
+_MAX_ELEMENTS = 1 << 22  # of an array
+_MAX_NAME = 256
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 16
+_LIMIT = 1 << 63
+_READ = 1 << 20  # bytes asked for at a time
+
+Reader = Callable[[int, int], bytes]  # (offset, count): the bytes there, fewer only at the end of the file
+
+# Value types: how struct and array spell the numbers, by the ids of the specification.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Metadata and tensors of one file; `metadata` raises ModelError naming the file and the key.
+
+    An array is a list of strings or booleans, or an `array.array` of numbers. `TensorEntry.dtype` is the name of a ggml
+    type, `shape` has the rows first, `offset` counts from the start of the file.
+    """
+
+    metadata: Fields
+    tensors: Mapping[str, TensorEntry]
+
+
+class _Cursor:
+    """The bytes of a file from its start, fetched in pieces as they are asked for, never past `_MAX_HEADER`."""
+
+    def __init__(self, read: Reader, size: int, source: str) -> None:
+        self._read, self._size, self.source = read, size, source
+        self._data = bytearray()
+        self.position = 0
+
+    def fail(self, problem: str) -> ModelError:
+        return damaged(f"{self.source}: {problem} (at byte {self.position})")
+
+    def need(self, count: int, what: str) -> None:
+        """Have `count` more bytes in `_data`, or raise ModelError: nothing is allocated for a length that lies."""
+        end = self.position + count
+        if end > self._size:
+            raise self.fail(f"truncated: {what} of {count} bytes, but {self._size - self.position} are left")
+        if end > _MAX_HEADER:
+            raise self.fail(f"header of more than {_MAX_HEADER} bytes")
+        while len(self._data) < end:
+            start = len(self._data)
+            more = self._read(start, min(max(_READ, end - start), self._size - start))
+            if not more:
+                raise self.fail(f"truncated while {what} was read")
+            self._data += more
+
+    def number(self, code: str, what: str) -> Any:
+        size = struct.calcsize("<" + code)
+        self.need(size, what)
+        (value,) = struct.unpack_from("<" + code, self._data, self.position)
+        self.position += size
+        return value
+
+    def text(self, what: str, limit: int) -> str:
+        length = self.number("Q", f"the length of {what}")
+        if length > limit:
+            raise self.fail(f"{what} of {length} bytes, more than the {limit} allowed")
+        self.need(length, what)
+        data = self._data[self.position : self.position + length]
+        try:
+            value = data.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8") from None
+        self.position += length
+        return value
+
+    def boolean(self, what: str) -> bool:
+        value = self.number("B", what)
+        if value > 1:
+            raise self.fail(f"{what} is a boolean of value {value}")
+        return bool(value)
+
+    def numbers(self, code: str, count: int, what: str) -> "array[Any]":
+        values = array(code)
+        self.need(count * values.itemsize, what)
+        values.frombytes(bytes(self._data[self.position : self.position + count * values.itemsize]))
+        self.position += count * values.itemsize
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
+
+
+def _value(cursor: _Cursor, key: str) -> Any:
+    kind = cursor.number("I", f"the type of {key}")
+    if kind in _NUMBERS:
+        return cursor.number(_NUMBERS[kind], key)
+    if kind == _BOOL:
+        return cursor.boolean(key)
+    if kind == _STRING:
+        return cursor.text(key, _MAX_STRING)
+    if kind == _ARRAY:
+        return _array(cursor, key)
+    raise cursor.fail(f"{key} has a value of the unknown type {kind}")
+
+
+def _array(cursor: _Cursor, key: str) -> Any:
+    kind = cursor.number("I", f"the type of {key}")
+    count = cursor.number("Q", f"the length of {key}")
+    if count > _MAX_ELEMENTS:
+        raise cursor.fail(f"{key} has {count} elements, more than the {_MAX_ELEMENTS} allowed")
+    if kind in _NUMBERS:
+        return cursor.numbers(_NUMBERS[kind], count, key)
+    if kind == _BOOL:
+        return [cursor.boolean(key) for _ in range(count)]
+    if kind == _STRING:
+        what = f"an element of {key}"
+        cursor.need(8 * count, key)  # a string takes at least its length
+        return [cursor.text(what, _MAX_STRING) for _ in range(count)]
+    raise cursor.fail(f"{key} is an array of the unreadable type {kind}")
+
+
+def _name(cursor: _Cursor, what: str) -> str:
+    name = cursor.text(what, _MAX_NAME)
+    if not name or one_line(name, _MAX_NAME) != name:
+        raise cursor.fail(f"{what} {name!r:.80} is empty or holds forbidden characters")
+    return name
+
+
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for _ in range(count):
+        key = _name(cursor, "a key")
+        if key in values:
+            raise cursor.fail(f"the key {key} is given twice")
+        values[key] = _value(cursor, key)
+    return values
+
+
+def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", ALIGNMENT)
+    if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
+        raise cursor.fail(f"general.alignment {value!r:.40} is no power of two up to {_MAX_ALIGNMENT}")
+    return value
+
+
+def _type(cursor: _Cursor, name: str) -> GgmlType:
+    number = cursor.number("I", f"the type of {name}")
+    if number not in BY_ID:
+        hint = "the file may be damaged, or newer than this program"
+        raise ModelError(f"{cursor.source}: {name} has the unknown ggml type {number}", hint)
+    return BY_ID[number]
+
+
+def _tensor(cursor: _Cursor) -> TensorEntry:
+    """One entry of the table; its offset still counts from the start of the data."""
+    name = _name(cursor, "a tensor's name")
+    dimensions = cursor.number("I", f"the dimensions of {name}")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise cursor.fail(f"{name} has {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are allowed")
+    shape = tuple(reversed([cursor.number("Q", f"the shape of {name}") for _ in range(dimensions)]))
+    kind = _type(cursor, name)
+    offset = cursor.number("Q", f"the offset of {name}")
+    if min(shape) == 0 or math.prod(shape) >= _LIMIT:
+        raise cursor.fail(f"{name} has the impossible shape {list(shape)}")
+    if shape[-1] % kind.block:
+        raise cursor.fail(f"{name} has rows of {shape[-1]} values, which are no blocks of {kind.block} ({kind.name})")
+    nbytes = math.prod(shape) // kind.block * kind.nbytes
+    if nbytes >= _LIMIT or offset >= _LIMIT:
+        raise cursor.fail(f"{name} of shape {list(shape)} overflows 64 bits")
+    return TensorEntry(name, kind.name, shape, cursor.source, offset, nbytes)
+
+
+def _place(cursor: _Cursor, tensors: list[TensorEntry], alignment: int, size: int) -> dict[str, TensorEntry]:
+    """The tensors with offsets from the start of the file: in order, aligned, side by side, none beyond the end."""
+    start = -(-cursor.position // alignment) * alignment
+    placed: dict[str, TensorEntry] = {}
+    position = 0
+    for entry in tensors:
+        if entry.name in placed:
+            raise cursor.fail(f"the tensor {entry.name} is given twice")
+        if entry.offset != position:
+            raise cursor.fail(f"{entry.name} lies at {entry.offset}, where {position} is its place in the data")
+        if start + position + entry.nbytes > size:
+            missing = start + position + entry.nbytes - size
+            raise damaged(f"{cursor.source}: truncated: {missing} bytes of {entry.name} are missing")
+        placed[entry.name] = TensorEntry(
+            entry.name, entry.dtype, entry.shape, entry.file, start + position, entry.nbytes
+        )
+        position += -(-entry.nbytes // alignment) * alignment
+    return placed
+
+
+def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
+    """The header of a file of `size` bytes; `source` becomes `TensorEntry.file` and the name in errors.
+
+    Raises ModelError naming the file, the key or tensor, and the byte.
+    """
+    cursor = _Cursor(read, size, source)
+    cursor.need(24, "the header")
+    if cursor.number("4s", "the magic") != MAGIC:
+        raise damaged(f"{source}: not a GGUF file")
+    version = cursor.number("I", "the version")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        problem = "a big-endian GGUF file" if swapped else f"GGUF version {version}"
+        raise ModelError(f"{source}: {problem}, which is not read", "convert it again with a current converter")
+    tensors, keys = cursor.number("Q", "the number of tensors"), cursor.number("Q", "the number of keys")
+    if tensors > MAX_TENSORS or keys > _MAX_KEYS:
+        raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {MAX_TENSORS} and {_MAX_KEYS} allowed")
+    metadata = _metadata(cursor, keys)
+    alignment = _alignment(cursor, metadata)
+    table = [_tensor(cursor) for _ in range(tensors)]
+    return GgufHeader(Fields(metadata, source), _place(cursor, table, alignment, size))

@@ -1,0 +1,77 @@
+"""The number types of ggml in one table: sizes of their blocks, and the affine groups that each of them is.
+
+Every quantized type means scale * level + minimum in groups of 16 to 256 values, whatever its bits spell: plain codes,
+nested scales, or rows of a codebook whose entries are small integers. So each maps onto packed weights without loss.
+Knows sizes (ggml's ggml-common.h); bits are `blocks` and `codebooks`. Does not import torch.
+"""
+
+from dataclasses import dataclass
+
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import Dtype
+
+LAYOUT = "gguf"
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """`block` values take `nbytes`. `dtype` of plain numbers that are read; for quantized ones None, and `bits` of a
+    level, `group` values that share a scale, whether they have a `minimum`, and whether scales fit `half` a float."""
+
+    id: int
+    name: str
+    block: int
+    nbytes: int
+    dtype: Dtype | None = None
+    bits: int = 0
+    group: int = 0
+    minimum: bool = False
+    half: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        """How it lies in memory. Widths that no kernel takes are held in the next one: the values are the same."""
+        bits = next(width for width in (2, 3, 4, 8) if width >= self.bits)
+        scales: Dtype = "float16" if self.half else "float32"
+        return Packing(bits, min(self.group, 128), LAYOUT, self.minimum, scale_dtype=scales)
+
+
+TYPES = (
+    GgmlType(0, "F32", 1, 4, "float32"),
+    GgmlType(1, "F16", 1, 2, "float16"),
+    GgmlType(30, "BF16", 1, 2, "bfloat16"),
+    GgmlType(2, "Q4_0", 32, 18, None, 4, 32, half=True),
+    GgmlType(3, "Q4_1", 32, 20, None, 4, 32, minimum=True, half=True),
+    GgmlType(6, "Q5_0", 32, 22, None, 5, 32, half=True),
+    GgmlType(7, "Q5_1", 32, 24, None, 5, 32, minimum=True, half=True),
+    GgmlType(8, "Q8_0", 32, 34, None, 8, 32, half=True),
+    GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True),
+    GgmlType(11, "Q3_K", 256, 110, None, 3, 16),
+    GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True),
+    GgmlType(13, "Q5_K", 256, 176, None, 5, 32, minimum=True),
+    GgmlType(14, "Q6_K", 256, 210, None, 6, 16),
+    GgmlType(16, "IQ2_XXS", 256, 66, None, 8, 32),
+    GgmlType(17, "IQ2_XS", 256, 74, None, 8, 16),
+    GgmlType(18, "IQ3_XXS", 256, 98, None, 8, 32),
+    GgmlType(19, "IQ1_S", 256, 50, None, 8, 32),
+    GgmlType(20, "IQ4_NL", 32, 18, None, 8, 32, half=True),
+    GgmlType(21, "IQ3_S", 256, 110, None, 8, 32),
+    GgmlType(22, "IQ2_S", 256, 82, None, 8, 16),
+    GgmlType(23, "IQ4_XS", 256, 136, None, 8, 32),
+    GgmlType(29, "IQ1_M", 256, 56, None, 8, 16),
+    GgmlType(34, "TQ1_0", 256, 54, None, 2, 256, half=True),
+    GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, half=True),
+    GgmlType(39, "MXFP4", 32, 17, None, 8, 32),
+    GgmlType(40, "NVFP4", 64, 36, None, 8, 16),
+    # Not read; named so that an error can say what a tensor is.
+    GgmlType(41, "Q1_0", 128, 18),
+    GgmlType(24, "I8", 1, 1),
+    GgmlType(25, "I16", 1, 2),
+    GgmlType(26, "I32", 1, 4),
+    GgmlType(27, "I64", 1, 8),
+    GgmlType(28, "F64", 1, 8),
+)
+BY_ID = {kind.id: kind for kind in TYPES}
+TYPES_BY_NAME = {kind.name: kind for kind in TYPES}
+QUANTIZED = tuple(kind for kind in TYPES if kind.bits)
+READABLE_NAMES = tuple(kind.name for kind in TYPES if kind.bits or kind.dtype)

@@ -1,0 +1,110 @@
+"""The regular expressions by which the field's byte-level tokenizers cut text, and the names that GGUF files give them.
+
+A GGUF file does not hold its tokenizer's expressions but a name (`tokenizer.ggml.pre`), whose meaning is a table in
+llama.cpp (`llama-vocab.cpp`); here each stands as the tokenizer.json of its models spells it. Knows no tokenizer
+library, only the sections of its file format.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HEAD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANKS
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _BLANKS
+_SUFFIX = _CONTRACTIONS + "?"
+
+LLAMA3 = _HEAD + r"|\p{N}{1,3}" + _TAIL  # and cl100k
+QWEN2 = _HEAD + r"|\p{N}" + _TAIL
+QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _BLANKS
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEKKEN = f"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_TAIL
+O200K = f"{_UPPER}*{_LOWER}+{_SUFFIX}|{_UPPER}+{_LOWER}*{_SUFFIX}" + r"|\p{N}{1,3}" + _CASED_TAIL
+SEED = _HEAD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
+_THREE_DIGITS = r"\p{N}{1,3}"
+_KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^" + "\r\n" + r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[" + "\r\n" + r"]*|\s*[" + "\r\n" + r"]+|\s+(?!\S)|\s+"
+)
+_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
+
+# Backtracking in these is bounded by the length of a run of letters, digits, marks or blanks.
+KNOWN_PATTERNS = frozenset(
+    (
+        *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
+        r"\p{N}",
+        r"[0-9]",
+        "[0-9][0-9][0-9]",
+    )
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is cut before merging: by `patterns` one after another, then, with `gpt2`, by GPT-2's.
+
+    `digits`: each digit alone, before that. `nfc`: the text is composed first. `whole`: a piece that is a token is not
+    merged at all. `bos`: a text begins with the start token unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+    def sections(self) -> dict[str, Any]:
+        """`normalizer` and `pre_tokenizer` of a tokenizer.json."""
+        steps: list[dict[str, Any]] = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self.patterns
+        ]
+        if self.digits:
+            steps.append({"type": "Digits", "individual_digits": True})
+        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": self.gpt2})
+        return {
+            "normalizer": {"type": "NFC"} if self.nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        }
+
+
+_LLAMA_BPE = PreTokenizer((LLAMA3,), whole=True, bos=True)
+_CL100K = PreTokenizer((LLAMA3,))
+_QWEN = PreTokenizer((QWEN2,))
+_SMOLLM = PreTokenizer(digits=True, gpt2=True)
+_GPT2 = PreTokenizer(gpt2=True)
+_O200K = PreTokenizer((O200K,))
+_DEEPSEEK_V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK))
+
+# By `tokenizer.ggml.pre`. Of several names with one meaning the first is the one to write.
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "llama-bpe": _LLAMA_BPE,
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA_BPE),
+    "smaug-bpe": _CL100K,
+    "dbrx": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "glm4": PreTokenizer((LLAMA3,), whole=True),
+    "qwen2": PreTokenizer((QWEN2,), nfc=True),
+    "stablelm2": PreTokenizer((QWEN2,), nfc=True),
+    "deepseek-r1-qwen": _QWEN,
+    **dict.fromkeys(("hunyuan", "kormo", "f2llmv2", "megrez", "grok-2", "solar-open"), _QWEN),
+    "qwen35": PreTokenizer((QWEN35,), nfc=True),
+    "gpt-2": _GPT2,
+    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), _GPT2),
+    "smollm": _SMOLLM,
+    **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone"), _SMOLLM),
+    "command-r": PreTokenizer(digits=True, gpt2=True, nfc=True),
+    "tekken": PreTokenizer((TEKKEN,), whole=True, bos=True),
+    "gpt-4o": _O200K,
+    **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), _O200K),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "deepseek-coder": PreTokenizer(_CODER, digits=True),
+    "seed-coder": PreTokenizer((SEED,)),
+}

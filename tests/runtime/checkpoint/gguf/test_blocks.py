@@ -1,0 +1,98 @@
+"""Every type that the library dequantizes: the same values bit for bit, dense and as packed groups."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from gguf.constants import GGML_QUANT_SIZES
+from torch import Tensor
+
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.packing import pack_rows
+from mycli.runtime.checkpoint.gguf.types import QUANTIZED, READABLE_NAMES, TYPES, TYPES_BY_NAME, GgmlType
+from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.packed_weight import dequantize
+
+
+def _dequantizable() -> set[str]:
+    """The types that the library has a decoder for."""
+    found = set()
+    for kind in GGMLQuantizationType:
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        try:
+            quants.dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.add(kind.name)
+    return found
+
+
+def test_every_type_that_the_library_decodes_is_read() -> None:
+    assert set(READABLE_NAMES) == _dequantizable()
+
+
+def test_sizes_are_the_librarys() -> None:
+    for kind in TYPES:
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]] == (kind.block, kind.nbytes), kind.name
+        assert GGMLQuantizationType[kind.name] == kind.id
+
+
+def _random(name: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
+    """Random blocks whose scales are finite and of either sign; all other bits are anything."""
+    kind = TYPES_BY_NAME[name]
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (rows, blocks * kind.nbytes), dtype=np.uint8)
+    if name == "TQ2_0":  # of four levels, three are used
+        view = data.reshape(-1, kind.nbytes)
+        fields = rng.integers(0, 3, (len(view), 64, 4), dtype=np.uint8)
+        view[:, :64] = (fields << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(-1)
+    values = _library(data, name).reshape(-1, kind.block)
+    bad = ~np.isfinite(values).all(axis=1)
+    data.reshape(-1, kind.nbytes)[bad] = 0
+    return torch.from_numpy(data)
+
+
+def _library(data: np.ndarray, name: str) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return quants.dequantize(data, GGMLQuantizationType[name])
+
+
+@pytest.mark.parametrize("name", READABLE_NAMES)
+def test_values_are_the_librarys_bit_for_bit(name: str) -> None:
+    data = torch.from_numpy(
+        np.random.default_rng(1).integers(0, 256, (32, 4 * TYPES_BY_NAME[name].nbytes), dtype=np.uint8)
+    )
+    expected, found = _library(data.numpy(), name), dequantize_blocks(data, name).numpy()
+    same = (expected.view(np.uint32) == found.view(np.uint32)) | (np.isnan(expected) & np.isnan(found))
+    assert found.dtype == np.float32 and same.all()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
+def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
+    """Exactly; where a minimum becomes part of the offset, to one rounding of fp32 of the larger of the two."""
+    data = _random(kind.name, 24, 8)
+    expected, found = torch.from_numpy(_library(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
+    values = dequantize(found)
+    packing = found.packing
+    if found.offsets is not None and packing.group_size is not None and TYPES_BY_NAME[kind.name].bits == packing.bits:
+        largest = (found.offsets.abs() + 16 * found.scales.abs()).repeat_interleave(packing.group_size, dim=1)
+        assert ((values - expected).abs() <= largest * 2.0**-23).all()
+        assert (values != expected).float().mean() < 0.7  # most need no rounding at all
+    else:
+        assert torch.equal(values, expected)
+    assert packing == TYPES_BY_NAME[kind.name].packing and found.in_features == expected.shape[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind.half], ids=lambda kind: kind.name)
+def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
+    found = pack_rows(_random(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
+    halves = replace(found, scales=found.scales.half().float())
+    assert torch.equal(dequantize(halves), dequantize(found))
+
+
+def test_a_level_that_the_type_has_not_is_an_error() -> None:
+    data = torch.full((1, 66), 0xFF, dtype=torch.uint8)
+    with pytest.raises(ModelError, match="TQ2_0"):
+        pack_rows(data, TYPES_BY_NAME["TQ2_0"])

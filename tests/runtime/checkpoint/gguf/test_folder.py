@@ -1,0 +1,239 @@
+"""A GGUF file as a model: the logits of transformers, its tokenizer and template, and every lie in it an error."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, quants
+from torch import Tensor
+
+from mycli.runtime.checkpoint.gguf.checkpoint import halves_order, pairs_order
+from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.tokenizer.chat_template import Message
+from tests.support import gguf_files
+from tests.support.families import IDS, make, scaled, whole
+from tests.support.models import CPU
+from tests.support.paths import PICO
+
+LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+# architecture there, model_type, changes, keys
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama-gqa4:2": ("llama", "llama", {}, {}),
+    "llama-mha4-tied": ("llama", "llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, {}),
+    "llama-biases-hd32": ("llama", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, {}),
+    "llama-rope-llama3": ("llama", "llama", LLAMA3, {}),
+    "llama-rope-linear": (
+        "llama",
+        "llama",
+        scaled("linear", factor=2.5),
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.5},
+    ),
+    "llama-rope-yarn": (
+        "llama",
+        "llama",
+        scaled("yarn", factor=4.0, original_max_position_embeddings=16),
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 16,
+        },
+    ),
+    "mistral": ("llama", "mistral", {"sliding_window": None}, {}),
+    "qwen2-biases": ("qwen2", "qwen2", {}, {}),
+    "qwen3-hd32": ("qwen3", "qwen3", {"head_dim": 32}, {}),
+    "phi3-window16": ("phi3", "phi3", {"sliding_window": 16, **IDS}, {"phi3.attention.sliding_window": 16}),
+    "olmo2-mha": ("olmo2", "olmo2", {"num_key_value_heads": 4, **IDS}, {}),
+}
+
+
+def _llama3_factors(config: dict[str, Any]) -> list[float]:
+    """As LlamaModel.generate_extra_tensors of llama.cpp's converter writes them."""
+    rope = config["rope_parameters"]
+    dim, old = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], 16
+    factors = []
+    for index in range(0, dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / dim)
+        if wavelength < old / 4.0:
+            factors.append(1.0)
+        elif wavelength > old / 1.0:
+            factors.append(8.0)
+        else:
+            smooth = (old / wavelength - 1.0) / 3.0
+            factors.append(1 / ((1 - smooth) / 8.0 + smooth))
+    return factors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    arch, model_type, changes, keys = MODELS[name]
+    reference = make(tmp_path / "hf", model_type, changes)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    extra = {"rope_freqs.weight": _llama3_factors(config)} if name == "llama-rope-llama3" else {}
+    path = tmp_path / "model.gguf"
+    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **keys}
+    gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra)
+    folder = ModelFolder.open(path)
+    original = ModelFolder.open(tmp_path / "hf").config
+    for field in ("hidden_size", "heads", "kv_heads", "head_dim", "windows", "rope", "tie_embeddings", "qkv_bias"):
+        assert getattr(folder.config, field) == getattr(original, field), field
+    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = reference(tokens).logits
+    found = whole(load_model(folder, CPU).model, tokens)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
+    """Every linear, packed or dense, in the order of Hugging Face, with the values of the library."""
+    changes = {"hidden_size": 128, "intermediate_size": 192}
+    make(tmp_path / "hf", "llama", changes)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    path = tmp_path / "model.gguf"
+    gguf_files.write_model(tmp_path / "hf", path, "llama", kind, config, gguf_files.byte_tokenizer(97))
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    folder = ModelFolder.open(path)
+    model = load_model(folder, CPU).model
+    assert bool(folder.packings) == kind.startswith("Q")
+
+    def library(name: str) -> Tensor:
+        tensor = stored[name]
+        return torch.from_numpy(quants.dequantize(tensor.data, GGMLQuantizationType[tensor.tensor_type.name]).copy())
+
+    heads = {"q": 4, "k": 2}
+    for index, block in enumerate(model.layers()):
+        parts = block.products["qkv"].weight().split([spec.out_features for spec in block.products["qkv"].specs])
+        for part, found in zip(("q", "k", "v"), parts, strict=True):
+            expected = library(f"blk.{index}.attn_{part}.weight")
+            if part in heads:  # undo the pairs: row 2 i + j of a head is its row j * half + i
+                expected = expected.view(heads[part], -1, 2, 128).transpose(1, 2).reshape(expected.shape)
+            # A packed weight asked for densely is rounded once, to the dtype of its scales.
+            torch.testing.assert_close(found.float(), expected, rtol=2**-11 if folder.packings else 0, atol=2**-24)
+    table = library("token_embd.weight")
+    assert torch.equal(model.embedding, table if kind == "F16" else table.bfloat16().float())
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(8, 1), (8, 2), (24, 3), (64, 4)], ids=str)
+def test_orders_are_inverses(rows: int, heads: int) -> None:
+    there, back = pairs_order(rows, heads), halves_order(rows, heads)
+    assert torch.equal(there[back], torch.arange(rows))
+    rows_in_pairs = torch.arange(rows).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)  # llama.cpp's permute
+    assert torch.equal(there, rows_in_pairs)
+
+
+@pytest.fixture(scope="module")
+def pico_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pico in BF16, by the library, with its own vocabulary."""
+    path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
+    config = json.loads((PICO / "config.json").read_text())
+    gguf_files.write_model(PICO, path, "llama", "BF16", config, gguf_files.published_tokenizer(PICO, "smollm"))
+    return path
+
+
+def test_tokenizer_template_and_ends_come_from_the_file(pico_file: Path) -> None:
+    theirs, ours = ModelFolder.open(PICO), ModelFolder.open(pico_file)
+    conversation = [Message("system", "Be brief."), Message("user", "Grüße <|im_end|> 123 🙂\n\n")]
+    assert ours.tokenizer().chat(conversation) == theirs.tokenizer().chat(conversation)
+    assert ours.tokenizer().eos == theirs.tokenizer().eos and ours.tokenizer().bos == theirs.tokenizer().bos
+    assert set(theirs.config.eos) <= set(ours.config.eos)
+    found = ours.chat_template()
+    assert found is not None and found.source() == theirs.tokenizer_settings().values["chat_template"]
+
+
+def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
+    config = json.loads((PICO / "config.json").read_text())
+    keys = gguf_files.published_tokenizer(PICO, "smollm")
+    keys |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "general.sampling.top_p": 7.0}
+    gguf_files.write_model(PICO, tmp_path / "a.gguf", "llama", "BF16", config, keys)
+    defaults, warnings = ModelFolder.open(tmp_path / "a.gguf").generation
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.5, 40, None)
+    assert len(warnings) == 1 and "top_p" in warnings[0]
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
+    "no-layers": ({"llama.block_count": 0}, "block_count"),
+    "too-many-layers": ({"llama.block_count": 5000}, "num_hidden_layers"),
+    "one-layer-more": ({"llama.block_count": 7}, "missing"),
+    "one-layer-less": ({"llama.block_count": 5}, "not part of the model"),
+    "no-heads": ({"llama.attention.head_count": 0}, "head_count"),
+    "heads-that-do-not-divide": ({"llama.attention.head_count_kv": 3}, "divide"),
+    "other-width": ({"llama.embedding_length": 512}, "shape"),
+    "huge-width": ({"llama.embedding_length": 1 << 31, "llama.feed_forward_length": 1 << 31}, "elements"),
+    "head-dim-odd": ({"llama.attention.key_length": 63, "llama.attention.value_length": 63}, "odd"),
+    "values-of-another-size": ({"llama.attention.value_length": 32}, "value_length"),
+    "epsilon-nan": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon"),
+    "theta-infinite": ({"llama.rope.freq_base": float("inf")}, "freq_base"),
+    "partial-rotation": ({"llama.rope.dimension_count": 32}, "partial_rotary_factor"),
+    "unknown-scaling": ({"llama.rope.scaling.type": "magic"}, "magic"),
+    "experts": ({"llama.expert_count": 8}, "num_experts"),
+    "context-0": ({"llama.context_length": 0}, "context_length"),
+    "text-for-a-number": ({"llama.block_count": "six"}, "block_count"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_metadata_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
+    changes, message = LIES[name]
+    config = json.loads((PICO / "config.json").read_text())
+    path = tmp_path / "a.gguf"
+    gguf_files.write_model(PICO, path, "llama", "BF16", config, {**gguf_files.byte_tokenizer(4096), **changes})
+    with pytest.raises(ModelError, match=message):
+        ModelFolder.open(path).checked_manifest()
+
+
+TOKENIZER_LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "other-kind": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model"),
+    "unknown-rule": ({"tokenizer.ggml.pre": "my-own"}, "tokenizer.ggml.pre"),
+    "no-rule": ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre"),
+    "no-tokens": ({"tokenizer.ggml.tokens": None}, "tokens"),
+    "types-too-short": ({"tokenizer.ggml.token_type": [1, 1]}, "token_type"),
+    "token-twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "twice"),
+    "end-beyond-the-vocabulary": ({"tokenizer.ggml.eos_token_id": 1 << 20}, "eos_token_id"),
+    "merge-of-no-tokens": ({"tokenizer.ggml.merges": ["zzzz yyyy"]}, "merges"),
+    "merge-without-a-blank": ({"tokenizer.ggml.merges": ["ab"]}, "merges"),
+    "template-is-a-number": ({"tokenizer.chat_template": 7}, "chat_template"),
+    "more-tokens-than-rows": ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(5000)]}, "embedding rows|token_type"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_LIES)
+def test_a_vocabulary_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
+    changes, message = TOKENIZER_LIES[name]
+    config = json.loads((PICO / "config.json").read_text())
+    keys = {key: value for key, value in {**gguf_files.byte_tokenizer(4096), **changes}.items() if value is not None}
+    path = tmp_path / "a.gguf"
+    gguf_files.write_model(PICO, path, "llama", "BF16", config, keys)
+    with pytest.raises(ModelError, match=message):
+        ModelFolder.open(path).tokenizer()
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(pico_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(pico_file.read_bytes())
+    folder = ModelFolder.open(path)
+    assert isinstance(folder, GgufFolder)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4096)
+    with pytest.raises(ModelError, match="changed"):
+        load_model(folder, CPU)
+
+
+def test_parts_missing_and_parts_given_by_a_later_one(pico_file: Path, tmp_path: Path) -> None:
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.write_bytes(pico_file.read_bytes())
+    with pytest.raises(ModelError, match="m-00002-of-00002.gguf: missing"):
+        ModelFolder.open(first)
+    second = tmp_path / "m-00002-of-00002.gguf"
+    second.write_bytes(pico_file.read_bytes())
+    with pytest.raises(ModelError, match="not the first part"):
+        ModelFolder.open(second)
+    with pytest.raises(ModelError, match="one of 1 parts"):
+        ModelFolder.open(first)
+    with pytest.raises(NotFoundError):
+        ModelFolder.open(tmp_path / "absent.gguf")
