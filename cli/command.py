@@ -19,7 +19,7 @@ import typer
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.resolve import RECORD, is_hub_name, is_path, plain_name
+from mycli.runtime.hub.resolve import RECORD, home, is_hub_name, is_path, plain_name
 from mycli.runtime.utils.version import version
 
 
@@ -151,9 +151,13 @@ def _plain(value: Any) -> Any:
 
 def subject_of(model: str) -> Subject:
     """What can be said of a model by its name, for the remedies of what goes wrong with it."""
-    fetched = is_hub_name(model) and not Path(model).is_dir()
-    recorded = not (is_path(model) or "/" in model) or (Path(model).expanduser() / RECORD).is_file()
-    return Subject(model, fetched, recorded)
+    named = not is_path(model) and "/" not in model and not Path(model).is_dir()
+    folder = home() / "models" / model if named else Path(model)
+    try:
+        recorded = (folder.expanduser() / RECORD).is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that cannot be a path, or is of nobody's home
+        recorded = False
+    return Subject(model, is_hub_name(model) and not Path(model).is_dir(), recorded)
 
 
 def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:

@@ -98,7 +98,8 @@ def _load(
         return loaded, Session(loaded.runner, engine.context)
     proposer: Proposer = PromptLookup()
     if draft is not None:
-        proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
+        with about(call, engine.draft):
+            proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
     policy = AdaptiveDraftLength(proposer.relative_cost, call.out.note)
     session = SpeculativeSession(loaded.runner, engine.context, proposer, policy)
     session.warm_up()

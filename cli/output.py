@@ -74,6 +74,7 @@ class Output:
         self._answer: Mapping[str, Any] | None = None  # what `json` was given and has yet to be written
         self._held: list[str] | None = None  # what waits for the end of a reply
         self._wrap: WordWrap | None = None
+        self._begun = False  # whether anything of the reply was shown
 
     @property
     def interactive(self) -> bool:
@@ -112,22 +113,24 @@ class Output:
 
         On a terminal words are not broken at its edge.
         """
-        self._held = []
+        self._held, self._begun = [], False
         if self._text.isatty():
             self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         try:
             yield
+            self._begun = True  # an empty reply is a line too, one that was refused is none
         finally:
             wrap, self._wrap = self._wrap, None
             held, self._held = self._held, None
             with suppress(OSError):  # nobody reads any more: whoever wrote first has been told
-                self._text.write((wrap.flush() if wrap else "") + "\n" * ends_line)
+                self._text.write((wrap.flush() if wrap else "") + "\n" * (ends_line and self._begun))
                 self._text.flush()
             for line in held:
                 self._say(line)
 
     def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
+        self._begun = True
         shown = text if raw or not self._text.isatty() else sanitize(text)
         if self._wrap is not None and not raw:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")

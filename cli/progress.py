@@ -40,8 +40,9 @@ class Lines(Progress):
             return
         self._last = now
         size = gib(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
+        done = f"{self._done / self._total:.0%}" if self._unit == "B" else f"{self._done:g}"
         left = (now - self._start) * max(self._total - self._done, 0) / self._done
-        self._say(f"{self._title}: {self._done / self._total:.0%} of {size}, {left:.0f} s left")
+        self._say(f"{self._title}: {done} of {size}, {left:.0f} s left")
 
     def describe(self, text: str) -> None:
         """The title of the lines to come."""
