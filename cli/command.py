@@ -6,6 +6,7 @@ that has said all there is to say of a failure returns its exit code.
 
 import errno
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def print_version(wanted: bool) -> None:
 class CommonFlags:
     """What every command takes, so that an alias such as `mycli --device cpu` works too.
 
-    The help of the commands that run a model shows --device.
+    The help of the commands that compute shows --device and --threads.
     """
 
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")] = False
@@ -66,9 +67,12 @@ class CommonFlags:
     offline: Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")] = False
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
     device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, hidden=True)] = None
 
     def resolve(self) -> Call:
-        """How the command was called."""
+        """How the command was called. The number of threads is told to torch, which reads it as it is imported."""
+        if self.threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(self.threads)
         return Call(Output(json_mode=self.json, quiet=self.quiet, verbose=self.verbose, debug=self.debug), self.offline)
 
 

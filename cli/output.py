@@ -10,12 +10,12 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from mycli.cli.layout import WordWrap, fitting, pad, table_lines, table_width, width
-from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar
+from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
@@ -136,6 +136,11 @@ class Output:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
         self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
         self._text.flush()
+
+    def while_reading(self, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
+        """`pieces` of a reply; on a terminal with a sign of life until the first: `done` of the prompt's `total`."""
+        silent = self._quiet or self.plain or not self._stderr.isatty()
+        return pieces if silent else reading(self._stderr, pieces, total, done)
 
     def markdown(self) -> LiveMarkdown:
         """Begin a text that is rendered as Markdown while it grows; for a terminal."""

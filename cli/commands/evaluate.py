@@ -76,6 +76,7 @@ def evaluate(
     ctx: Window = 512,
     tokens: Tokens = None,
     device: options.Device = "auto",
+    threads: options.Threads = None,
     dtype: options.Precision = "fp32",
     kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
