@@ -6,6 +6,7 @@ that has said all there is to say of a failure returns its exit code.
 
 import errno
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import typer
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.resolve import RECORD, is_hub_name, is_path, plain_name
+from mycli.runtime.hub.resolve import RECORD, home, is_hub_name, is_path, plain_name
 from mycli.runtime.utils.version import version
 
 
@@ -56,7 +57,7 @@ def print_version(wanted: bool) -> None:
 class CommonFlags:
     """What every command takes, so that an alias such as `mycli --device cpu` works too.
 
-    The help of the commands that run a model shows --device.
+    The help of the commands that compute shows --device and --threads.
     """
 
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")] = False
@@ -66,9 +67,12 @@ class CommonFlags:
     offline: Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")] = False
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
     device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, hidden=True)] = None
 
     def resolve(self) -> Call:
-        """How the command was called."""
+        """How the command was called. The number of threads is told to torch, which reads it as it is imported."""
+        if self.threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(self.threads)
         return Call(Output(json_mode=self.json, quiet=self.quiet, verbose=self.verbose, debug=self.debug), self.offline)
 
 
@@ -151,9 +155,13 @@ def _plain(value: Any) -> Any:
 
 def subject_of(model: str) -> Subject:
     """What can be said of a model by its name, for the remedies of what goes wrong with it."""
-    fetched = is_hub_name(model) and not Path(model).is_dir()
-    recorded = not (is_path(model) or "/" in model) or (Path(model).expanduser() / RECORD).is_file()
-    return Subject(model, fetched, recorded)
+    named = not is_path(model) and "/" not in model and not Path(model).is_dir()
+    folder = home() / "models" / model if named else Path(model)
+    try:
+        recorded = (folder.expanduser() / RECORD).is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that cannot be a path, or is of nobody's home
+        recorded = False
+    return Subject(model, is_hub_name(model) and not Path(model).is_dir(), recorded)
 
 
 def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:

@@ -27,6 +27,7 @@ class LoadFlags:
     draft: options.Draft = "none"
     context: options.Context = None
     device: options.Device = "auto"
+    threads: options.Threads = None  # for the help: whoever is called with it has told torch (`cli.command`)
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
     shadow: options.Shadow = False

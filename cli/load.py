@@ -34,6 +34,10 @@ class LoadedSession:
         """Whether the session holds as much as the model was made for."""
         return self.session.context >= self.model.runner.config.max_context
 
+    def tokens_read(self) -> int:
+        """Tokens of the conversation that are in the cache: how far a prompt has been read."""
+        return self.session.cache.length
+
     def memory(self) -> int:
         """Bytes that the process holds where the model runs, Python and torch included: of main memory or the GPU's."""
         if self.placement.device.type == "cuda":
@@ -98,7 +102,8 @@ def _load(
         return loaded, Session(loaded.runner, engine.context)
     proposer: Proposer = PromptLookup()
     if draft is not None:
-        proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
+        with about(call, engine.draft):
+            proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
     policy = AdaptiveDraftLength(proposer.relative_cost, call.out.note)
     session = SpeculativeSession(loaded.runner, engine.context, proposer, policy)
     session.warm_up()

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("doctor", "Check that everything works on this machine."),
 }
 # What may also stand before the name of a command.
-GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device")
+GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
 GROUPS = {"spec": "Say and test what a draft does for a model."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
@@ -143,7 +143,7 @@ def reorder(arguments: Sequence[str]) -> list[str]:
     rest = list(arguments)
     while rest and rest[0].partition("=")[0] in GLOBAL:
         leading.append(rest.pop(0))
-        if leading[-1] == "--device" and rest:
+        if leading[-1] in ("--device", "--threads") and rest:
             leading.append(rest.pop(0))
     name = _named(rest)
     if name is None:

@@ -120,6 +120,10 @@ Device = Annotated[
         autocompletion=complete_word("auto", "cuda", "cpu"),
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, max=1024, metavar="N", help="CPU threads to use.", show_default="all cores"),
+]
 Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]

@@ -10,12 +10,12 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from mycli.cli.layout import WordWrap, fitting, pad, table_lines, table_width, width
-from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar
+from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
@@ -74,6 +74,7 @@ class Output:
         self._answer: Mapping[str, Any] | None = None  # what `json` was given and has yet to be written
         self._held: list[str] | None = None  # what waits for the end of a reply
         self._wrap: WordWrap | None = None
+        self._begun = False  # whether anything of the reply was shown
 
     @property
     def interactive(self) -> bool:
@@ -112,27 +113,34 @@ class Output:
 
         On a terminal words are not broken at its edge.
         """
-        self._held = []
+        self._held, self._begun = [], False
         if self._text.isatty():
             self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         try:
             yield
+            self._begun = True  # an empty reply is a line too, one that was refused is none
         finally:
             wrap, self._wrap = self._wrap, None
             held, self._held = self._held, None
             with suppress(OSError):  # nobody reads any more: whoever wrote first has been told
-                self._text.write((wrap.flush() if wrap else "") + "\n" * ends_line)
+                self._text.write((wrap.flush() if wrap else "") + "\n" * (ends_line and self._begun))
                 self._text.flush()
             for line in held:
                 self._say(line)
 
     def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
         """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
+        self._begun = True
         shown = text if raw or not self._text.isatty() else sanitize(text)
         if self._wrap is not None and not raw:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
         self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
         self._text.flush()
+
+    def while_reading(self, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
+        """`pieces` of a reply; on a terminal with a sign of life until the first: `done` of the prompt's `total`."""
+        silent = self._quiet or self.plain or not self._stderr.isatty()
+        return pieces if silent else reading(self._stderr, pieces, total, done)
 
     def markdown(self) -> LiveMarkdown:
         """Begin a text that is rendered as Markdown while it grows; for a terminal."""

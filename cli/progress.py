@@ -3,15 +3,19 @@
 `Output` chooses. Knows Rich. Does not know what the work is, nor who is looking.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TextIO
 
+from mycli.runtime.device.system import waited
 from mycli.runtime.utils.sanitize import sanitize
 from mycli.runtime.utils.units import gib
 
 LINE_SECONDS = 5  # between two lines where nothing may move
+READING_SECONDS = 0.7  # before the first sign that a prompt is read, and between two
+BUSY_SECONDS, BUSY_SHARE = 1.0, 0.3  # shorter is chance; seconds without a core, of all threads, in a second
 
 
 class Progress:
@@ -40,8 +44,9 @@ class Lines(Progress):
             return
         self._last = now
         size = gib(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
+        done = f"{self._done / self._total:.0%}" if self._unit == "B" else f"{self._done:g}"
         left = (now - self._start) * max(self._total - self._done, 0) / self._done
-        self._say(f"{self._title}: {self._done / self._total:.0%} of {size}, {left:.0f} s left")
+        self._say(f"{self._title}: {done} of {size}, {left:.0f} s left")
 
     def describe(self, text: str) -> None:
         """The title of the lines to come."""
@@ -79,6 +84,52 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
                 bars.update(task, description=sanitize(text))
 
         yield Bar()
+
+
+class Neighbours:
+    """Whether other programs took the cores away from this one, from its making to `note`."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = time.monotonic(), waited()
+
+    def note(self) -> str:
+        """What a person may want to know of it; "" where nothing disturbed, or nothing says so."""
+        seconds, lost = time.monotonic() - self._began, waited()
+        if lost is None or self._waited is None or seconds < BUSY_SECONDS:
+            return ""
+        share = (lost - self._waited) / seconds
+        held = f"other programs held the cores for {share:.1f} s of each second"
+        return f"busy machine: {held}" if share > BUSY_SHARE else ""
+
+
+def reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
+    """`pieces` of a reply; until the first, a line on `stream` with the tokens of the prompt read, and their rate.
+
+    A thread of its own looks at `done`, since whoever reads the prompt is busy with it. The line goes again.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        began, before, shown = time.monotonic(), done(), False
+        while not over.wait(READING_SECONDS):
+            count, shown = min(done(), total), True
+            rate = max(count - before, 0) / (time.monotonic() - began)
+            stream.write(f"\r\x1b[Kreading the prompt: {count} of {total} tokens, {rate:.0f} tok/s")
+            stream.flush()
+        if shown:
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        first = next(pieces, None)
+    finally:
+        over.set()
+        watcher.join()
+    if first is not None:
+        yield first
+        yield from pieces
 
 
 class LiveMarkdown:

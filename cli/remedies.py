@@ -43,6 +43,7 @@ REMEDIES: Mapping[str, str] = {
     "more-context": "shorten the prompt, or ask for more context with --ctx",
     "less-context": "choose a smaller context with --ctx",
     "larger-windows": "take a larger --ctx",
+    "more-tokens-or-less-context": "ask for more with --tokens, or for windows of fewer with --ctx",
     "longer-text-or-less-context": "take a longer text or a smaller --ctx",
     # what a machine has
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",

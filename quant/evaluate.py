@@ -96,6 +96,10 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
             break
         ids += tokenizer.encode(text[start : start + MAX_TEXT], add_special=start == 0)
     count = min(len(ids), limit or len(ids)) // context
+    if limit is not None and limit < context:
+        raise UsageError(
+            f"at most {limit} tokens: fewer than one window of {context}", code="more-tokens-or-less-context"
+        )
     if count == 0:
         raise UsageError(
             f"the text has {len(ids)} tokens, fewer than one window of {context}",

@@ -31,6 +31,7 @@ from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object
+from mycli.runtime.utils.units import gib
 
 Report = Literal["none", "quick", "full"]
 
@@ -163,7 +164,7 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
     available = memory().available
     if work.need.host > available:
         raise ResourceError(
-            f"{work.need.host / 2**30:.2f} GiB of memory needed, {available / 2**30:.2f} GiB available",
+            f"{gib(work.need.host)} of memory needed, {gib(available)} available",
             code="fewer-samples",
         )
 

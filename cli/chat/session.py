@@ -130,9 +130,10 @@ class Chat:
         splitter = ReasoningSplitter(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
         pieces: list[str] = []
         stream = iter(reply)
+        out, loaded = self.call.out, self.loaded
         with _Display(self) as shown:
             try:
-                for piece in stream:
+                for piece in out.while_reading(stream, len(prompt), loaded.tokens_read):
                     pieces.append(piece)
                     shown.add(splitter.feed(piece))
             except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.load import about, announce_build, announce_placement
+from mycli.cli.progress import Neighbours
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
@@ -128,7 +129,7 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
         "kv": dtype_info(cache_dtype(placement.kv, placement.dtype)).short,
         "load_seconds": loaded,
     }
-    found = []
+    found, neighbours = [], Neighbours()
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
@@ -138,6 +139,8 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
             )
             found.append((result, result.read_rate(plan)))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
+    if disturbed := neighbours.note():
+        call.out.note(f"({disturbed}: these figures are lower than what it can do)")
     # A model beyond any cache that is read faster than the device was measured to read: the measurement was disturbed.
     seen = max((read for _, read in found if read and runner.nbytes > bench.MEASURED_BYTES // 4), default=0.0)
     _, bandwidth = bench.measure_device(placement.device, state(), seen)
@@ -197,6 +200,7 @@ def bench(
     ] = None,
     draft: options.Draft = "none",
     device: options.Device = "auto",
+    threads: options.Threads = None,
     dtype: options.Precision = "auto",
     kv: options.CacheKind = "auto",
     shadow: options.Shadow = False,

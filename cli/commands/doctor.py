@@ -82,7 +82,7 @@ def _as_json(
 
 
 @command
-def doctor(call: Call, device: options.Device = "auto") -> None:
+def doctor(call: Call, device: options.Device = "auto", threads: options.Threads = None) -> None:
     """Check that everything works on this machine.
 
     Versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong.

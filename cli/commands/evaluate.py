@@ -76,6 +76,7 @@ def evaluate(
     ctx: Window = 512,
     tokens: Tokens = None,
     device: options.Device = "auto",
+    threads: options.Threads = None,
     dtype: options.Precision = "fp32",
     kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
@@ -93,7 +94,7 @@ def evaluate(
 
     engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
     if kv_sweep and (ref is not None or engine.kv != "auto"):
-        raise UsageError("--kv-sweep compares the model with itself", "leave out --ref and --kv")
+        raise UsageError("--kv-sweep compares the model with itself", "omit --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]

@@ -42,7 +42,7 @@ def _show(call: Call, job: Download, source: Source | None) -> None:
     rows = [(f["name"], str(f["bytes"]), "cached" if f["cached"] else "new") for f in answer["files"]]
     call.out.table(("file", "bytes", "state"), rows, right=(1,))
     cached = job.total_bytes - job.new_bytes
-    call.out.result(f"new: {gib(job.new_bytes)} ({job.new_bytes} bytes), cached: {gib(cached)} ({cached} bytes)")
+    call.out.result(f"new: {gib(job.new_bytes)}, cached: {gib(cached)}")
 
 
 def _show_present(call: Call, model: str) -> None:

@@ -153,6 +153,7 @@ def quantize(
         ),
     ] = 0.05,
     device: options.Device = "auto",
+    threads: options.Threads = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")
     ] = None,

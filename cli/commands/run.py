@@ -16,6 +16,7 @@ from mycli.cli.format import speculation
 from mycli.cli.generation import Generator
 from mycli.cli.input import read_file, read_prompt
 from mycli.cli.load import load_session
+from mycli.cli.progress import Neighbours
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:
@@ -191,14 +192,16 @@ def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
 
 
 def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
-    reply = generator.reply(ids)
+    reply, neighbours = generator.reply(ids), Neighbours()
     with call.out.reply():
-        for piece in reply:
+        for piece in call.out.while_reading(iter(reply), len(ids), generator.loaded.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
         call.out.note(f"(cut off after {len(reply.tokens)} tokens: -n sets another limit)")
     elif reply.finish_reason == "context":
         call.out.note(f"(cut off: the context of {generator.loaded.session.context} tokens is full)")
+    if disturbed := neighbours.note():
+        call.out.note(f"({disturbed}; --threads N takes fewer)")
     timing = reply.timing
     first = f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"

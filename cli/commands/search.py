@@ -15,14 +15,14 @@ EXAMPLES = (
     "mycli search llama 3.2  # needs the network",
     "mycli search qwen3 --limit 5 --json  # needs the network",
 )
-MAX_RESULTS = 100
+MOST_LISTED = 100
 
 
 @command
 def search(
     call: Call,
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
-    limit: Annotated[int, typer.Option("--limit", min=1, max=MAX_RESULTS, help="Models to list at most.")] = 15,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=MOST_LISTED, help="Models to list at most.")] = 15,
 ) -> None:
     """Find models on the Hugging Face hub.
 

@@ -1,5 +1,6 @@
 """`mycli show`: what a model is, from its configuration and headers, without loading or downloading it."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +137,10 @@ def _show_tensors(call: Call, info: ModelInfo) -> None:
 
 def _show_template(call: Call, info: ModelInfo) -> None:
     if info.template is None:
-        raise UsageError(f"{info.source.name} has no chat template", "mycli run MODEL --raw continues a text")
+        raise UsageError(
+            f"{info.source.name} has no chat template",
+            f"continue a text: mycli run {shlex.quote(info.source.name)} PROMPT --raw",
+        )
     if call.out.answered({"model": info.source.name, "template": info.template}):
         return
     call.out.result(info.template)
@@ -144,7 +148,9 @@ def _show_template(call: Call, info: ModelInfo) -> None:
 
 def _show_recipe(call: Call, info: ModelInfo) -> None:
     if info.record is None:
-        raise UsageError(f"{info.source.name} was not quantized by mycli", "mycli quantize MODEL")
+        raise UsageError(
+            f"{info.source.name} was not quantized by mycli", "mycli show without --recipe says what it is"
+        )
     record = {key: _section(info.record, key) for key in ("recipe", "source", "versions")}
     calibration = info.record.object("calibration").values
     # Where it was left to the program, the recipe holds null: what was then taken is what a person wants to know.

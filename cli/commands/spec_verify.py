@@ -30,6 +30,7 @@ def spec_verify(
     draws: Annotated[int, typer.Option("--draws", min=100, help="Draws for the test of the distribution.")] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",
+    threads: options.Threads = None,
     dtype: options.Precision = "auto",
 ) -> None:
     """Test that a draft changes nothing but the speed.

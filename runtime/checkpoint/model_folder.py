@@ -167,7 +167,8 @@ class ModelFolder:
         paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
         for path in paths:
             if path.stat().st_size > MAX_COMPANION_BYTES:
-                raise ModelError(f"{path.name}: {path.stat().st_size} bytes, more than {MAX_COMPANION_BYTES}", "")
+                allowed = gib(MAX_COMPANION_BYTES)
+                raise ModelError(f"{path.name}: more than the {allowed} allowed", "the file may be damaged")
         return paths
 
     def chat_template(self) -> "ChatTemplate | None":

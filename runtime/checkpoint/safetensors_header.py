@@ -75,13 +75,15 @@ def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
     """
     length = int.from_bytes(prefix[:8], "little")
     if file_bytes < 10:
-        raise _not_safetensors(prefix, f"truncated: {file_bytes} bytes are no safetensors file", source)
+        raise _not_safetensors(
+            prefix, "empty file, not safetensors" if not file_bytes else f"truncated to {file_bytes} bytes", source
+        )
     if length > MAX_HEADER:
         raise _not_safetensors(prefix, f"header of {length} bytes, more than the {MAX_HEADER} allowed", source)
     if length > file_bytes - 8:
         raise _not_safetensors(prefix, f"truncated: header of {length} bytes in a file of {file_bytes}", source)
     if prefix[8:9] != b"{":
-        raise _not_safetensors(prefix, "not a safetensors file: the header is no JSON object", source)
+        raise _not_safetensors(prefix, "not a safetensors file: the header is not a JSON object", source)
     return 8 + length
 
 

@@ -110,6 +110,17 @@ def cpu() -> Cpu:
     return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
 
 
+def waited() -> float | None:
+    """Seconds that the threads of this process could have run and had no core, since they began; None if unknown.
+
+    The sum over threads of what the scheduler of Linux notes down (schedstat of proc(5)): other programs had the core.
+    """
+    tasks = list((_PROC / "self/task").glob("*/schedstat"))
+    fields = [_read(path).split() for path in tasks]
+    found = [int(words[1]) for words in fields if len(words) >= 2 and words[1].isdecimal()]
+    return sum(found) / 1e9 if found else None
+
+
 def resident() -> int:
     """Bytes of main memory that this process holds now; 0 where /proc does not say."""
     return _pairs(_PROC / "self/status").get("VmRSS", 0) * 1024

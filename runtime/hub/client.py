@@ -18,6 +18,7 @@ from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.resolve import COMMIT, DATASETS, DIGEST, MAX_TREE_BYTES
 from mycli.runtime.hub.retry import RetryPolicy, TransientError, retry_after, transport_problem
 from mycli.runtime.utils.json_fields import Fields, parse_object
+from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
     import httpx2
@@ -110,7 +111,7 @@ class Hub:
             if following is None:
                 return Fields(records, f"{self._host}: the listing")
             url = following
-        raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is no model")
+        raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is not a model")
 
     def models(self, query: str) -> list[Fields]:
         """What the hub lists for `query`, the parameters of its address, as an object each."""
@@ -161,7 +162,7 @@ class Hub:
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > limit:
-                    raise ModelError(f"{self._host}: an answer of more than {limit} bytes", "check HF_ENDPOINT")
+                    raise ModelError(f"{self._host}: an answer of more than {gib(limit)}", "check HF_ENDPOINT")
             if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):
                 hint = "log in to this network, or check HF_ENDPOINT"
                 raise NotFoundError(f"{self._host} does not answer as a hub does", hint)

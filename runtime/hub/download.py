@@ -33,6 +33,7 @@ from mycli.runtime.hub.resolve import (
 )
 from mycli.runtime.utils.files import locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
+from mycli.runtime.utils.units import gib
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 
@@ -143,7 +144,9 @@ def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
     if blob is not None:
         return blob.read_bytes()
     if file.size > MAX_INDEX_BYTES:
-        raise ModelError(f"{file.name}: {file.size} bytes, more than the {MAX_INDEX_BYTES} allowed", "")
+        raise ModelError(
+            f"{file.name}: {gib(file.size)}, more than the {gib(MAX_INDEX_BYTES)} allowed", "this is not a model"
+        )
     data = hub.read(repo, commit, file.name, 0, max(file.size, 1))
     digest = hasher(file)
     digest.update(data)

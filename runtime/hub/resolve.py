@@ -315,9 +315,11 @@ def resolve(model: str, *, offline: bool = False) -> Source:
         if model in stored():
             raise ModelError(f"{model} is damaged: {home() / 'models' / model} has no config.json", code="remove-model")
         found = candidates(model)
-        code = "hub-candidates" if found else "search-hub"
-        data = {"words": shlex.quote(re.sub(r"[:/]", " ", model)), "candidates": ", ".join(found)}
-        raise NotFoundError(f"{model}: no model of that name here{_suggestion(model)}", code=code, data=data)
+        raise NotFoundError(
+            f"{model}: no model of that name here{_suggestion(model)}",
+            code="hub-candidates" if found else "search-hub",
+            data={"words": shlex.quote(re.sub(r"[:/]", " ", model)), "candidates": ", ".join(found)},
+        )
     except OSError as error:  # a name too long for the file system, a folder that may not be read
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.utils.units import gib
 
 # What another path would cure; anything else is the disk's own trouble.
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -51,7 +52,7 @@ def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
     """
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if nbytes > free:
-        message = f"{folder}: {nbytes} bytes are needed and {free} are free ({nbytes - free} too few)"
+        message = f"{folder}: {gib(nbytes)} needed, {gib(free)} free on that disk"
         raise ResourceError(message, "" if code else _ELSEWHERE, code=code)
 
 

@@ -4,6 +4,8 @@ GIB = 1 << 30
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB, with enough digits for small things: 5.11 GiB, 0.0107 GiB."""
-    value = count / GIB
-    return f"{value:.2f} GiB" if value >= 1 else f"{value:.3g} GiB"
+    """Bytes as GiB, or where that is less than one in the largest unit that is not: 5.11 GiB, 273 MiB, 1.5 KiB."""
+    if count >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    size, unit = next(((s, u) for s, u in ((1 << 20, "MiB"), (1 << 10, "KiB")) if count >= s), (1, "bytes"))
+    return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"

@@ -19,6 +19,7 @@ PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
     "cli/progress.py": "the printer's bar",
+    "cli/streams.py": "opens those that are closed",
     "cli/batch_file.py": "reads prompts from standard input",
     "cli/input.py": "reads the prompt from standard input",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",

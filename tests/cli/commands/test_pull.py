@@ -46,7 +46,7 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     folder = Path(pulled.stdout.strip())
     assert pulled.returncode == 0 and folder.parent.name == "snapshots" and "fetched and verified" in pulled.stderr
     again = mycli("pull", REPO, "--dry-run")
-    assert "new: 0 GiB (0 bytes)" in again.stdout and "| cached |" in again.stdout
+    assert "new: 0 bytes, cached: 1" in again.stdout and "| cached |" in again.stdout
     assert json.loads(mycli("pull", REPO, "--offline", "--json").stdout)["folder"] == str(folder)
 
     (entry,) = [m for m in json.loads(mycli("list", "--json").stdout)["models"] if m["kind"] == "hub"]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,37 @@ def test_all_kinds_are_listed() -> None:
     folder = quantized()
     found = rows()
     assert list(found) == ["pico", "pico-draft", "tiny-int4", "org/tiny"]
-    assert found["org/tiny"] == ("hub", 702, "")
-    assert found["tiny-int4"] == ("quantized", sum(p.stat().st_size for p in folder.iterdir()), "")
+    assert found["org/tiny"][:2] == ("hub", 702)
+    assert found["tiny-int4"][:2] == ("quantized", sum(p.stat().st_size for p in folder.iterdir()))
+
+
+def _cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda folder: None, ""),
+        (lambda folder: (folder / "config.json").unlink(), "incomplete: config.json missing"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
+            "unsupported: config.json: model",
+        ),
+        (lambda folder: _cut(folder / "config.json", 0.5), "damaged: config.json"),
+        (lambda folder: _cut(folder / "model.safetensors", 0.9), "damaged: model.safetensors"),
+        (lambda folder: _cut(folder / "model.safetensors", 0), "damaged: model.safetensors: empty file"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda folder: _cut(folder / "tokenizer.json", 0.7), "damaged: tokenizer.json is cut off"),
+    ],
+    ids=["whole", "no-config", "family", "half-a-config", "cut-weights", "empty-weights", "no-tokenizer", "half-of-it"],
+)
+def test_a_model_that_cannot_answer_is_not_called_ready(change: Callable[[Path], object], problem: str) -> None:
+    folder = hub.home() / "models" / "copy"
+    shutil.copytree(PICO, folder)
+    change(folder)
+    assert rows()["copy"][2].startswith(problem) and bool(rows()["copy"][2]) == bool(problem)
+    assert removed("copy") > 0 and not folder.exists(), "what is damaged can be removed by name"
 
 
 def test_each_commit_has_the_name_that_reaches_it() -> None:

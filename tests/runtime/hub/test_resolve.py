@@ -152,7 +152,7 @@ def test_hostile_names_are_refused_before_they_are_paths(name: str) -> None:
         ("./none", NotFoundError, "no such folder"),
         ("some/folder/deep", NotFoundError, "no such folder"),
         ("./file.gguf", ModelError, "a model is a folder"),
-        ("x" * 300, NotFoundError, "no model of that name"),
+        ("x" * 300, NotFoundError, "no model of that name here"),
         ("~nobody-of-that-name/x", NotFoundError, "no such folder"),
     ],
 )
