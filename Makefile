@@ -41,6 +41,7 @@ fix: $(VENV)/.ready
 
 docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.command_reference docs/commands.md
+	$(RUN) -m tests.support.family_tables docs/families.md
 
 clean:
 	rm -rf $(VENV) .vllm-venv .links .demo build dist *.egg-info .mycli-work

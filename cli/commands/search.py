@@ -10,6 +10,7 @@ from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.search import FoundModel, search_models
 from mycli.runtime.models.config import families
+from mycli.runtime.models.multimodal import TEXT_PARTS
 
 EXAMPLES = (
     "mycli search llama 3.2  # needs the network",
@@ -34,7 +35,7 @@ def search(
         raise NotFoundError("the hub is not asked under --offline", "mycli list shows the models on this machine")
     with Hub.connect(call.out.note) as hub:
         found = search_models(hub, wanted, limit)
-    supported = families()
+    supported = {*families(), *TEXT_PARTS}
     listed = [
         {**vars(one), "supported": None if one.model_type is None else one.model_type in supported} for one in found
     ]
@@ -55,7 +56,7 @@ def search(
     call.out.table(("model", "parameters", "downloads", "state"), rows, right=(1, 2), order=(0, 3, 1, 2))
 
 
-def _say(one: FoundModel, supported: list[str]) -> str:
+def _say(one: FoundModel, supported: set[str]) -> str:
     if one.model_type is None:
         return "family unknown"
     kind = one.model_type if one.model_type in supported else f"{one.model_type}: does not run here"

@@ -1,6 +1,7 @@
 """`mycli show`: what a model is, from its configuration and headers, without loading or downloading it."""
 
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import is_hub_name, resolve
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import gib
 
@@ -103,16 +105,30 @@ def _card(info: ModelInfo) -> list[tuple[str, str]]:
     ]
 
 
+def _heads(config: ModelConfig) -> str:
+    """Of all layers, or of each kind with the number of its layers."""
+    kinds = Counter(
+        (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs
+    )
+    said = [(f"{heads} of {size}, {kv} for keys and values", count) for (heads, kv, size), count in kinds.items()]
+    lent = sum(spec.attention.shares is not None for spec in config.layer_specs)
+    rest = f"; {lent} of {config.layers} layers read those of another" if lent else ""
+    if len(said) == 1:
+        return said[0][0] + rest
+    return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in said) + rest
+
+
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     config = info.config
     windows = sorted({window for window in config.windows if window is not None})
-    rope = "" if config.rope.kind == "default" else f", {config.rope.kind} rope x {config.rope.factor:g}"
+    plain = config.rope.kind in ("default", "proportional")
+    rope = "" if plain else f", {config.rope.kind} rope x {config.rope.factor:g}"
     sliding = f", sliding window {windows[0]}" if windows else ""
     quantized = f", {len(info.packings)} linears" if info.packings else ""
     return [
         ("architecture", config.model_type),
         ("layers", f"{config.layers} of width {config.hidden_size}, MLP {config.intermediate_size}"),
-        ("heads", f"{config.heads} of {config.head_dim}, {config.kv_heads} for keys and values"),
+        ("heads", _heads(config)),
         ("context", f"{config.max_context} tokens{rope}{sliding}"),
         ("vocabulary", f"{config.vocab_size}, head {'tied' if config.tie_embeddings else 'of its own'}"),
         ("parameters", f"{config.parameters():,}"),

@@ -66,6 +66,8 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "keys or values are made in another way"
     if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
         return "heads are not turned whole, by halves"
+    if attention.rope.scaling.query_beta:
+        return "queries are scaled by their position"
     if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
         return "scores are scaled or capped in another way"
     if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
@@ -73,8 +75,11 @@ def _unlike(spec: LayerSpec) -> str | None:
     return None
 
 
-def _unlike_model(config: ModelConfig) -> str | None:
-    """What of a model, beside its layers, the fused kernels do not do."""
+def unfused(config: ModelConfig) -> str | None:
+    """What of a model the fused kernels do not do, by its declaration; None where they do all of it."""
+    for spec in config.layer_specs:
+        if (reason := _unlike(spec)) is not None:
+            return f"layer {spec.index}: {reason}"
     if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
         return "embeddings or logits are multiplied or capped"
     if config.norm_offset or config.layer_norm:
@@ -86,10 +91,7 @@ def _unlike_model(config: ModelConfig) -> str | None:
 
 
 def _layer(block: Block) -> _Layer | str:
-    """The layer, or why there is none."""
-    reason = _unlike(block.spec)
-    if reason is not None:
-        return f"layer {block.spec.index}: {reason}"
+    """The layer, of a model that is not `unfused`, or why there is none."""
     products: dict[str, TritonMatmul] = {}
     for name, linear in block.products.items():
         product = _only(linear)
@@ -99,7 +101,7 @@ def _layer(block: Block) -> _Layer | str:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
     attention, mlp = block.attention, block.mlp
-    assert attention.norm is not None and mlp.norm is not None  # _unlike has looked
+    assert attention.norm is not None and mlp.norm is not None  # `unfused` has looked
     projection = Projection(
         attention.spec.heads,
         attention.qkv.bias,
@@ -134,7 +136,7 @@ class DecodeStep:
         """For `model` as it is loaded, or the reason why it has none."""
         if model.dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in {model.dtype}"
-        reason = _unlike_model(model.config)
+        reason = unfused(model.config)
         if reason is not None:
             return reason
         layers = []

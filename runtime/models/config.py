@@ -23,6 +23,7 @@ from mycli.runtime.models.layer_spec import (
     RopeSpec,
     Shape,
 )
+from mycli.runtime.models.refused import REFUSED
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
@@ -251,7 +252,10 @@ def parse_config(raw: Fields) -> ModelConfig:
     """The ModelConfig of a parsed config.json. Raises ModelError naming the field at fault."""
     model_type = raw.text("model_type")
     if model_type not in families():
-        raise raw.fail("model_type", f"{model_type!r} is not supported", f"supported: {', '.join(families())}")
+        reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
+        raise raw.fail(
+            "model_type", f"{model_type!r:.60} is not supported{reason}", f"supported: {', '.join(families())}"
+        )
     module = importlib.import_module(f"mycli.runtime.models.families.{model_type}")
     config: ModelConfig = module.read(raw)
     return config

@@ -11,7 +11,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 # Of the outer config: the text model that its section describes where that does not say, and how transformers calls
 # that model alone.
-_TEXT: dict[str, str] = {
+TEXT_PARTS: dict[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
@@ -52,11 +52,11 @@ class TextPart:
     def find(cls, raw: Fields) -> "TextPart":
         """In a parsed config.json. What the outer config says of the text counts before its section."""
         whole = raw.values.get("model_type")
-        if whole not in _TEXT or not raw.has("text_config"):
+        if whole not in TEXT_PARTS or not raw.has("text_config"):
             return cls(raw)
         section = raw.object("text_config")
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
-        kind = section.text("model_type", _TEXT[whole])
+        kind = section.text("model_type", TEXT_PARTS[whole])
         values = {**section.values, **outer, "model_type": kind}
         if kind in _ALONE:
             values["architectures"] = [_ALONE[kind]]

@@ -2,6 +2,7 @@
 
 import re
 
+from tests.support.family_tables import written
 from tests.support.paths import ROOT
 from tests.support.sources import name, sources
 
@@ -25,3 +26,9 @@ def test_the_files_that_architecture_names_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)`", text)
     assert len(named) >= 30
     assert not [one for one in named if not any(path.endswith(f"/{one}") for path in files)]
+
+
+def test_the_tables_of_families_are_up_to_date() -> None:
+    """`make docs` writes them."""
+    text = (ROOT / "docs" / "families.md").read_text()
+    assert written(text) == text

@@ -17,7 +17,7 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
-from tests.support.families import CASES, make, whole
+from tests.support.families import CASES, make, packed_weights, whole
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -121,9 +121,12 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, t
     outcome = quantize(work, tmp_path / "copy", CPU)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
-    ours = whole(load_model(ModelFolder.open(tmp_path / "copy"), CPU).model, tokens)
+    model = load_model(ModelFolder.open(tmp_path / "copy"), CPU).model
+    ours = whole(model, tokens)
     with torch.no_grad():
-        logits, original = theirs(tokens).logits, reference(tokens).logits
+        logits, original = theirs(tokens).logits, reference(tokens).logits  # which unpacks theirs
+    for name, weight in packed_weights(model).items():
+        assert torch.equal(weight, theirs.get_submodule(name).weight), name
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations
     lost = (ours - original).norm() / original.norm()
     assert lost < 0.1, "a copy that folds or calibrates wrongly says something else"

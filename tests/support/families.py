@@ -288,6 +288,16 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     return reference
 
 
+def packed_weights(model: Transformer) -> dict[str, Tensor]:
+    """The weights of all linears of the blocks by name, unpacked where they are packed."""
+    found: dict[str, Tensor] = {}
+    for block in model.layers():
+        for linear in block.products.values():
+            parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
+            found |= {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
+    return found
+
+
 def whole(model: Transformer, tokens: Tensor) -> Tensor:
     rope = Rope(model.config, TOKENS, model.device, model.dtype)
     logits = model(Batch(tokens, 0, "all"), rope, None)

@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from torch import Tensor
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
-from tests.support.families import GEMMA4, IDS, SMALL, enliven, ministral_rope, whole
+from tests.support.families import GEMMA4, IDS, SMALL, enliven, ministral_rope, packed_weights, whole
 from tests.support.models import CPU
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -44,7 +51,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
     "gemma4": (
         "gemma4",
         "gemma4_text",
-        {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 1}
+        {**GEMMA4, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 1}
         | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
         {"model_type": "gemma4_vision", **VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 1},
         {"audio_config": None},
@@ -55,7 +62,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
 def make_folder(folder: Path, name: str) -> transformers.PreTrainedModel:
     outer, inner, text, vision, others = FOLDERS[name]
     torch.manual_seed(0)
-    sections = {"text_config": {"model_type": inner, **SMALL, **text}, "vision_config": vision}
+    sections = {"text_config": {"model_type": inner, **SMALL, "intermediate_size": 96, **text}, "vision_config": vision}
     config = transformers.AutoConfig.for_model(outer, **sections, **others)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     enliven(model)
@@ -75,6 +82,37 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
         expected: Tensor = reference(tokens).logits
     assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert len(heard) == 1 and "only its text part is used" in heard[0] and "vision_tower" in heard[0]
+
+
+def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
+    """compressed-tensors writes a random Gemma 4 as Google's are: 4 bits, symmetric, groups of 32, the text only."""
+    model = make_folder(tmp_path / "source", "gemma4")
+    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    others = ("re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*per_layer_model_projection.*")
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head", *others], format="pack-quantized")
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if isinstance(getattr(module, "weight_scale", None), torch.nn.Parameter):
+            groups = module.weight.view(module.weight.shape[0], -1, 32)
+            module.weight_scale.data.copy_(groups.abs().amax(-1) / 7.5)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "copy")
+    compressor.update_config(tmp_path / "copy")
+
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "copy", dtype=torch.float32)
+    folder = ModelFolder.open(tmp_path / "copy")
+    ours = load_model(folder, CPU).model
+    tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = theirs(tokens).logits  # which unpacks theirs
+    found = packed_weights(ours)
+    assert found.keys() == folder.packings.keys() and len(found) == 25
+    for name, weight in found.items():
+        module = theirs.get_submodule(name.replace("model.", "model.language_model.", 1))
+        assert torch.equal(weight, module.weight), name
+    assert (whole(ours, tokens) - expected).abs().max() <= 2e-3 * expected.abs().max()  # products round activations
 
 
 def test_names_of_before(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Families that are known and not run, with the reason: whoever asks for one is told what is missing, not only that."""
+
+_EXPERTS = "its layers choose among experts"
+_RECURRENT = "some of its layers keep a recurrent state instead of keys and values"
+_LATENT = "its keys and values are compressed into a latent vector (MLA)"
+_BOTH = "some of its layers are recurrent, and they choose among experts"
+
+REFUSED: dict[str, str] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "ernie4_5_moe": _EXPERTS,
+    "falcon_h1": _RECURRENT,
+    "falcon_mamba": _RECURRENT,
+    "gemma3n": "its residual stream is several streams (AltUp), with a low-rank path beside each layer (Laurel)",
+    "glm4_moe": _EXPERTS,
+    "glm4_moe_lite": _LATENT,
+    "gpt_oss": "its layers choose among experts, and its attention has sinks",
+    "granitemoe": _EXPERTS,
+    "granitemoehybrid": _BOTH,
+    "hunyuan_v1_moe": _EXPERTS,
+    "jamba": _BOTH,
+    "lfm2": "some of its layers are short convolutions",
+    "lfm2_moe": "some of its layers are short convolutions, and they choose among experts",
+    "llama4": "its layers choose among experts, and some attend in chunks",
+    "mamba": _RECURRENT,
+    "mamba2": _RECURRENT,
+    "minicpm3": _LATENT,
+    "mixtral": _EXPERTS,
+    "mllama": "some of its layers attend to an image",
+    "nemotron_h": _RECURRENT,
+    "olmoe": _EXPERTS,
+    "phimoe": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_5": _RECURRENT,
+    "qwen3_5_moe": _BOTH,
+    "qwen3_5_moe_text": _BOTH,
+    "qwen3_5_text": _RECURRENT,
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": _BOTH,
+    "recurrent_gemma": _RECURRENT,
+    "t5": "it has an encoder",
+    "t5gemma": "it has an encoder",
+}
