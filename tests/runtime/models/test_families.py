@@ -1,0 +1,139 @@
+"""What families refuse of their own fields, what they make of those that are absent, and what the declaration says."""
+
+from typing import Any
+
+import pytest
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig, families, parse_config
+from mycli.runtime.models.layer_spec import NormSpec, OutputRows
+from mycli.runtime.models.refused import REFUSED
+from mycli.runtime.utils.json_fields import Fields
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 3,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def parse(model_type: str, **changes: Any) -> ModelConfig:
+    values = {"model_type": model_type, **SHAPE, **changes}
+    return parse_config(Fields({key: value for key, value in values.items() if value != "absent"}, "config.json"))
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "longrope-too-few": ("phi3", {"rope_scaling": {**LONG, "long_factor": [2.0] * 7}}, "long_factor has 7 numbers"),
+    "longrope-none": ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor has 0 numbers"),
+    "longrope-zero": ("phi3", {"rope_scaling": {**LONG, "short_factor": [0] * 8}}, "short_factor must be between"),
+    "longrope-text": ("phi3", {"rope_scaling": {**LONG, "short_factor": ["1"] * 8}}, "short_factor must be a number"),
+    "longrope-elsewhere": ("llama", {"rope_scaling": LONG}, "'longrope' is not supported"),
+    "partial-negative": ("phi3", {"partial_rotary_factor": -0.5}, "partial_rotary_factor"),
+    "partial-odd": ("glm4", {"partial_rotary_factor": 0.2, "head_dim": 16}, "pairs"),
+    "partial-elsewhere": ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "query-scale-elsewhere": ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    "no-rope-letters": ("smollm3", {"no_rope_layers": ["1"] * 4}, "no_rope_layers"),
+    "no-rope-two": ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers"),
+    "no-rope-few": ("smollm3", {"no_rope_layers": [1]}, "for each of 4 layers"),
+    "no-rope-elsewhere": ("llama", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers"),
+    "gated-relu2": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported"),
+    "arcee-silu": ("arcee", {"hidden_act": "silu"}, "'silu' is not supported"),
+    "gemma-silu": ("gemma2", {"hidden_activation": "silu"}, "'silu' is not supported"),
+    "softcap-zero": ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    "scalar-zero": ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "both-directions": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "gemma4-both-directions": ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    "gemma4-experts": ("gemma4_text", {"enable_moe_block": True}, "experts"),
+    "gemma4-all-read": ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+    "gemma4-nothing-to-read": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1, "layer_types": [SLIDING] * 3 + [FULL]},
+        "no layer of a kind",
+    ),
+    "gemma4-layers-of-their-own": (
+        "gemma4_text",
+        {"layer_types": [FULL] * 4, "per_layer_config": {"0": {"head_dim": 32}, "3": {"head_dim": 64}}},
+        "differs between layers",
+    ),
+    "gemma4-other-overrides": (
+        "gemma4_text",
+        {"layer_types": [FULL] * 4, "per_layer_config": {"0": {"intermediate_size": 32}}},
+        "of layer 0",
+    ),
+    "gemma4-odd-head": ("gemma4_text", {"global_head_dim": 33}, "33 is odd"),
+    "granite-zero": ("granite", {"logits_scaling": 0}, "logits_scaling"),
+    "multiplier-elsewhere": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),
+    "cohere-scale-zero": ("cohere2", {"logit_scale": 0.0}, "logit_scale"),
+    "window-zero": ("cohere2", {"sliding_window": 0}, "sliding_window"),
+    "window-missing": ("cwm", {"sliding_window": None}, "without sliding_window"),
+    "kinds-unknown": ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+    "pattern-zero": ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+    "alpha-text": (
+        "hunyuan_v1_dense",
+        {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": "1000"}},
+        "alpha must be a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_refused_by_name(case: str) -> None:
+    model_type, changes, message = WRONG[case]
+    with pytest.raises(ModelError, match=message) as caught:
+        parse(model_type, **changes)
+    assert "config.json" in caught.value.message
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_known_families_are_refused_with_the_reason(model_type: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse(model_type)
+    assert REFUSED[model_type] in caught.value.message
+
+
+def test_nothing_is_both_run_and_refused() -> None:
+    assert not set(REFUSED) & set(families())
+
+
+def test_absent_fields_are_the_family_s() -> None:
+    """As transformers has them: configs leave out what is usual."""
+    gemma = parse("gemma3_text", sliding_window=16)
+    assert gemma.head_dim == 256 and gemma.tie_embeddings and gemma.attention_scale == 256**-0.5
+    assert {spec.theta for spec in gemma.distinct_rotations} == {10000.0}, "four of six layers slide"
+    assert parse("gemma2").attention_softcap == 50 and parse("gemma2").windows == (4096, None, 4096, None)
+    assert parse("gemma2", attn_logit_softcapping=None).attention_softcap is None, "a null that is written stands"
+    assert parse("smollm3").rotation(3) is None and parse("smollm3").rope_theta == 2e6
+    assert parse("olmo3").windows == (4096, 4096, 4096, None)
+    assert parse("cwm").windows[0] is None and parse("cwm").rope.kind == "llama3"
+    assert parse("cohere2").logit_scale == 0.0625 and parse("cohere2").rotation(3) is None
+    assert parse("ministral3").rope.query_beta == 0.1
+    assert parse("arcee").activation == "relu2" and not parse("arcee").layer(0).mlp.gated
+    four = parse("gemma4_text", num_hidden_layers=6)
+    assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]
+    assert four.rotation(5) == four.distinct_rotations[1] and four.rope.share == 0.25
+    assert four.per_layer_width == 256 and parse("gemma4_unified_text").per_layer_width == 0
+
+
+def test_what_makes_the_inputs_of_a_product() -> None:
+    """A factor on inputs can be taken back only where each is made alone, and for this product only."""
+    assert isinstance(parse("gemma2").layer(0).made_by("qkv"), NormSpec)
+    fused = parse("phi3").layer(0)
+    assert fused.made_by("o") == OutputRows("qkv", 6 * 16, 2, 2, 16)
+    assert fused.made_by("down") == OutputRows("gate_up", 96, 1, 1, 96)
+    assert parse("arcee").layer(0).made_by("down") is None, "a square stands between"
+    beside = parse("cohere2").layer(0)
+    assert beside.made_by("qkv") is None and beside.made_by("gate_up") is None, "one norm makes both"
+    assert beside.made_by("o") is not None
+    after = parse("exaone4").layer(0)
+    assert after.made_by("qkv") is None and after.made_by("gate_up") is None, "the stream itself"
+    told = parse("gemma4_text").layer(0)
+    assert told.made_by("o") is None, "values are normed"
+    assert told.made_by("per_layer_gate") is None and told.made_by("per_layer_projection") is None
