@@ -119,7 +119,7 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes; `stored` is the scheme of a source that was not dense; `calibration`, `tuning` and `card` are None where there was none.
+    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none, `stored` for a dense source.
 
     The digests come from `digests`.
     """

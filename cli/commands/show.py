@@ -109,7 +109,7 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     windows = sorted({window for window in config.windows if window is not None})
     rope = "" if config.rope.kind == "default" else f", {config.rope.kind} rope x {config.rope.factor:g}"
     sliding = f", sliding window {windows[0]}" if windows else ""
-    foreign = "".join(f", {layout}" for layout in info.layouts if layout != OWN_LAYOUT)
+    foreign = "".join(f", {layout}" for layout in info.foreign_layouts)
     quantized = f"{foreign}, {len(info.packings)} linears" if info.packings else ""
     return [
         ("architecture", config.model_type),
