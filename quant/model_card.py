@@ -111,6 +111,7 @@ def encode(
     recipe: Recipe,
     calibration: Calibration | None,
     source: Source,
+    stored: str | None,
     size: Size,
     layers: Iterable[Layer],
     tuning: Tuning | None,
@@ -118,7 +119,7 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none.
+    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none, `stored` for a dense source.
 
     The digests come from `digests`.
     """
@@ -127,7 +128,13 @@ def encode(
         "schema_version": CARD_VERSION,
         "recipe": {**asdict(recipe), "group": group},
         "calibration": None if calibration is None else _describe(calibration),
-        "source": {"name": label(source), "repo": source.repo, "revision": source.revision, "files": source_files},
+        "source": {
+            "name": label(source),
+            "repo": source.repo,
+            "revision": source.revision,
+            "scheme": stored,
+            "files": source_files,
+        },
         "versions": _versions(),
         "size": asdict(size),
         "tuning": None if tuning is None else asdict(tuning),

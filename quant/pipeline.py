@@ -163,6 +163,7 @@ def _quantize(
                 recipe=work.recipe,
                 calibration=shown,
                 source=work.source,
+                stored=work.stored,
                 size=work.size,
                 layers=layers,
                 tuning=tuning,
@@ -197,7 +198,9 @@ def _notes(
     tuning: Tuning | None,
     card: Evaluation | None,
 ) -> tuple[str, ...]:
-    notes = []
+    notes = (
+        [] if work.stored is None else [f"made from weights of {work.stored}: what they had lost is not found again"]
+    )
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):

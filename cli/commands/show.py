@@ -85,7 +85,8 @@ def _origin(info: ModelInfo) -> str:
         return f"{info.source.repo} @ {info.source.revision}" if info.source.repo else "unknown"
     source = info.record.object("source")
     revision = f" @ {source.text('revision')}" if source.has("revision") else ""
-    return f"quantized from {source.text('name', 'an unknown model')}{revision}"
+    scheme = f" ({source.text('scheme')})" if source.has("scheme") else ""
+    return f"quantized from {source.text('name', 'an unknown model')}{revision}{scheme}"
 
 
 def _card(info: ModelInfo) -> list[tuple[str, str]]:
@@ -124,7 +125,8 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     plain = config.rope.kind in ("default", "proportional")
     rope = "" if plain else f", {config.rope.kind} rope x {config.rope.factor:g}"
     sliding = f", sliding window {windows[0]}" if windows else ""
-    quantized = f", {len(info.packings)} linears" if info.packings else ""
+    foreign = "".join(f", {layout}" for layout in info.foreign_layouts)
+    quantized = f"{foreign}, {len(info.packings)} linears" if info.packings else ""
     return [
         ("architecture", config.model_type),
         ("layers", f"{config.layers} of width {config.hidden_size}, MLP {config.intermediate_size}"),

@@ -11,6 +11,8 @@ from mycli.runtime.device.system import cpu, give_back
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ResourceError
+from mycli.runtime.kernels.reference import DequantizeKernel
+from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
@@ -35,6 +37,8 @@ def load_model(
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config)
     model.load(checkpoint, folder.packings, placement.device, placement.dtype)
+    if slow := _decoded(folder, placement):
+        warn(f"no kernel here multiplies {' and '.join(slow)} weights: each pass decodes them, which is slow")
     if placement.dense_prefill_copy:
         model.keep_dense_copies()
     give_back()  # what was read and then laid out otherwise: a tenth of a packed model
@@ -43,6 +47,15 @@ def load_model(
     from mycli.runtime.engine.device_loop import accelerate
 
     return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
+
+
+def _decoded(folder: ModelFolder, placement: Placement) -> list[str]:
+    """The schemes of products that are left to the slow reference."""
+    packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
+    shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
+    device, dtype = placement.device, placement.dtype
+    slow = (one for one in shapes if select_kernel(*one, device, dtype).name == DequantizeKernel.name)
+    return sorted({packing.name for packing, _, _ in slow})
 
 
 def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> MemoryPlan:

@@ -20,7 +20,7 @@ from mycli.runtime.hub.local import MAX_RECORD_BYTES
 from mycli.runtime.hub.resolve import RECORD, HubFile, Source, custom_code, split_file
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
 # Small files that say what a model is; tokenizer.json is too large for a look.
@@ -57,6 +57,11 @@ class ModelInfo:
     def scheme(self) -> str:
         """int4-g128, several joined by +, or the dtype of a model that is not quantized."""
         return "+".join(sorted({packing.name for packing in self.packings.values()})) or self.config.dtype
+
+    @property
+    def foreign_layouts(self) -> list[str]:
+        """The layouts of packed weights that quantizing does not write: awq, gguf."""
+        return sorted({packing.layout for packing in self.packings.values()} - {OWN_LAYOUT})
 
 
 def read_model_info(source: Source) -> ModelInfo:

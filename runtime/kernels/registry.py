@@ -20,6 +20,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.attention import attend_few
 from mycli.runtime.kernels.cpu.elementwise import rms_norm_few, rotate_few, silu_multiply_few
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few
+from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -64,7 +65,7 @@ ATTENTION = Operation("attention", (attend_few, reference.attend_dense))
 
 def kernels() -> tuple[Kernel, ...]:
     """Those that multiply by packed weights, in order of preference."""
-    return (CpuKernel(), TorchInt4Kernel(), TritonKernel(), reference.DequantizeKernel())
+    return (CpuKernel(), TorchInt4Kernel(), TableKernel(), TritonKernel(), reference.DequantizeKernel())
 
 
 def select_kernel(

@@ -215,9 +215,11 @@ def activation_bytes(plan: MemoryPlan) -> int:
 def dequantization_bytes(plan: MemoryPlan) -> int:
     """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
 
-    The CPU unpacks at most `CPU_PART` weights at a time, with AMX none; a shadow leaves nothing to unpack.
+    The CPU unpacks at most `CPU_PART` weights at a time, with AMX none but those of tables; a shadow leaves nothing.
     """
-    if plan.shadow or (plan.tiles and not plan.gpu and (plan.dtype or plan.config.dtype) == "bfloat16"):
+    tables = any(packing.codes != "int" for packing in plan.packings.values())
+    tiles = plan.tiles and not tables and not plan.gpu
+    if plan.shadow or (tiles and (plan.dtype or plan.config.dtype) == "bfloat16"):
         return 0
     largest = 0
     for layer in range(plan.config.layers):

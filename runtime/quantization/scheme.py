@@ -14,6 +14,7 @@ from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
 BITS = (8, 4, 3, 2)  # that quantizing writes; 5, 6 and 7 are read
 GROUP_SIZES = (32, 64, 128)
+OWN_LAYOUT = "compressed_tensors"  # of `checkpoint.formats`, that quantizing writes
 # What a code stands for: a signed integer, or an entry of a table: of 8-bit floats, of E2M1 (the FP4 of OCP's MX and of
 # NVIDIA), of QLoRA's NF4, of bitsandbytes' FP4.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
@@ -30,7 +31,7 @@ class Packing:
 
     bits: int
     group_size: int | None
-    layout: str = "compressed_tensors"  # which of `checkpoint.formats` its tensors lie in
+    layout: str = OWN_LAYOUT  # which of `checkpoint.formats` its tensors lie in
     offsets: bool = False
     codes: Codes = "int"
     scale_dtype: Dtype | None = None

@@ -31,6 +31,7 @@ HEADERS = (
     "packed_integer.h",
     "packed_tiles.h",
     "steps.h",
+    "table.h",
 )
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
@@ -51,6 +52,16 @@ class CWeight(ctypes.Structure):
         ("group", c_int64),
         ("bits", c_int32),
         ("scale_type", c_int32),
+    ]
+
+
+class CTableWeight(ctypes.Structure):
+    """`TableWeight` of table.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "values")),
+        *((name, c_int64) for name in ("rows", "inputs", "stride", "group")),
+        *((name, c_int32) for name in ("kind", "scale_type")),
     ]
 
 
@@ -88,6 +99,8 @@ class Native:
     gate: Callable[..., int | None]
     rotate: Callable[..., int | None]
     read: Callable[..., int]
+    table_matmul: Callable[..., int | None]
+    table_dequantize: Callable[..., int | None]
     bf16: bool  # `matmul` takes bf16 activations
     amx: bool  # and many rows of them
     dense_bf16: bool  # `dense` works, and torch multiplies bf16 fast
@@ -102,7 +115,7 @@ def load_library(path: Path) -> Native:
         found.restype, found.argtypes = result, arguments
         return found  # type: ignore[no-any-return]  # ctypes' functions have no static type
 
-    weight = ctypes.POINTER(CWeight)
+    weight, table = ctypes.POINTER(CWeight), ctypes.POINTER(CTableWeight)
     features = function("packed_features", c_int)()
     return Native(
         repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
@@ -115,6 +128,8 @@ def load_library(path: Path) -> Native:
         gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
         rotate=function("rotate", None, ctypes.POINTER(CRotation)),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
+        table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
+        table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
         bf16=bool(features & 1),
         amx=bool(features & 2),
         dense_bf16=bool(features & 4),

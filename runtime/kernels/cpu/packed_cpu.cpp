@@ -16,6 +16,7 @@
 #include "draw.h"
 #include "packed_tiles.h"
 #include "steps.h"
+#include "table.h"
 
 namespace {
 
@@ -321,6 +322,14 @@ EXPORT void norm(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* 
 }
 EXPORT void gate(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y) { gate_rows(x, rows, size, y); }
 EXPORT void rotate(const Rotation* r) { rotate_rows(*r); }
+
+// As table_product and table_unpack in table.h.
+EXPORT void table_matmul(const TableWeight* t, const float* x, int64_t rows, float* y, int threads) {
+    table_product(*t, x, rows, y, threads);
+}
+EXPORT void table_dequantize(const TableWeight* t, int64_t first, int64_t count, void* out, int32_t type, int threads) {
+    table_unpack(*t, first, count, out, type, threads);
+}
 
 // Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {

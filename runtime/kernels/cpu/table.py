@@ -1,0 +1,112 @@
+"""Products of weights in 8-bit floats and tables of 16 values on the CPU, multiplied as they are stored (table.h).
+
+Few rows are decoded in registers; many are a dense product of a part of the weight at a time. Knows codes and scales;
+what they were in a file is the layouts'.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import CTableWeight, Native
+from mycli.runtime.kernels.reference import DequantizeMatmul
+from mycli.runtime.quantization.codes import code_table
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+_KINDS = {"e4m3": 1, "e5m2": 2}  # `TableKind` of table.h; the others have 4 bits
+_LANES = 16
+_FEW = 16  # rows; from here on a dense product of decoded weights is faster
+_PART = 1 << 24  # weights decoded at a time for it
+
+
+class TableMatmul:
+    """A weight as it is stored. Of fewer than 16 rows, each has the same bits alone or beside others."""
+
+    def __init__(self, library: Native, weight: PackedWeight) -> None:
+        self._library, self._shape = library, (weight.out_features, weight.in_features)
+        self._packed = weight.packed.contiguous()
+        scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
+        self._scales, self._dtype = scales.contiguous(), weight.scales.dtype
+        self._values = code_table(weight.packing).contiguous()
+        self._table = CTableWeight(
+            codes=self._packed.data_ptr(),
+            scales=self._scales.data_ptr(),
+            values=self._values.data_ptr(),
+            rows=weight.out_features,
+            inputs=weight.in_features,
+            stride=self._packed.shape[1] * self._packed.element_size(),
+            group=weight.in_features // weight.packing.groups(weight.in_features),
+            kind=_KINDS.get(weight.packing.codes, 0),
+            scale_type=_TYPES[self._scales.dtype],
+        )
+        self._pointer = ctypes.pointer(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._packed.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] to [rows, N] in the dtype of x; sums in fp32."""
+        if x.shape[0] >= _FEW:
+            return self._dense(x)
+        given = x.float().contiguous()
+        y = torch.empty(x.shape[0], self._shape[0])
+        threads = torch.get_num_threads()
+        self._library.table_matmul(self._pointer, given.data_ptr(), x.shape[0], y.data_ptr(), threads)
+        return y.to(x.dtype)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        given, outputs = x.to(dtype), self._shape[0]
+        step = max(1, _PART // self._shape[1])
+        y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+        part = torch.empty(min(step, outputs), self._shape[1], dtype=dtype)
+        for first in range(0, outputs, step):
+            rows = part[: min(step, outputs - first)]
+            self._unpack(first, rows)
+            y[:, first : first + step] = functional.linear(given, rows)
+        return y
+
+    def _unpack(self, first: int, out: Tensor) -> None:
+        threads = torch.get_num_threads()
+        self._library.table_dequantize(self._pointer, first, out.shape[0], out.data_ptr(), _TYPES[out.dtype], threads)
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in the dtype of its scales, as the reference rounds it."""
+        out = torch.empty(self._shape, dtype=self._dtype if self._dtype in _TYPES else torch.float32)
+        self._unpack(0, out)
+        return out.to(self._dtype)
+
+
+class TableKernel:
+    """Takes codes of tables in groups of multiples of 16 inputs, where there is a compiler."""
+
+    name = "cpu-table"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Declines integers, small groups, and machines without a compiler. The first call may build."""
+        if device.type != "cpu":
+            return "runs on the CPU only"
+        if packing.codes == "int" or packing.offsets:
+            return f"takes tables of values, not {packing.name}"
+        group = in_features // packing.groups(in_features)
+        if group % _LANES:
+            return f"groups of {group} inputs are no multiple of {_LANES}"
+        library = build.native()
+        return library if isinstance(library, str) else None
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        """Keeps the tensors as they are. Codes that are no number, where they were allowed, are the reference's."""
+        library = build.native()
+        assert isinstance(library, Native)
+        magnitude = weight.packed.view(torch.uint8) & 0x7F
+        largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(weight.packing.codes, 0x7F)
+        return DequantizeMatmul(weight) if bool((magnitude > largest).any()) else TableMatmul(library, weight)

@@ -1,0 +1,94 @@
+"""Products of 8-bit floats and of tables against fp64: every kind, group and instruction set, and what is declined."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.cpu.table import TableKernel, TableMatmul
+from mycli.runtime.kernels.reference import DequantizeMatmul
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.quantization.codes import code_table
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import Codes, Packing
+
+CPU = torch.device("cpu")
+KINDS: dict[str, Codes] = {kind: kind for kind in get_args(Codes) if kind != "int"}
+COLUMNS = 192
+
+
+def weight(kind: Codes, group: int | None, dtype: torch.dtype = torch.float32, rows: int = 37) -> PackedWeight:
+    """Every code that is a number; scales of both signs."""
+    generator = torch.Generator().manual_seed(group or 0)
+    packing = Packing(8 if kind in ("e4m3", "e5m2") else 4, group, codes=kind)
+    values = code_table(packing)
+    good = torch.arange(len(values))[values.isfinite()].to(torch.uint8)
+    codes = good[torch.randint(0, len(good), (rows, COLUMNS), generator=generator)]
+    scales = torch.randn(rows, packing.groups(COLUMNS), generator=generator).to(dtype)
+    return PackedWeight(pack(codes, packing.bits), scales, packing, COLUMNS)
+
+
+def exact(given: PackedWeight) -> Tensor:
+    """Codes looked up and multiplied one by one in fp64."""
+    bits, groups = given.packing.bits, given.packing.groups(COLUMNS)
+    table, stored = code_table(given.packing).double(), given.packed.view(torch.uint8)
+    result = torch.empty(given.out_features, COLUMNS, dtype=torch.float64)
+    for column in range(COLUMNS):
+        code = stored[:, column * bits // 8] >> column * bits % 8 & (1 << bits) - 1
+        result[:, column] = table[code.int()] * given.scales[:, column * groups // COLUMNS].double()
+    return result
+
+
+@pytest.mark.parametrize("group", [16, 32, 96, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_fp64(kind: str, group: int | None, library: Native) -> None:
+    given = weight(KINDS[kind], group)
+    matmul = prepare_product(given, torch.float32)
+    assert isinstance(matmul, TableMatmul)
+    assert torch.equal(matmul.dequantize(), dequantize(given))
+    wanted = exact(given)
+    for rows in (1, 3, 4, 7, 16, 40):
+        x = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows))
+        assert (matmul(x).double() - x.double() @ wanted.t()).norm() < 2e-6 * (x.double() @ wanted.t()).norm()
+
+
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_types_of_scales_and_activations(dtype: torch.dtype, scales: torch.dtype) -> None:
+    given = weight("nf4", 32, scales)
+    matmul = prepare_product(given, dtype)
+    assert torch.equal(matmul.dequantize(), dequantize(given))
+    for rows in (2, 20):
+        x = torch.randn(rows, COLUMNS).to(dtype)
+        found, wanted = matmul(x), x.double() @ exact(given).t()
+        assert found.dtype == dtype and (found.double() - wanted).norm() < 6e-3 * wanted.norm()
+
+
+def test_a_row_has_the_same_bits_beside_others() -> None:
+    matmul, x = prepare_product(weight("e4m3", 32), torch.float32), torch.randn(15, COLUMNS)
+    together = matmul(x)
+    assert all(torch.equal(matmul(x[row : row + 1])[0], together[row]) for row in range(15))
+
+
+@pytest.mark.parametrize(("kind", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7C), ("e5m2", 0xFE)])
+def test_codes_that_are_no_number_are_not_made_one(kind: str, code: int) -> None:
+    given = weight(KINDS[kind], 32)
+    given.packed.view(torch.uint8)[5, 7] = code
+    matmul = prepare_product(given, torch.float32)
+    assert isinstance(matmul, DequantizeMatmul)
+    assert not matmul(torch.randn(1, COLUMNS))[0, 5].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("packing", "reason"),
+    [
+        (Packing(8, 8, codes="e4m3"), "groups of 8 inputs"),
+        (Packing(4, 32, offsets=True), "takes tables of values, not int4-g32-offset"),
+    ],
+    ids=["small-groups", "integers"],
+)
+def test_what_is_declined_is_told(packing: Packing, reason: str) -> None:
+    assert reason in str(TableKernel().decline(packing, 64, COLUMNS, CPU, torch.float32))
+    assert TableKernel().decline(packing, 64, COLUMNS, torch.device("cuda"), torch.float32) == "runs on the CPU only"
