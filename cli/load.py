@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_name
+from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_file, split_name
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
@@ -121,6 +121,11 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     from mycli.runtime.hub.client import Hub
 
     with Hub.connect(call.out.note) as hub:
+        if split_file(model)[1] is not None:
+            from mycli.runtime.hub.download import plan_download
+            from mycli.runtime.hub.model_info import fetch_gguf
+
+            return fetch_gguf(hub, plan_download(hub, model))
         commit = hub.commit(repo, revision)
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
     return ModelFolder.of(parse_object(data, f"{repo}: config.json"))

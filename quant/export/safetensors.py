@@ -33,7 +33,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 
     def fill(writer: CheckpointWriter) -> None:
         for done, (name, dtype) in enumerate(dtypes.items(), 1):
-            values = weights.meant(name)
+            values = weights.dense(name) if asked else weights.meant(name)
             cast = values.to(dtype)
             kind = dtype_info(dtype).short
             if not bool((cast.to(torch.float32) == values.to(torch.float32)).all()):

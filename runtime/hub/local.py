@@ -30,6 +30,7 @@ from mycli.runtime.hub.resolve import (
     cached_repos,
     commits,
     file_bytes,
+    gguf_files,
     home,
     hub_cache,
     is_hub_name,
@@ -96,9 +97,23 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
     for commit, names in commits(folder).items():
         name = repo if "main" in names else f"{repo}@{next(iter(names), commit)}"
         snapshot = folder / "snapshots" / commit
+        yield from _gguf_models(name, snapshot, commit)
+        if gguf_files(path.name for path in snapshot.glob("*")) and not (snapshot / "config.json").exists():
+            continue  # of such a repository only files are models
         problem = _problem(snapshot, read_tree(folder, commit))
         unfinished = sum(file_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
         yield LocalModel(name, "hub", snapshot, commit, _size([snapshot]) + unfinished, problem)
+
+
+def _gguf_models(name: str, snapshot: Path, commit: str) -> Iterator[LocalModel]:
+    for file in gguf_files(path.name for path in snapshot.glob("*")):
+        parts = [snapshot / part for part in part_names(file)]
+        problem = ""
+        try:
+            ModelFolder.open(snapshot / file).checked_manifest()
+        except (ModelError, NotFoundError) as error:
+            problem = error.message
+        yield LocalModel(f"{name}:{file}", "hub", snapshot / file, commit, sum(map(file_bytes, parts)), problem)
 
 
 def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:

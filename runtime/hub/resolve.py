@@ -381,6 +381,10 @@ def _resolve_cached(model: str, offline: bool) -> Source:
         here = f"; here is {' and '.join(names[:3])}" if names else _suggestion(model)
         raise absent(f"not on this machine{here}")
     missing = lacking(commit)
+    held_files = gguf_files(path.name for path in _children(folder / "snapshots" / commit))
+    if missing and file is None and held_files:
+        shown = " or ".join(f"{model}:{name}" for name in held_files[:4])
+        raise NotFoundError(f"{model}: GGUF files of it are here, each a model of its own", f"give one: {shown}")
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise absent(f"only partly downloaded: missing {', '.join(missing[:8])}{more}")

@@ -89,7 +89,7 @@ def write_model(
         writer.add_tensor(name, np.array(factors, dtype=np.float32))
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float()
-        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if arch in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = _for_pairs(weight, heads if ".q_proj." in name else config["num_key_value_heads"])
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1

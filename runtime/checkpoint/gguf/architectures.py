@@ -190,6 +190,11 @@ def _biases(model: GgufModel, config: Config) -> Config:
     return {"attention_bias": _has_bias(model, "attn_q"), "mlp_bias": _has_bias(model, "ffn_up")}
 
 
+def _llama(model: GgufModel, config: Config) -> Config:
+    window = _sliding(model, config)
+    return {"model_type": "mistral", **window} if window else _biases(model, config)
+
+
 def _sliding(model: GgufModel, config: Config) -> Config:
     window = model.integer("attention.sliding_window", 0)
     return {"sliding_window": window} if window else {}
@@ -235,10 +240,12 @@ _OLMO2_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", paired=True, extra=_biases),
+    "llama": Architecture("llama", paired=True, extra=_llama),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", extra=_biases),
     "phi3": Architecture("phi3", {"ffn_up": "mlp.gate_up_proj"}, extra=_phi3),
+    "smollm3": Architecture("smollm3", paired=True, extra=_biases),
+    "seed_oss": Architecture("seed_oss", {"post_attention_norm": "post_attention_layernorm"}, extra=_biases),
     "olmo2": Architecture("olmo2", _OLMO2_NORMS, extra=_biases),
     "gemma2": Architecture("gemma2", _GEMMA_NORMS, norm_shift=1.0, extra=_gemma2),
     "gemma3": Architecture("gemma3_text", _GEMMA_NORMS, norm_shift=1.0, extra=_gemma3),
@@ -284,7 +291,10 @@ def config_json(model: GgufModel) -> Config:
         config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
     if model.integer("expert_count", 0):
         config["num_experts"] = model.integer("expert_count")
-    return {**config, **entry.extra(model, config)}
+    extra = entry.extra(model, config)
+    if model.integer("attention.sliding_window", 0) and "sliding_window" not in extra:
+        raise model.metadata.fail(f"{model.architecture}.attention.sliding_window", "is not supported here")
+    return {**config, **extra}
 
 
 def renamed_tensors(model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import fetch_files, plan_download
+from mycli.runtime.hub.local import drop_damaged, files_to_verify, local_models, verify_files
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
-from mycli.runtime.hub.resolve import Source
+from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.retry import RetryPolicy
+from tests.support import gguf_files
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
 
@@ -86,3 +89,54 @@ def test_a_broken_tokenizer_hides_nothing_else(tmp_path: Path) -> None:
     info = local(tmp_path, tokenizer__json=b"{")
     assert any("tokenizer.json" in warning for warning in info.warnings)
     assert info.config.layers == 6 and info.template is not None
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
+    keys = gguf_files.published_tokenizer(PICO, "smollm")
+    gguf_files.write_model(PICO, path, "llama", "Q8_0", json.loads(FILES["config.json"]), keys)
+    return path.read_bytes()
+
+
+def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
+    gguf_file: bytes, server: HubServer, tmp_path: Path
+) -> None:
+    """Only the file that is named: not the other sizes of the same model that a repository holds."""
+    repo = {"pico-q8_0.gguf": gguf_file, "pico-q4_0.gguf": b"x" * 5000, "README.md": b"#", "config.json": b"{}"}
+    server.add("org/files", repo)
+    model = "org/files:pico-q8_0.gguf"
+    with Hub(server.address(), None, lambda text: None, RetryPolicy(first_delay=0.01)) as hub:
+        seen = fetch_model_info(hub, model)
+        assert seen.config.parameters() == 5_770_496 and seen.scheme == "int8-g32" and seen.template and seen.eos
+        assert not (tmp_path / "hub").exists()
+        job = plan_download(hub, model)
+        assert [file.name for file in job.files] == ["pico-q8_0.gguf"] and job.total_bytes == len(gguf_file)
+        source = fetch_files(hub, job, force=False, advance=lambda count: None)
+        with pytest.raises(NotFoundError, match="pico-q9.gguf"):
+            plan_download(hub, "org/files:pico-q9.gguf")
+        with pytest.raises(ModelError, match="2 GGUF files"):
+            plan_download(hub, "org/files")
+    assert resolve(model) == source and source.folder.name == "pico-q8_0.gguf"
+    info = read_model_info(source)
+    assert info.tensors == seen.tensors and not info.warnings
+    with pytest.raises(NotFoundError, match="each a model of its own"):
+        resolve("org/files")
+    with pytest.raises(NotFoundError, match="partly downloaded: missing pico-q4_0.gguf"):
+        resolve("org/files:pico-q4_0.gguf")
+    assert [(found.name, found.problem) for found in local_models() if found.kind == "hub"] == [(model, "")]
+    checked = verify_files(source, files_to_verify(source), lambda count: None)
+    assert [(file.name, file.state) for file in checked] == [("pico-q8_0.gguf", "ok")]
+    changed = bytearray(gguf_file)
+    changed[-100] ^= 1
+    source.folder.resolve().write_bytes(changed)
+    damaged = verify_files(source, files_to_verify(source), lambda count: None)
+    assert [file.state for file in damaged] == ["damaged"] and drop_damaged(source, damaged) == ["pico-q8_0.gguf"]
+    with pytest.raises(NotFoundError, match="pico-q8_0.gguf"):
+        resolve(model)
+
+
+@pytest.mark.parametrize("name", ["org/files:../x.gguf", "org/files:a/b.gguf", "a/b/c:x.gguf", "files:x.gguf"])
+def test_names_of_files_that_are_none(name: str, server: HubServer) -> None:
+    with pytest.raises((NotFoundError, UsageError, ModelError)):
+        resolve(name)

@@ -5,11 +5,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from mycli.runtime.checkpoint.gguf.architectures import ARCHITECTURES
 from mycli.runtime.checkpoint.gguf.checkpoint import halves_order, pairs_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -17,7 +20,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support import gguf_files
-from tests.support.families import IDS, make, scaled, whole
+from tests.support.families import IDS, SMALL, make, scaled, whole
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -45,9 +48,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "mistral": ("llama", "mistral", {"sliding_window": None}, {}),
+    "mistral-window7": ("llama", "mistral", {"sliding_window": 7}, {"llama.attention.sliding_window": 7}),
     "qwen2-biases": ("qwen2", "qwen2", {}, {}),
     "qwen3-hd32": ("qwen3", "qwen3", {"head_dim": 32}, {}),
     "phi3-window16": ("phi3", "phi3", {"sliding_window": 16, **IDS}, {"phi3.attention.sliding_window": 16}),
+    "gemma2-window7": (
+        "gemma2",
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, **IDS},
+        {
+            "gemma2.attention.sliding_window": 7,
+            "gemma2.attn_logit_softcapping": 50.0,
+            "gemma2.final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3-window7-six-layers": (
+        "gemma3",
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, **IDS},
+        {"gemma3.attention.sliding_window": 7},
+    ),
+    "smollm3-five-layers": ("smollm3", "smollm3", {"num_hidden_layers": 5, **IDS}, {}),
     "olmo2-mha": ("olmo2", "olmo2", {"num_key_value_heads": 4, **IDS}, {}),
 }
 
@@ -86,6 +107,22 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = reference(tokens).logits
     found = whole(load_model(folder, CPU).model, tokens)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tensor_names_are_the_librarys(arch: str) -> None:
+    """gguf knows the name of every tensor that transformers has in a model of the architecture."""
+    entry = ARCHITECTURES[arch]
+    if entry.model_type not in CONFIG_MAPPING:
+        pytest.skip("transformers has no such model")
+    config = AutoConfig.for_model(entry.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
+    with torch.device("meta"):
+        names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    library = gguf.get_tensor_name_map(number, 2)
+    for name in names:
+        expected = library.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert entry.stored_name(name) == expected and entry.renamed(str(expected)) == name
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -1,0 +1,211 @@
+"""Exports: read back by our own readers with every weight's value, refused where that cannot be, rounded when asked."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from mycli.quant import pipeline, planning
+from mycli.quant.export import Exported, ExportRequest, find_export_target, targets
+from mycli.quant.export import _ggml_blocks as blocks
+from mycli.quant.export._weights import Weights, exact_values
+from mycli.quant.progress import silent
+from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.hub.resolve import Source
+from tests.support.families import whole
+from tests.support.models import CPU, random_model
+from tests.support.paths import PICO
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model, and copies of it rounded to several widths and groups."""
+    base = tmp_path_factory.mktemp("copies")
+    made = {"dense": random_model(base / "dense")}
+    for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
+        name = f"int{bits}-{f'g{group}' if group else 'channel'}"
+        recipe = Recipe(method="rtn", bits=bits, group=group)
+        work = planning.plan_quantization(Source("dense", made["dense"]), recipe, report="none")
+        made[name] = pipeline.quantize(work, base / name, CPU).folder
+    return made
+
+
+def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
+    module, variant = find_export_target(to)
+    request = ExportRequest(Source(folder.name, folder), ModelFolder.open(folder), target, variant, **options)
+    return module.export(request, silent)
+
+
+def values(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a model as fp32, exactly what it means."""
+    opened = ModelFolder.open(folder)
+    weights = Weights(opened)
+    return {name: weights.dense(name).float() for name, _ in opened.config.tensors()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+LOSSLESS = [
+    *((name, "gguf") for name in ("dense", "int4-g32", "int4-g64", "int8-g32", "int8-channel", "int3-g64", "int2-g32")),
+    *((name, "gptq") for name in ("int4-g32", "int8-channel", "int3-g64", "int2-g32")),
+    *((name, "awq") for name in ("int4-g32", "int4-g64")),
+    *((name, "mlx") for name in ("int4-g64", "int8-g32", "int8-channel", "int3-g64", "int2-g32")),
+    ("dense", "gguf:f32"),
+    ("dense", "gguf:bf16"),
+    ("int4-g32", "gguf:q4_0"),
+    ("int4-g32", "gguf:q8_0"),
+    ("int4-g32", "safetensors:fp32"),
+    ("dense", "safetensors"),
+]
+
+
+@pytest.mark.parametrize(("name", "to"), LOSSLESS, ids=["-to-".join(case) for case in LOSSLESS])
+def test_what_fits_keeps_every_value(name: str, to: str, copies: dict[str, Path], tmp_path: Path) -> None:
+    done = run(copies[name], to, tmp_path / "out")
+    assert not done.rounded and done.path.exists()
+    assert same(values(copies[name]), values(done.path))
+
+
+def test_a_plain_folder_holds_what_the_packed_one_means(copies: dict[str, Path], tmp_path: Path) -> None:
+    """Of compressed-tensors the products rounded to the scales' dtype, as every reader of that layout computes them."""
+    done = run(copies["int4-g32"], "safetensors", tmp_path / "out")
+    opened = ModelFolder.open(done.path)
+    assert not done.rounded and not opened.packings and opened.config.dtype == "bfloat16"
+    exact, found = values(copies["int4-g32"]), values(done.path)
+    assert all(torch.equal(found[name], exact[name].bfloat16().float()) for name in exact)
+
+
+REFUSED = [
+    ("dense", "gguf:q8_0", "Q8_0 does not hold"),
+    ("dense", "gguf:f16", "F16 does not hold"),
+    ("int8-g32", "gguf:q4_0", "Q4_0 does not hold"),
+    ("dense", "gguf:q4_k", "does not hold"),
+    ("dense", "gptq", "not quantized"),
+    ("dense", "awq", "not quantized"),
+    ("dense", "mlx", "not quantized"),
+    ("int8-g32", "awq", "int8-g32 weights: AWQ"),
+]
+
+
+@pytest.mark.parametrize(("name", "to", "message"), REFUSED, ids=["-to-".join(case[:2]) for case in REFUSED])
+def test_what_does_not_fit_is_refused_and_nothing_is_left(
+    name: str, to: str, message: str, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        run(copies[name], to, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("f16", 1e-12), ("q8_0", 1e-4), ("q4_0", 0.01), ("q4_k", 0.008)], ids=lambda part: str(part)
+)
+def test_rounding_is_done_when_asked_and_says_what_it_cost(
+    kind: str, most: float, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    done = run(copies["dense"], f"gguf:{kind}", tmp_path / "out.gguf", requantize=True)
+    before, after = values(copies["dense"]), values(done.path)
+    errors = {one.name: one.error for one in done.rounded}
+    before.pop("model.embed_tokens.weight")  # which is read in the model's dtype, rounded once more
+    for name, tensor in before.items():
+        lost = ((tensor - after[name]).square().sum() / tensor.square().sum()).item()
+        assert lost == pytest.approx(errors.get(name, 0.0), rel=1e-3, abs=1e-12) and lost <= most
+
+
+def test_an_output_is_not_replaced_unasked_and_its_suffix_is_given(copies: dict[str, Path], tmp_path: Path) -> None:
+    done = run(copies["dense"], "gguf", tmp_path / "out")
+    assert done.path == tmp_path / "out.gguf"
+    with pytest.raises(UsageError, match="exists already"):
+        run(copies["dense"], "gguf", tmp_path / "out.gguf")
+    run(copies["dense"], "gguf", tmp_path / "out.gguf", overwrite=True)
+    run(copies["int4-g32"], "mlx", tmp_path / "folder")
+    with pytest.raises(UsageError, match="exists already"):
+        run(copies["int4-g32"], "mlx", tmp_path / "folder")
+    run(copies["int4-g32"], "mlx", tmp_path / "folder", overwrite=True)
+    (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="thesis.txt"):
+        run(copies["int4-g32"], "mlx", tmp_path / "folder", overwrite=True)
+
+
+@pytest.mark.parametrize("to", ["onnx", "gguf:q9", "gptq:4", ""])
+def test_a_target_that_there_is_not(to: str) -> None:
+    with pytest.raises(UsageError, match="there is|no layout|no such kind"):
+        find_export_target(to)
+    assert targets() == ["awq", "gguf", "gptq", "mlx", "safetensors"]
+
+
+def test_the_library_reads_a_file_of_ours(tmp_path: Path) -> None:
+    """Names, types, shapes and values by llama.cpp's own package; rows of q and k in pairs."""
+    done = run(PICO, "gguf", tmp_path / "pico.gguf")
+    reader = gguf.GGUFReader(done.path)
+    read = {field.name: field.contents() for field in reader.fields.values() if not field.name.endswith("tokens")}
+    told = [read[key] for key in ("general.architecture", "llama.block_count", "tokenizer.ggml.pre")]
+    assert told == ["llama", 6, "smollm"]
+    names = {tensor.name for tensor in reader.tensors}
+    library = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 6)
+    original = values(PICO)
+    assert names == {library.get_name(name, try_suffixes=(".weight",)) for name in original}
+    query = next(tensor for tensor in reader.tensors if tensor.name == "blk.3.attn_q.weight")
+    stored = torch.from_numpy(quants.dequantize(query.data, GGMLQuantizationType(query.tensor_type)).copy())
+    ours = original["model.layers.3.self_attn.q_proj.weight"]
+    assert torch.equal(stored, ours.reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256))
+
+
+@pytest.mark.parametrize("kind", ["gguf", "gguf:q8_0"])
+def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path) -> None:
+    done = run(PICO, kind, tmp_path / "pico.gguf", requantize=True)
+    tokens = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
+    mine, theirs = (whole(load_model(ModelFolder.open(path), CPU).model, tokens) for path in (done.path, PICO))
+    if kind == "gguf":
+        assert torch.equal(mine, theirs)
+    assert (mine.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.95
+
+
+def test_metadata_comes_back_as_the_config_it_was(copies: dict[str, Path], tmp_path: Path) -> None:
+    changes = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}}
+    changes["rope_parameters"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    folder = random_model(tmp_path / "llama3", num_hidden_layers=1, max_position_embeddings=512, **changes)
+    done = run(folder, "gguf", tmp_path / "out.gguf")
+    before, after = ModelFolder.open(folder).config, ModelFolder.open(done.path).config
+    for field in ("rope", "rope_theta", "heads", "kv_heads", "head_dim", "max_context", "vocab_size", "tie_embeddings"):
+        assert getattr(before, field) == getattr(after, field), field
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def _random(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_rounding_is_the_librarys_bit_for_bit(kind: str) -> None:
+    rounding = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0}[kind]
+    data = torch.cat([_random(64, 32), torch.zeros(1, 32), torch.full((1, 32), -1.5), _random(64, 32) * 1e-6])
+    found = rounding(data).numpy()
+    expected = quants.quantize(data.numpy(), GGMLQuantizationType[kind])
+    assert np.array_equal(found, expected)
+
+
+def test_nested_scales_lose_little_more_than_free_ones() -> None:
+    """Q4_K's error on normal weights is what llama.cpp's own rounding is known to reach: 0.5 % of the square."""
+    weights = _random(64, 256)
+    found = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
+    assert ((found - weights).square().sum() / weights.square().sum()).item() < 0.006
+    edges = torch.stack([torch.zeros(256), torch.ones(256), -torch.ones(256), torch.linspace(0, 1, 256)])
+    assert (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().max() < 0.035
+
+
+def test_exact_values_are_the_products_without_rounding(copies: dict[str, Path]) -> None:
+    weights = Weights(ModelFolder.open(copies["int4-g32"]))
+    name = next(iter(weights.linears))
+    found = exact_values(weights.packed(name))
+    assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())

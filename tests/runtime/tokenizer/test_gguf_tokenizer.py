@@ -1,0 +1,220 @@
+"""Tokenizers through GGUF metadata and back: the ids of the tokenizer.json that they came from, and of llama.cpp."""
+
+import json
+import random
+from array import array
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import tokenizers
+from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer.gguf_tokenizer import (
+    derived_merges,
+    end_ids,
+    tokenizer_json,
+    tokenizer_metadata,
+    tokenizer_settings,
+)
+from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.paths import PICO, ROOT
+
+PUBLISHED = ROOT.parent / "shared" / "data" / "tokenizers"  # beside a checkout, on machines that have them
+REAL = {
+    "pico": (PICO / "tokenizer.json", "smollm"),
+    "llama-3": (PUBLISHED / "llama-3.json", "llama-bpe"),
+    "qwen2": (PUBLISHED / "qwen2.json", "qwen2"),
+}
+_POOLS = (
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCDEFGHIJ",
+    " \t\n\r  ",
+    "0123456789",
+    "!?.,;:'\"-_()[]{}<>|/\\",
+    "äöüßéèñçåøł",
+    "中文日本語한국어",
+    "🙂🚀👨‍👩‍👧",
+    "'s't're've'll",
+    "\u0301\u0308a\u030a",
+    "ⅣⅫ²½٣",
+)
+_WORDS = ("Hello", "world", "the", "I'm", "DON'T", "<|im_start|>", "3.14159", "f(x):", "  return", "\n\n", "a.b/c?d=e")
+
+
+def strings(count: int, seed: int = 0) -> Iterator[str]:
+    """Texts of words, letters of many scripts, blanks, digits and characters from anywhere."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.randint(1, 20)):
+            kind = rng.random()
+            if kind < 0.25:
+                parts.append(rng.choice(_WORDS))
+            elif kind < 0.9:
+                parts.append("".join(rng.choice(rng.choice(_POOLS)) for _ in range(rng.randint(1, 8))))
+            else:
+                parts.append(chr(rng.choice([rng.randrange(0x20, 0xD800), rng.randrange(0xE000, 0x20000)])))
+        yield "".join(parts)
+
+
+def as_read(metadata: dict[str, Any], architecture: str = "llama") -> Fields:
+    """What the reader of a header makes of metadata: arrays of numbers are arrays."""
+    values = {"general.architecture": architecture, **metadata}
+    for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], int | float):
+            values[key] = array("f" if isinstance(value[0], float) else "i", value)
+    return Fields(values, "x.gguf")
+
+
+@cache
+def _made(name: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """A published tokenizer through metadata and back, and as it is."""
+    path, rule = REAL[name]
+    raw = Fields(json.loads(path.read_text("utf-8")), path.name)
+    ids = [*raw.object("model").values["vocab"].values(), *(token["id"] for token in raw.array("added_tokens", dict))]
+    metadata = tokenizer_metadata(raw, Fields({}, "tokenizer_config.json"), max(ids) + 3)
+    assert metadata["tokenizer.ggml.pre"] == rule
+    made = tokenizer_json(as_read(metadata))
+    return tokenizers.Tokenizer.from_str(json.dumps(made)), tokenizers.Tokenizer.from_file(str(path))
+
+
+def _check_against_its_source(name: str, count: int) -> None:
+    if not REAL[name][0].exists():
+        pytest.skip(f"{REAL[name][0]} is not here")
+    ours, reference = _made(name)
+    for text in strings(count):
+        assert ours.encode(text).ids == reference.encode(text).ids, text
+    assert ours.get_vocab(with_added_tokens=True) == reference.get_vocab(with_added_tokens=True)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_ids_are_those_of_tokenizer_json(name: str) -> None:
+    _check_against_its_source(name, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_ids_of_many_texts_are_those_of_tokenizer_json(name: str) -> None:
+    _check_against_its_source(name, 10_000)
+
+
+def test_llama_cpps_own_cases() -> None:
+    """What llama.cpp publishes of its Llama 3 vocabulary: texts, and the ids that it makes of them."""
+    texts, expected = (PUBLISHED / f"ggml-vocab-llama-bpe.gguf.{kind}" for kind in ("inp", "out"))
+    if not texts.exists():
+        pytest.skip(f"{texts} is not here")
+    ours, _ = _made("llama-3")
+    cases = texts.read_text("utf-8").split("\n__ggml_vocab_test__\n")
+    lines = expected.read_text("utf-8").splitlines()
+    assert len(cases) >= len(lines) > 40
+    for text, line in zip(cases, lines, strict=False):
+        assert ours.encode(text, add_special_tokens=False).ids == [int(word) for word in line.split()], text
+
+
+SENTENCEPIECE_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+SENTENCEPIECE_TYPES = [2, 3, 3, *[6] * 256]
+
+
+def sentencepiece(**more: Any) -> dict[str, Any]:
+    """A small SentencePiece vocabulary: bytes, letters and words, with the scores of their order."""
+    words = ["▁t", "he", "▁the", "in", "er", "▁a", "▁w", "▁in", "re", "on", "▁▁"]
+    words += ["the", "▁wor", "or", "ld", "world", "▁world"]
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyzABC.,!éß"]
+    tokens = [*SENTENCEPIECE_TOKENS, *words, *letters, "<|user|>", "<think>"]
+    scores = [0.0] * 259 + [-float(index) for index in range(len(words))]
+    scores += [-1000.0 - index for index in range(len(letters))] + [0.0, 0.0]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [*SENTENCEPIECE_TYPES, *[1] * (len(words) + len(letters)), 3, 4],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3"])
+def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None:
+    """transformers builds the same tokenizer from the same metadata, by its own tables."""
+    metadata = sentencepiece(**{"tokenizer.ggml.add_space_prefix": architecture == "phi3"})
+    reference, _ = theirs.convert_gguf_tokenizer(
+        architecture,
+        {
+            "tokenizer_type": "llama",
+            "tokens": metadata["tokenizer.ggml.tokens"],
+            "scores": metadata["tokenizer.ggml.scores"],
+            "token_type": metadata["tokenizer.ggml.token_type"],
+        },
+    )
+    made = tokenizer_json(as_read(metadata, architecture))
+    ours = tokenizers.Tokenizer.from_str(json.dumps(made))
+    for text in [*strings(300, seed=1), "the world", " the  world", "in the world in the", "", " ", "  "]:
+        if "<unk>" in text or "<s>" in text:
+            continue
+        found, expected = (t.encode(text, add_special_tokens=False).ids for t in (ours, reference))
+        assert found == expected, text
+
+
+def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> None:
+    metadata = as_read(sentencepiece())
+    made = Fields(tokenizer_json(metadata), "x.gguf")
+    tokenizer = Tokenizer.of(made, Fields(tokenizer_settings(metadata), "x.gguf"), 400)
+    ids = tokenizer.encode("the world é🙂", add_special=True)
+    assert ids[0] == tokenizer.bos == 1 and tokenizer.eos == (2,)
+    assert tokenizer.decode(ids) == "the world é🙂"
+    assert tokenizer.vocabulary[ids[1]] == "▁the"
+
+
+def test_merges_follow_scores_not_places() -> None:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
+    better_bc = derived_merges(vocabulary, {"ab": -2.0, "bc": -1.0, "abc": -3.0})
+    assert better_bc == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]
+
+
+def test_ends_by_key_and_by_text() -> None:
+    metadata = sentencepiece(**{"tokenizer.ggml.eot_token_id": 3})
+    metadata["tokenizer.ggml.tokens"][-2] = "<|im_end|>"
+    assert end_ids(as_read(metadata)) == [2, 3, len(metadata["tokenizer.ggml.tokens"]) - 2]
+
+
+def test_several_templates_keep_their_names() -> None:
+    metadata = sentencepiece(
+        **{
+            "tokenizer.chat_template": "plain",
+            "tokenizer.chat_template.tool_use": "tools",
+            "tokenizer.chat_templates": ["tool_use"],
+        }
+    )
+    found = tokenizer_settings(as_read(metadata))["chat_template"]
+    assert found == [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+
+
+@pytest.mark.parametrize("name", theirs.GGUF_PRE_TOKENIZER_SPLITS)
+def test_rules_are_those_that_transformers_knows(name: str) -> None:
+    if name not in PRE_TOKENIZERS:
+        pytest.skip("not read here")
+    assert PRE_TOKENIZERS[name].patterns == (theirs.GGUF_PRE_TOKENIZER_SPLITS[name],)
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "message"),
+    [
+        ("pre_tokenizer", {"type": "Whitespace"}, "rule of its own"),
+        ("normalizer", {"type": "Lowercase"}, "rule of its own"),
+        ("post_processor", {"type": "BertProcessing"}, "post-processor"),
+        ("model", {"type": "Unigram", "vocab": [["a", 0.0]]}, "byte-level BPE"),
+        ("model", {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}, "byte-level BPE"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_llama_cpp_has_no_rule_for_is_refused(section: str, value: Any, message: str) -> None:
+    raw = json.loads((PICO / "tokenizer.json").read_text("utf-8"))
+    with pytest.raises(ModelError, match=message):
+        tokenizer_metadata(Fields({**raw, section: value}, "tokenizer.json"), Fields({}, ""), 4096)
