@@ -19,7 +19,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.attention import attend_few
 from mycli.runtime.kernels.cpu.elementwise import rms_norm_few, rotate_few, silu_multiply_few
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -48,7 +48,7 @@ class Operation(Generic[_P, _R]):
         raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(declined))
 
 
-DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_few, functional.linear))
+DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_product, functional.linear))
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (rms_norm_few, reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (rotate_few, reference.rotate_halves))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))

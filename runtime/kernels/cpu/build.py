@@ -13,11 +13,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +27,12 @@ HEADERS = (
     "attention.h",
     "attention_float.h",
     "attention_int8.h",
+    "dense.h",
     "draw.h",
-    "packed_layout.h",
     "packed_integer.h",
+    "packed_layout.h",
+    "packed_panels.h",
+    "packed_repack.h",
     "packed_tiles.h",
     "steps.h",
 )
@@ -46,6 +50,7 @@ class CWeight(ctypes.Structure):
     _fields_ = [
         ("codes", c_void_p),
         ("scales", c_void_p),
+        ("offsets", c_void_p),
         ("rows", c_int64),
         ("inputs", c_int64),
         ("group", c_int64),
@@ -81,43 +86,38 @@ class Native:
     repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
-    dense: Callable[..., int | None]
+    dense: Callable[..., int]
     attend: Callable[..., int]
     softmax_draw: Callable[..., int]
     norm: Callable[..., int | None]
     gate: Callable[..., int | None]
     rotate: Callable[..., int | None]
     read: Callable[..., int]
-    bf16: bool  # `matmul` takes bf16 activations
-    amx: bool  # and many rows of them
-    dense_bf16: bool  # `dense` works, and torch multiplies bf16 fast
+    isa: str  # the instructions used for products: one of `SETS`, or "plain"
 
 
 def load_library(path: Path) -> Native:
     """The library at `path`; torch's OpenMP is in the process already. Raises OSError where it cannot be loaded."""
     library = ctypes.CDLL(str(path))
 
-    def function(name: str, result: type[c_int] | type[c_int64] | None, *arguments: object) -> Callable[..., int]:
+    def function(name: str, result: Any, *arguments: object) -> Callable[..., Any]:
         found = getattr(library, name)
         found.restype, found.argtypes = result, arguments
         return found  # type: ignore[no-any-return]  # ctypes' functions have no static type
 
     weight = ctypes.POINTER(CWeight)
-    features = function("packed_features", c_int)()
     return Native(
         repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
-        dequantize=function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
+        dequantize=function("packed_dequantize", None, weight, c_void_p, c_int32, c_int),
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
-        dense=function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        dense=function("dense_matmul", c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
         gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
         rotate=function("rotate", None, ctypes.POINTER(CRotation)),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
-        bf16=bool(features & 1),
-        amx=bool(features & 2),
-        dense_bf16=bool(features & 4),
+        isa=function("packed_isa", c_char_p)().decode(),
     )
 
 

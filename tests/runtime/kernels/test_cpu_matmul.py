@@ -19,7 +19,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu import matmul as cpu
 from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few, memory_bandwidth
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import Operation, kernels, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
@@ -190,10 +190,10 @@ def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: to
 
 
 def test_no_match_explains_itself() -> None:
-    operation = Operation("nothing", (dense_few,))
+    operation = Operation("nothing", (dense_product,))
     with pytest.raises(ModelError, match=r"nothing of \(1, 32\) torch.float32, \(4, 32\) torch.float32") as error:
         operation(torch.zeros(1, 32), torch.zeros(4, 32))
-    assert "dense_few: takes bf16 on the CPU only" in str(error.value.hint)
+    assert "dense_product: takes bf16 on the CPU only" in str(error.value.hint)
 
 
 def test_first_in_the_list() -> None:
@@ -216,17 +216,17 @@ def test_torch_int4(group: int) -> None:
     assert kernel.decline(Packing(4, 128), 96, 256, CPU, torch.float32)
 
 
-def test_dense_few(library: Native) -> None:
+def test_dense_product(library: Native) -> None:
     weight = (torch.randn(77, 352, generator=torch.Generator().manual_seed(0)) * 0.05).to(torch.bfloat16)
     for rows in (1, 2, 3, 4):
         x = activations(rows, 352, torch.bfloat16)
-        y = dense_few(x, weight)
+        y = dense_product(x, weight)
         if isinstance(y, str):
             assert not library.dense_bf16
             continue
         assert library.dense_bf16 and relative(y, x.double() @ weight.double().T) < 0.0022
-    assert "up to 4 rows" in str(dense_few(activations(5, 352, torch.bfloat16), weight))
-    assert "bf16" in str(dense_few(activations(1, 352, torch.float32), weight.float()))
+    assert "up to 4 rows" in str(dense_product(activations(5, 352, torch.bfloat16), weight))
+    assert "bf16" in str(dense_product(activations(1, 352, torch.float32), weight.float()))
 
 
 def test_huge_empty_is_a_tensor_like_any_other() -> None:
@@ -283,7 +283,7 @@ def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert CpuKernel().decline(Packing(4, 128), 64, 256, CPU, torch.bfloat16) == missing
     assert select_kernel(Packing(4, 128), 64, 256, CPU, torch.bfloat16).name == "torch-int4"
     assert select_kernel(Packing(3, 128), 64, 256, CPU, torch.bfloat16).name == "dequantize"
-    assert dense_few(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
+    assert dense_product(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
     assert memory_bandwidth(1 << 20, 1) is None
 
 
