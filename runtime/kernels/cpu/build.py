@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from mycli.runtime.device.system import cpu
+from mycli.runtime.kernels.cpu import isa
+
 SOURCE = "packed_cpu.cpp"
 HEADERS = (
     "attention.h",
@@ -93,7 +96,7 @@ class Native:
     gate: Callable[..., int | None]
     rotate: Callable[..., int | None]
     read: Callable[..., int]
-    isa: str  # the instructions used for products: one of `SETS`, or "plain"
+    isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
 
 
 def load_library(path: Path) -> Native:
@@ -113,9 +116,9 @@ def load_library(path: Path) -> Native:
         dense=function("dense_matmul", c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
-        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
-        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
-        rotate=function("rotate", None, ctypes.POINTER(CRotation)),
+        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
+        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
     )
@@ -209,18 +212,26 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
 
 
+def _flags() -> tuple[str, ...]:
+    """Beside `FLAGS`, for this machine and what is asked for. Raises UsageError where that cannot be had."""
+    processor = cpu()
+    return isa.compiler_flags(isa.asked(processor.flags), processor)
+
+
 @cache  # one library a process: finding the compiler takes longer than a product
 def native() -> Native | str:
-    """The functions for this machine, or the reason why there are none."""
+    """The functions for this machine, or the reason why there are none. Raises UsageError as `isa.asked` does."""
+    extra = _flags()
     try:
-        return load_library(compile_library(cache_folder()))
+        return load_library(compile_library(cache_folder(), extra))
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         return str(error)
 
 
 def must_be_built() -> bool:
-    """Whether the first call of `native` will take seconds, because it compiles."""
+    """Whether the first call of `native` will take seconds, because it compiles. Raises UsageError as that does."""
+    extra = _flags()
     try:
-        return not (cache_folder() / _recipe(()).name).exists()
+        return not (cache_folder() / _recipe(extra).name).exists()
     except (BuildError, OSError, subprocess.SubprocessError):
         return False  # and `native` says why

@@ -96,7 +96,7 @@ inline bool dense_vectors(const Dense& d, int threads) {
         for (int64_t m = 0; m < d.rows; m++) expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs);
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++)
-            for (int64_t t = i / panels * together; t < std::min((i / panels + 1) * together, tiling.tiles); t++) {
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
                 const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
                 dense_rows(d, high, i % panels * DENSE_ACROSS, x + start * d.inputs, d.y + start * d.outputs);
             }
@@ -154,7 +154,7 @@ inline bool dense_amx(const Dense& d, int threads) {
     const int64_t pairs = d.inputs / 2, high = (d.rows + tiling.tiles - 1) / tiling.tiles;
     int32_t* x = static_cast<int32_t*>(aligned_alloc(64, size_t(d.rows * pairs * 4 + 127) & ~size_t(63)));  // a column is read past the end
     if (!x) return false;
-    const int64_t together = (tiling.together(2 * d.inputs) + 1) / 2 * 2, parts = (tiling.tiles + together - 1) / together;
+    const int64_t together = tiling.together(2 * d.inputs), parts = (tiling.tiles + together - 1) / together;
     const int64_t panels = (d.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
 #pragma omp parallel num_threads(threads)
     {
@@ -164,8 +164,8 @@ inline bool dense_amx(const Dense& d, int threads) {
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++) {
             const int64_t wanted = i % panels * TILE_OUTPUTS, output = std::min(wanted, d.outputs - TILE_OUTPUTS);
-            const int64_t last = std::min((i / panels + 1) * together, tiling.tiles);
-            for (int64_t t = i / panels * together; t < last; t += 2) dense_tiles(d, output, wanted - output, tiling, t, last, x);
+            const int64_t last = tiling.tiles * (i / panels + 1) / parts;
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles(d, output, wanted - output, tiling, t, last, x);
         }
     }
     free(x);

@@ -31,7 +31,7 @@ inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
 #if WIDTH == 64 || (WIDTH && defined(__AVXVNNI__))
-constexpr int64_t FEW = 8;
+constexpr int64_t FEW = 4;
 #elif WIDTH
 constexpr int64_t FEW = 2;
 #else
@@ -39,22 +39,22 @@ constexpr int64_t FEW = 0;
 #endif
 #if WIDTH
 template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (rows == 1) return rows_bytes<B, 1>(w, row_block, x, rows, y);
-    if (rows == 2) return rows_bytes<B, 2>(w, row_block, x, rows, y);
+    if (rows == 1) return rows_bytes<B, 1>(w, row_block, x, y);
+    if (rows == 2) return rows_bytes<B, 2>(w, row_block, x, y);
     if constexpr (FEW > 2) {
-        if (rows <= 4) return rows_bytes<B, 4>(w, row_block, x, rows, y);
-        rows_bytes<B, 8>(w, row_block, x, rows, y);
+        if (rows == 3) return rows_bytes<B, 3>(w, row_block, x, y);
+        rows_bytes<B, 4>(w, row_block, x, y);
     }
 }
 #endif
-constexpr int64_t TILED = 3;  // rows from which on AMX beats vectors
+constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
 
 enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
-    if (segment_of(w) < INPUTS) return Path::WORDS;
-    if (rows >= TILED && have_amx()) return Path::TILES;
-    return rows <= FEW ? Path::BYTES : Path::WORDS;
+    if (rows <= FEW && segment_of(w) >= INPUTS) return Path::BYTES;
+    // The sums of a tile leave it at the end of each segment: of a short one that takes longer than the products.
+    return rows >= TILED && segment_of(w) >= 64 && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
@@ -222,12 +222,19 @@ EXPORT int attend(const Attention* a, int threads) {
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
-// As norm_rows, gate_rows and rotate_rows in steps.h.
-EXPORT void norm(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* gain, float eps, uint16_t* y) {
-    norm_rows(x, rows, size, gain, eps, y);
+// As norm_row, gate_row and rotate_token in steps.h, for all rows and tokens.
+EXPORT void norm(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* gain, float eps, uint16_t* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) norm_row(x + row * size, size, gain, eps, y + row * size);
 }
-EXPORT void gate(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y) { gate_rows(x, rows, size, y); }
-EXPORT void rotate(const Rotation* r) { rotate_rows(*r); }
+EXPORT void gate(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) gate_row(x + 2 * row * size, size, y + row * size);
+}
+EXPORT void rotate(const Rotation* r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
+}
 
 // Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {

@@ -106,14 +106,12 @@ struct Bytes {
     Units units;
 };
 
-// y[m][0..15] of one row block for M rows of integers, of which rows past `rows` repeat the last. Segments are whole blocks.
-template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+// y[m][0..15] of one row block for M rows of integers. Segments are whole blocks.
+template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
     constexpr int ZERO = 1 << (B - 1);
     const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, segments = x.units.segments;
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
-    int64_t row[M];
-    for (int m = 0; m < M; m++) row[m] = std::min<int64_t>(m, rows - 1);
     Floats total[PARTS][M] = {};
     for (int64_t s = 0; s < segments; s++, block += steps * B * 64) {
         alignas(64) float scales[ROWS];
@@ -132,8 +130,8 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 8
                     for (int m = 0; m < M; m++) {
                         int32_t two[2];
-                        memcpy(&two[0], at + row[m] * 2 * x.stride + 4 * q, 4);
-                        memcpy(&two[1], at + (row[m] * 2 + 1) * x.stride + 4 * q, 4);
+                        memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
+                        memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
                         high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
                         low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
                     }
@@ -142,7 +140,7 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[row[m] * segments + s];
+                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * segments + s];
                 memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
             }
         }
@@ -151,12 +149,12 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
                 total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), load_vector<Floats>(scales + part * LANES),
-                                        x.units, row[m] * segments + s, total[part][m]);
+                                        x.units, m * segments + s, total[part][m]);
         if (w.offsets)
             for (int m = 0; m < M; m++)
                 for (int part = 0; part < PARTS; part++)
                     total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES), x.units,
-                                             row[m] * segments + s, total[part][m]);
+                                             m * segments + s, total[part][m]);
     }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);

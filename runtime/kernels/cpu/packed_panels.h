@@ -214,8 +214,8 @@ template <class Use> void each_panel(const Weight& w, const Tiling& tiling, int6
     const int64_t panels = (blocks_of(w.rows) + panel_blocks - 1) / panel_blocks;
 #pragma omp for schedule(guided) nowait
     for (int64_t i = 0; i < parts * panels; i++) {
-        const int64_t first = i / panels * together;
-        use(first, std::min(first + together, tiling.tiles), i % panels * panel_blocks);
+        const int64_t part = i / panels;  // parts are of nearly one size, or threads would wait for each other
+        use(tiling.tiles * part / parts, tiling.tiles * (part + 1) / parts, i % panels * panel_blocks);
     }
 }
 

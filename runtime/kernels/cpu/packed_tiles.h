@@ -14,7 +14,7 @@ namespace {
     asm volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(base), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(base, stride, tile) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(base), "r"(int64_t(stride)) : "memory")
-#define TILE_DOT_SU8(sum, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
+#define TILE_DOT_S8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 #define TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 
 inline bool have_amx() {
@@ -72,7 +72,8 @@ void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, in
             for (int64_t b = 0; b < segment / INPUTS; b++, block += B * 64, to += FOURS) {
                 prefetch<B>(block);
 #pragma GCC unroll 8
-                for (int q = 0; q < FOURS; q++) to[q] = four_of<B>(block, q, 0);
+                for (int q = 0; q < FOURS; q++)
+                    to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(1 << (B - 1))));
             }
         }
     };
@@ -86,13 +87,13 @@ void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, in
         for (int64_t k = 0; k < segment; k += width, at += 2 * high * width) {
             TILE_LOAD(4, at, width);
             TILE_LOAD(6, codes[s % 2][0] + k / 4, 64);
-            TILE_DOT_SU8(0, 4, 6);
+            TILE_DOT_S8(0, 4, 6);
             TILE_LOAD(5, at + high * width, width);
-            TILE_DOT_SU8(1, 5, 6);
+            TILE_DOT_S8(1, 5, 6);
             if (count < 2) continue;
             TILE_LOAD(7, codes[s % 2][1] + k / 4, 64);
-            TILE_DOT_SU8(2, 4, 7);
-            TILE_DOT_SU8(3, 5, 7);
+            TILE_DOT_S8(2, 4, 7);
+            TILE_DOT_S8(3, 5, 7);
         }
         TILE_STORE(sums[0], 64, 0);
         TILE_STORE(sums[1], 64, 1);
@@ -102,16 +103,14 @@ void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, in
     };
     const auto add = [&](int64_t s, int64_t t, const Ints (*sums)[ROWS]) {
         const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-        float* to = total + (start - row) * TILE_BLOCKS * ROWS;
         for (int64_t n = 0; n < count; n++) {
             const int64_t at_scale = ((row_block + n) * groups + s * segment / w.group) * ROWS;
             alignas(64) float scales[ROWS];
             load_scales(w, at_scale, scales);
             const Floats scale = load_vector<Floats>(scales);
-            for (int64_t m = 0; m < high; m++) {
-                const int64_t at = (start + m) * units.segments + s;
-                const Ints sum = sums[2 * n][m] * 256 + sums[2 * n + 1][m] - (1 << (B - 1)) * units.sum[at];
-                float* value = to + (m * TILE_BLOCKS + n) * ROWS;
+            float* value = total + ((start - row) * TILE_BLOCKS + n) * ROWS;
+            for (int64_t m = 0, at = start * units.segments + s; m < high; m++, at += units.segments, value += TILE_BLOCKS * ROWS) {
+                const Ints sum = sums[2 * n][m] * 256 + sums[2 * n + 1][m];
                 Floats now = scaled(sum, scale, units, at, load_vector<Floats>(value));
                 if (w.offsets) now = shifted(load_vector<Floats>(w.offsets + at_scale), units, at, now);
                 memcpy(value, &now, sizeof now);
