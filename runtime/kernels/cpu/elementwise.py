@@ -38,6 +38,8 @@ def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
     found = _library(x, size)
     if isinstance(found, str):
         return found
+    if gain.requires_grad:
+        return "has no gradient"
     if gain.dtype != x.dtype:
         return "takes a gain in the dtype of its input"
     given, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)

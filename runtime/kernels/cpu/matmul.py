@@ -109,12 +109,13 @@ class CpuKernel:
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
-        group = in_features if packing.group_size is None else packing.group_size
-        if packing.bits not in _BITS or group % _GROUP:
-            return f"takes {', '.join(map(str, _BITS))} bits in groups of multiples of {_GROUP}, not {packing.name}"
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
+        if reason:
+            return reason
+        if packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
+            return f"takes {', '.join(map(str, _BITS))} bits in groups of multiples of {_GROUP}, not {packing.name}"
         library = build.native()
-        return reason or (library if isinstance(library, str) else None)
+        return library if isinstance(library, str) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Repacked into blocks of 16 rows; scales keep their type."""

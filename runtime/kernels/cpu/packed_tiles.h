@@ -117,12 +117,11 @@ void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, in
             }
         }
     };
-    // Tiles are loaded from memory once what was stored there has retired: codes are unpacked a segment ahead, and sums added
-    // while the tiles after them are multiplied.
+    // Tiles are loaded from memory once what was stored there has retired, so a turn unpacks what the next one multiplies, and
+    // adds what the one before has multiplied.
     const int64_t tiles = last - first, turns = units.segments * tiles;
-    unpack(0);
     for (int64_t i = 0; i < turns + 2; i++) {
-        if (i < turns && i % tiles == 0 && i / tiles + 1 < units.segments) unpack(i / tiles + 1);
+        if (i < turns && i % tiles == 0) unpack(i / tiles);
         if (i > 1) add((i - 2) / tiles, first + (i - 2) % tiles, part[i % 2]);
         if (i > 0 && i <= turns) multiply((i - 1) / tiles, first + (i - 1) % tiles, part[(i - 1) % 2]);
     }
