@@ -183,6 +183,11 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
     library = build.native()
     if isinstance(library, str):
         return library
+    return multiply_dense(library, x, weight)
+
+
+def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, K] times a contiguous weight [N, K], both bf16; K a multiple of 32."""
     given, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
     assert inputs == weight.shape[1]
     y = torch.empty(rows, outputs, dtype=torch.bfloat16)
