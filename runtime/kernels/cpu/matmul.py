@@ -58,9 +58,11 @@ class CpuMatmul:
         blocks = -(-weight.out_features // _ROWS)
         self._library = library
         self._shape = weight.out_features, weight.in_features
+        self._inputs = weight.inputs
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
-        self._scales = _blocked(weight.scales)
+        scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
+        self._scales = _blocked(scales)
         self._offsets = None if weight.offsets is None else _blocked(weight.offsets)
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
@@ -70,7 +72,7 @@ class CpuMatmul:
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=_TYPES[weight.scales.dtype],
+            scale_type=_TYPES[scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
         packed = weight.packed.contiguous()
@@ -79,13 +81,15 @@ class CpuMatmul:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+        beside = (self._scales, self._offsets, self._inputs)
+        return self._codes.nbytes + sum(tensor.nbytes for tensor in beside if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
         rows, inputs = x.shape
         assert inputs == self._shape[1] and x.device.type == "cpu"
-        given = (x.float() if x.dtype == torch.float16 else x).contiguous()
+        given = x if self._inputs is None else x.index_select(1, self._inputs)
+        given = (given.float() if x.dtype == torch.float16 else given).contiguous()
         y = torch.empty(rows, self._shape[0], dtype=given.dtype)
         threads = torch.get_num_threads()
         kind = _TYPES[given.dtype]
@@ -97,7 +101,11 @@ class CpuMatmul:
         """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._scales.dtype)
         self._library.dequantize(self._pointer, out.data_ptr(), _TYPES[out.dtype], torch.get_num_threads())
-        return out
+        if self._inputs is None:
+            return out
+        ordered = torch.empty_like(out)
+        ordered[:, self._inputs.long()] = out
+        return ordered
 
 
 class CpuKernel:
@@ -112,8 +120,8 @@ class CpuKernel:
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
         if reason:
             return reason
-        if packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
-            return f"takes {', '.join(map(str, _BITS))} bits in groups of multiples of {_GROUP}, not {packing.name}"
+        if packing.codes != "int" or packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
+            return f"takes integers of {', '.join(map(str, _BITS))} bits in groups of multiples of {_GROUP}, not {packing.name}"
         library = build.native()
         return library if isinstance(library, str) else None
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -232,6 +233,16 @@ def test_no_second_copy() -> None:
     assert CpuKernel().prepare(weight, torch.bfloat16).nbytes == held
 
 
+def test_sorted_columns_take_their_inputs(library: Native) -> None:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    sorted_columns = packed_weight(4, (40, 256), 64)
+    weight = replace(sorted_columns, packing=replace(sorted_columns.packing, permuted=True), inputs=order)
+    assert CpuKernel().decline(weight.packing, 40, 256, CPU, torch.bfloat16) is None
+    matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(7, 256, torch.bfloat16)
+    assert torch.equal(matmul.dequantize(), dequantize(weight))
+    assert torch.equal(matmul(x), CpuKernel().prepare(sorted_columns, torch.bfloat16)(x[:, order.long()]))
+
+
 def test_no_rows_are_no_product(library: Native) -> None:
     assert CpuKernel().prepare(packed_weight(4, (64, 128), 64), torch.bfloat16)(
         torch.empty(0, 128, dtype=torch.bfloat16)
@@ -244,10 +255,11 @@ def test_no_rows_are_no_product(library: Native) -> None:
         (Packing(4, 128), 256, torch.device("cuda"), torch.bfloat16, "CPU only"),
         (Packing(4, None), 100, CPU, torch.bfloat16, "100 inputs are no multiple of 32"),
         (Packing(4, 128), 256, CPU, torch.float64, "float64 activations"),
+        (Packing(4, 64, codes="nf4"), 256, CPU, torch.bfloat16, "not nf4-g64"),
         (Packing(7, 128), 256, CPU, torch.bfloat16, "not int7-g128"),
         (Packing(4, 24), 96, CPU, torch.bfloat16, "multiples of 16, not int4-g24"),
     ],
-    ids=["cuda", "inputs", "float64", "bits", "group"],
+    ids=["cuda", "inputs", "float64", "table", "bits", "group"],
 )
 def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     found = CpuKernel().decline(packing, 64, inputs, device, dtype)
