@@ -46,6 +46,7 @@ def _facts() -> list[tuple[str, str]]:
 
 def _path(placement: "Placement") -> list[tuple[str, str]]:
     """On the CPU: whether replies use our own code, and which instructions of it."""
+    from mycli.runtime.kernels.cpu import isa
     from mycli.runtime.kernels.cpu.build import native
 
     if placement.device.type != "cpu":
@@ -53,8 +54,15 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
     library = native()
     if isinstance(library, str):
         return [("CPU kernel", f"not built: {library}; torch's 4-bit operator and dense copies are used, and slower")]
-    takes = [name for name, has in (("bf16 rows", library.bf16), ("AMX", library.amx)) if has]
-    return [("CPU kernel", ", ".join(["native", *takes]))]
+    flags = cpu().flags
+    best, asked = isa.best_set(flags), isa.asked(flags)
+    if asked:
+        why = f"as {isa.VARIABLE} asks" + (f"; this machine has {best}" if asked != best else "")
+    elif library.isa == best:
+        why = "the best that this machine has"
+    else:
+        why = f"the compiler or the system keeps it from {best}"
+    return [("CPU kernel", f"native, {library.isa}: {why}")]
 
 
 def _kernel_row(one: "KernelFinding") -> list[str]:
@@ -75,6 +83,7 @@ def _as_json(
         "facts": dict(facts),
         "device": str(placement.device),
         "dtype": str(placement.dtype).removeprefix("torch."),
+        "path": dict(_path(placement)),
         "bandwidth_gb_per_second": bandwidth,
         "kernels": kernels,
         "reply": reply,

@@ -13,7 +13,6 @@ from mycli.cli.flags import LoadFlags
 from mycli.cli.load import announce_placement, check_context, open_config
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
-from mycli.runtime.device.system import cpu
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import UsageError
@@ -228,7 +227,6 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> m
         draft=None if draft is None else memory.MemoryPlan(draft.config, draft.packings, kv=engine.kv),
         kv=engine.kv,
         shadow=engine.dense_prefill_copy,
-        tiles=cpu().tiles,
     )
 
 

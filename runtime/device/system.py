@@ -30,11 +30,6 @@ class Cpu:
     cores: int
     flags: frozenset[str]
 
-    @property
-    def tiles(self) -> bool:
-        """Whether it multiplies bf16 in tiles (AMX)."""
-        return "amx_bf16" in self.flags
-
 
 def _read(path: Path) -> str:
     """The text of a file of /proc or /sys; empty where it is missing or unreadable."""

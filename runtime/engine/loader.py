@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
-from mycli.runtime.device.system import cpu, give_back
+from mycli.runtime.device.system import give_back
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ResourceError
@@ -70,7 +70,6 @@ def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft
         draft=None if draft is None else MemoryPlan(draft.config, draft.packings, dtype=dtype, kv=kv),
         kv=kv,
         shadow=placement.dense_prefill_copy,
-        tiles=cpu().tiles,
     )
 
 

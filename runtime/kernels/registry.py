@@ -18,8 +18,8 @@ from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.attention import attend_few
-from mycli.runtime.kernels.cpu.elementwise import rms_norm_few, rotate_few, silu_multiply_few
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few
+from mycli.runtime.kernels.cpu.elementwise import native_rms_norm, native_rotate, native_silu_multiply
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
@@ -49,13 +49,13 @@ class Operation(Generic[_P, _R]):
         raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(declined))
 
 
-DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_few, functional.linear))
-RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (rms_norm_few, reference.rms_norm))
-ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (rotate_few, reference.rotate_halves))
+DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_product, functional.linear))
+RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (native_rms_norm, reference.rms_norm))
+ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (native_rotate, reference.rotate_halves))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
 # By the names of `runtime.models.layer_spec.ActivationName`: of what the first product of an MLP makes.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
-    "silu": Operation("SiLU", (silu_multiply_few, reference.silu_multiply)),
+    "silu": Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
     "gelu_tanh": Operation("GELU", (reference.gelu_multiply,)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }

@@ -16,9 +16,9 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
+TABLE_PART = 1 << 24  # weights of a table that the CPU decodes at a time
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
 DEFAULT_CONTEXT = 8192
-CPU_PART = 1 << 24  # weights that the CPU's kernels unpack for one dense product
 # What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
 # context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
 CPU_RUNTIME = 252 << 20
@@ -30,8 +30,7 @@ CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its larg
 class MemoryPlan:
     """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
 
-    `shadow`: packed weights of the blocks are also kept in `dtype`. `tiles`: the CPU multiplies many rows of bf16 by
-    packed weights as they are (AMX).
+    `shadow`: packed weights of the blocks are also kept in `dtype`.
     """
 
     config: ModelConfig
@@ -43,7 +42,6 @@ class MemoryPlan:
     draft: "MemoryPlan | None" = None
     kv: Kv = "auto"
     shadow: bool = False
-    tiles: bool = False
 
     @property
     def value_bytes(self) -> int:
@@ -213,20 +211,20 @@ def activation_bytes(plan: MemoryPlan) -> int:
 
 
 def dequantization_bytes(plan: MemoryPlan) -> int:
-    """The largest packed product of a block as a dense matrix: many rows are multiplied that way. 0 if all dense.
+    """The largest packed product of a block as a dense matrix: a GPU multiplies many rows that way. 0 if all dense.
 
-    The CPU unpacks at most `CPU_PART` weights at a time, with AMX none but those of tables; a shadow leaves nothing.
+    The CPU multiplies packed weights as they are, but unpacks at most `TABLE_PART` weights of tables at a time; a shadow
+    leaves nothing to unpack.
     """
     tables = any(packing.codes != "int" for packing in plan.packings.values())
-    tiles = plan.tiles and not tables and not plan.gpu
-    if plan.shadow or (tiles and (plan.dtype or plan.config.dtype) == "bfloat16"):
+    if plan.shadow or not (plan.gpu or tables):
         return 0
     largest = 0
     for layer in range(plan.config.layers):
         for group in plan.config.block_linears(layer).values():
             packed = [spec for spec in group if spec.name in plan.packings]
             largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
-    return (largest if plan.gpu else min(largest, CPU_PART)) * plan.value_bytes
+    return (largest if plan.gpu else min(largest, TABLE_PART)) * plan.value_bytes
 
 
 def dense_cache_bytes(plan: MemoryPlan) -> int:

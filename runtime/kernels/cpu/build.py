@@ -13,22 +13,29 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from mycli.runtime.device.system import cpu
+from mycli.runtime.kernels.cpu import isa
 
 SOURCE = "packed_cpu.cpp"
 HEADERS = (
     "attention.h",
     "attention_float.h",
     "attention_int8.h",
+    "dense.h",
     "draw.h",
-    "packed_layout.h",
     "packed_integer.h",
+    "packed_layout.h",
+    "packed_panels.h",
+    "packed_repack.h",
     "packed_tiles.h",
     "steps.h",
     "table.h",
@@ -47,6 +54,7 @@ class CWeight(ctypes.Structure):
     _fields_ = [
         ("codes", c_void_p),
         ("scales", c_void_p),
+        ("offsets", c_void_p),
         ("rows", c_int64),
         ("inputs", c_int64),
         ("group", c_int64),
@@ -92,7 +100,7 @@ class Native:
     repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
     matmul: Callable[..., int]
-    dense: Callable[..., int | None]
+    dense: Callable[..., int]
     attend: Callable[..., int]
     softmax_draw: Callable[..., int]
     norm: Callable[..., int | None]
@@ -101,38 +109,33 @@ class Native:
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
-    bf16: bool  # `matmul` takes bf16 activations
-    amx: bool  # and many rows of them
-    dense_bf16: bool  # `dense` works, and torch multiplies bf16 fast
+    isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
 
 
 def load_library(path: Path) -> Native:
     """The library at `path`; torch's OpenMP is in the process already. Raises OSError where it cannot be loaded."""
     library = ctypes.CDLL(str(path))
 
-    def function(name: str, result: type[c_int] | type[c_int64] | None, *arguments: object) -> Callable[..., int]:
+    def function(name: str, result: Any, *arguments: object) -> Callable[..., Any]:
         found = getattr(library, name)
         found.restype, found.argtypes = result, arguments
         return found  # type: ignore[no-any-return]  # ctypes' functions have no static type
 
     weight, table = ctypes.POINTER(CWeight), ctypes.POINTER(CTableWeight)
-    features = function("packed_features", c_int)()
     return Native(
         repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
-        dequantize=function("packed_dequantize", None, weight, c_int64, c_int64, c_void_p, c_int32, c_int),
+        dequantize=function("packed_dequantize", None, weight, c_void_p, c_int32, c_int),
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
-        dense=function("dense_matmul", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        dense=function("dense_matmul", c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
-        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p),
-        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p),
-        rotate=function("rotate", None, ctypes.POINTER(CRotation)),
+        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
+        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
-        bf16=bool(features & 1),
-        amx=bool(features & 2),
-        dense_bf16=bool(features & 4),
+        isa=function("packed_isa", c_char_p)().decode(),
     )
 
 
@@ -224,18 +227,26 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
 
 
+def _flags() -> tuple[str, ...]:
+    """Beside `FLAGS`, for this machine and what is asked for. Raises UsageError where that cannot be had."""
+    processor = cpu()
+    return isa.compiler_flags(isa.asked(processor.flags), processor)
+
+
 @cache  # one library a process: finding the compiler takes longer than a product
 def native() -> Native | str:
-    """The functions for this machine, or the reason why there are none."""
+    """The functions for this machine, or the reason why there are none. Raises UsageError as `isa.asked` does."""
+    extra = _flags()
     try:
-        return load_library(compile_library(cache_folder()))
+        return load_library(compile_library(cache_folder(), extra))
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         return str(error)
 
 
 def must_be_built() -> bool:
-    """Whether the first call of `native` will take seconds, because it compiles."""
+    """Whether the first call of `native` will take seconds, because it compiles. Raises UsageError as that does."""
+    extra = _flags()
     try:
-        return not (cache_folder() / _recipe(()).name).exists()
+        return not (cache_folder() / _recipe(extra).name).exists()
     except (BuildError, OSError, subprocess.SubprocessError):
         return False  # and `native` says why

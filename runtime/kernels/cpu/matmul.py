@@ -1,7 +1,7 @@
-"""Packed products on the CPU: our own code, compiled for the machine, and torch's 4-bit operator where that cannot be.
+"""Packed and dense products on the CPU: our own code, compiled for the machine, and torch's 4-bit operator without it.
 
-Few rows are as fast as the weights can be read; many rows run in AMX tiles, or on machines without them as a dense
-product of a part of the weight at a time. The layout and the arithmetic are in packed_cpu.cpp.
+Few rows are as fast as the weights can be read, many as the machine multiplies. The layout and the arithmetic are in
+packed_cpu.cpp: one for every number of rows, so that a row's bits do not depend on the rows beside it.
 """
 
 import ctypes
@@ -9,7 +9,6 @@ import time
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu import build
@@ -20,8 +19,12 @@ from mycli.runtime.utils.huge_pages import huge_empty
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_cpu.cpp
 _ROWS, _INPUTS = 16, 32  # of a block
-_FEW = 16  # rows; from here on a dense product of unpacked weights beats many dot products
-_PART = 1 << 24  # weights unpacked at a time for a dense product: 32 MiB of bf16
+_BITS = (8, 6, 5, 4, 3, 2)
+_GROUP = 16  # groups are multiples of this
+
+
+def _no_memory(rows: int, inputs: int) -> ResourceError:
+    return ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
 
 
 def _decline(
@@ -36,31 +39,40 @@ def _decline(
     return None
 
 
+def _blocked(values: Tensor) -> Tensor:
+    """Scales or offsets [N, groups] as packed_layout.h has them: [blocks, groups, 16], rows past the last zero."""
+    rows, groups = values.shape
+    blocks = -(-rows // _ROWS)
+    padded = values.new_zeros(blocks * _ROWS, groups)
+    padded[:rows] = values
+    return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
+
+
 class CpuMatmul:
     """A weight in the blocks of packed_layout.h.
 
-    Of fewer than 16 rows, each has the same bits alone or beside others and with any number of threads. With AMX that
-    holds for bf16 up to 47 rows; else 16 rows and more are a dense product by torch, whose bits may differ.
+    A row's bits depend on neither the number of rows, the rows beside it nor the number of threads.
     """
 
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         blocks = -(-weight.out_features // _ROWS)
-        groups = weight.packing.groups(weight.in_features)
         self._library = library
         self._shape = weight.out_features, weight.in_features
+        self._inputs = weight.inputs
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
-        self._scales = torch.zeros(blocks * _ROWS, groups, dtype=weight.scales.dtype)
-        self._scales[: weight.out_features] = weight.scales
-        self._scales = self._scales.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
+        scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
+        self._scales = _blocked(scales)
+        self._offsets = None if weight.offsets is None else _blocked(weight.offsets)
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
             scales=self._scales.data_ptr(),
+            offsets=None if self._offsets is None else self._offsets.data_ptr(),
             rows=weight.out_features,
             inputs=weight.in_features,
-            group=weight.in_features // groups,
+            group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=_TYPES[weight.scales.dtype],
+            scale_type=_TYPES[scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
         packed = weight.packed.contiguous()
@@ -69,50 +81,35 @@ class CpuMatmul:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._codes.nbytes + self._scales.nbytes
+        beside = (self._scales, self._offsets, self._inputs)
+        return self._codes.nbytes + sum(tensor.nbytes for tensor in beside if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
         rows, inputs = x.shape
         assert inputs == self._shape[1] and x.device.type == "cpu"
-        if rows >= _FEW and not (self._library.amx and x.dtype == torch.bfloat16):
-            return self._dense(x)
-        native_type = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self._library.bf16)
-        given = (x if native_type else x.float()).contiguous()
+        given = x if self._inputs is None else x.index_select(1, self._inputs)
+        given = (given.float() if x.dtype == torch.float16 else given).contiguous()
         y = torch.empty(rows, self._shape[0], dtype=given.dtype)
-        failed = self._library.matmul(
-            self._pointer, given.data_ptr(), _TYPES[given.dtype], rows, y.data_ptr(), torch.get_num_threads()
-        )
-        if failed:
-            raise ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
-        return y if native_type else y.to(x.dtype)
-
-    def _dense(self, x: Tensor) -> Tensor:
-        """Many rows without AMX: a part of the weight at a time becomes dense, in a type that torch multiplies fast."""
-        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and self._library.dense_bf16 else torch.float32
-        given, outputs = x.to(dtype), self._shape[0]
-        step = max(_ROWS, _PART // self._shape[1] // _ROWS * _ROWS)
-        y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
-        part = torch.empty(min(step, outputs), self._shape[1], dtype=dtype)
-        for first in range(0, outputs, step):
-            rows = part[: min(step, outputs - first)]
-            self._unpack(first, rows)
-            y[:, first : first + step] = functional.linear(given, rows)
-        return y
-
-    def _unpack(self, first: int, out: Tensor) -> None:
         threads = torch.get_num_threads()
-        self._library.dequantize(self._pointer, first, out.shape[0], out.data_ptr(), _TYPES[out.dtype], threads)
+        kind = _TYPES[given.dtype]
+        if rows and self._library.matmul(self._pointer, given.data_ptr(), kind, rows, y.data_ptr(), threads):
+            raise _no_memory(rows, inputs)
+        return y.to(x.dtype)
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._scales.dtype)
-        self._unpack(0, out)
-        return out
+        self._library.dequantize(self._pointer, out.data_ptr(), _TYPES[out.dtype], torch.get_num_threads())
+        if self._inputs is None:
+            return out
+        ordered = torch.empty_like(out)
+        ordered[:, self._inputs.long()] = out
+        return ordered
 
 
 class CpuKernel:
-    """All widths and activations, where packed_cpu.cpp can be compiled."""
+    """Widths of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and all activations, where there is a compiler."""
 
     name = "cpu"
 
@@ -120,11 +117,13 @@ class CpuKernel:
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
-        if not packing.plain:
-            return f"does not take {packing.name}"
         reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
+        if reason:
+            return reason
+        if packing.codes != "int" or packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
+            return f"takes integers of {', '.join(map(str, _BITS))} bits in groups of multiples of {_GROUP}, not {packing.name}"
         library = build.native()
-        return reason or (library if isinstance(library, str) else None)
+        return library if isinstance(library, str) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Repacked into blocks of 16 rows; scales keep their type."""
@@ -178,25 +177,31 @@ class TorchInt4Kernel:
         return TorchInt4Matmul(weight)
 
 
-def dense_few(x: Tensor, weight: Tensor) -> Tensor | str:
-    """x [1..4, K] times a dense weight [N, K], both bf16 on the CPU, at the rate of memory, which oneDNN is far from.
+def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
+    """x [rows, K] times a dense weight [N, K], both bf16 on the CPU, with fp32 sums.
 
-    The reason where this code cannot.
+    A row's bits do not depend on the rows beside it. The reason where this code cannot.
     """
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return "takes bf16 on the CPU only"
-    if x.shape[0] > 4 or x.shape[1] % _INPUTS:
-        return f"takes up to 4 rows, of inputs in multiples of {_INPUTS}"
+    if x.shape[1] % _INPUTS or not weight.is_contiguous():
+        return f"takes contiguous weights of inputs in multiples of {_INPUTS}"
+    if x.requires_grad or weight.requires_grad:
+        return "has no gradient"
     library = build.native()
     if isinstance(library, str):
         return library
-    if not library.dense_bf16:
-        return "needs AVX-512 with bf16"
-    given, (outputs, inputs) = x.contiguous(), weight.shape
-    assert weight.is_contiguous() and inputs == x.shape[1]
-    y = torch.empty(x.shape[0], outputs, dtype=torch.bfloat16)
-    threads = torch.get_num_threads()
-    library.dense(weight.data_ptr(), outputs, inputs, given.data_ptr(), x.shape[0], y.data_ptr(), threads)
+    return multiply_dense(library, x, weight)
+
+
+def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, K] times a contiguous weight [N, K], both bf16; K a multiple of 32."""
+    given, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
+    assert inputs == weight.shape[1]
+    y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
+    if rows and library.dense(*pointers, torch.get_num_threads()):
+        raise _no_memory(rows, inputs)
     return y
 
 

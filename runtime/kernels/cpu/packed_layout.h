@@ -1,14 +1,12 @@
-// The layout of repacked weights, their scales, and the number formats: what every path of packed_cpu.cpp starts from.
+// The layout of repacked weights, their scales, the number formats, and vectors: what every path of packed_cpu.cpp starts from.
 //
 // Layout. A block is 16 output rows times 32 inputs: exactly `bits` vectors of 64 bytes, in the order
-// [rows / 16][inputs / 32][bits][32 words of 16 bits]. Word 2j+p holds codes of row j at inputs 2r+p, for as many pairs
-// r as fit:
-//    8 bits: pair r in vector r/2 at bit 8*(r%2), as signed bytes      2 bits: vector r/8, bit 2*(r%8)
-//    4 bits: vector r/4, bit 4*(r%4)                                   3 bits: vector r/4, bit 0, 3, 8 or 11 for r < 12;
-//    bit b of the pairs 12 to 15 in bits 6, 7, 14 and 15 of vector b
-// Shifted and masked by bytes, a vector is an operand of an integer dot product (four inputs of each row side by side);
-// shifted by words, it is a table index for vpermw, and what comes out (32 bf16, inputs in pairs) a row of an AMX tile.
-// Scales are [rows / 16][groups][16] in their own type. Rows past the last are zero.
+// [rows / 16][inputs / 32][bits][16 lanes of 32 bits]. A code is cut into fields of 8, 4, 2 or 1 bits, the lowest bits first
+// (3 is 2 + 1, 5 is 4 + 1, 6 is 4 + 2); a field of P bits has P vectors. Lane j is of row j; word p of it holds
+// the inputs 2r+p, of which pair r = 2q+h lies in vector q * P / 8 of its field, at bit 8h + P * (q % (8 / P)).
+// So one shift and one mask by bytes make the codes of four inputs (a "four", q) of each row, an operand of a dot product of
+// bytes; the same by words makes those of a pair of inputs, an operand of one of words.
+// Scales are [rows / 16][groups][16] in their own type, offsets (none, or one to a scale) fp32. Rows past the last are zero.
 
 #pragma once
 
@@ -17,6 +15,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -30,27 +29,40 @@
 #elif defined(__AVX2__)
 #define WIDTH 32
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define BF16_DOT 1
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
-#define AMX 1
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VECTOR 64  // bytes of a vector everywhere else
+#elif defined(__AVX2__) && defined(__FMA__)
+#define VECTOR 32
+#else
+#define VECTOR 16
 #endif
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && VECTOR == 64 && defined(__linux__)
+#define AMX 1
 #endif
 
 namespace {
 
 enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
-constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2;
-constexpr int64_t TILED = 3, MANY = 48;  // rows from which on AMX beats vectors, and bf16 tiles beat integer ones
+constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
 struct Weight {  // mirrored by build.py
     const uint8_t* codes;
     const void* scales;
+    const float* offsets;  // or null
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
 };
+
+inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+
+// Inputs that are summed before they are scaled: a part of a group, so that 128 times the largest products fit 32 bits.
+inline int64_t segment_of(const Weight& w) {
+    int64_t segment = 128;
+    while (w.group % segment) segment /= 2;
+    return segment;
+}
 
 inline float from_bf16(uint16_t bits) {
     const uint32_t word = uint32_t(bits) << 16;
@@ -104,47 +116,87 @@ inline uint16_t to_f16(float value) {
 #endif
 }
 
-inline float load_scale(const Weight& w, int64_t index) {
-    if (w.scale_type == F32) return static_cast<const float*>(w.scales)[index];
-    const uint16_t bits = static_cast<const uint16_t*>(w.scales)[index];
-    return w.scale_type == BF16 ? from_bf16(bits) : from_f16(bits);
-}
-
 inline void store(void* out, int32_t type, int64_t index, float value) {
     if (type == F32) static_cast<float*>(out)[index] = value;
     else static_cast<uint16_t*>(out)[index] = type == BF16 ? to_bf16(value) : to_f16(value);
 }
 
-// Where pair r lies: its vector and first bit. Of 3 bits the last four pairs are apart, their bit b in vector b.
-template <int B> constexpr int PER_WORD = B == 3 ? 4 : 16 / B;
-template <int B> constexpr int vector_of(int r) { return r / PER_WORD<B>; }
-template <int B> constexpr int bit_of(int r) { return B == 3 ? 8 * (r % 4 / 2) + 3 * (r % 2) : B * (r % PER_WORD<B>); }
-constexpr int spread_bit_of(int r) { return 8 * (r % 4 / 2) + 6 + r % 2; }
-template <int B> constexpr bool spread(int r) { return B == 3 && r >= 12; }
+// ---- Vectors: as wide as the machine's, or of SSE's width where compilers map them to what there is ----
 
-inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+constexpr int LANES = VECTOR / 4, PARTS = ROWS / LANES;  // lanes of a vector; vectors of a row block
+typedef uint16_t Words __attribute__((vector_size(VECTOR), aligned(VECTOR)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR), aligned(VECTOR)));
+typedef float Floats __attribute__((vector_size(VECTOR), aligned(VECTOR)));
 
-// ---- Any machine: vectors of 8 floats, which compilers map to AVX2, SSE, NEON or plain code ----
+template <class V> inline V load_vector(const void* at) {
+    V v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
 
-typedef int32_t I8 __attribute__((vector_size(32), aligned(32)));
-typedef float F8 __attribute__((vector_size(32), aligned(32)));
+// a * b + c, rounded once where the machine can: written out, so that every path rounds alike.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if VECTOR == 64
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VECTOR == 32
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
-// Signed codes of pair r for rows 8*half to 8*half+7 at the even (p = 0) or odd (p = 1) input, as floats.
-template <int B> inline F8 pair_codes(const uint8_t* block, int r, int half, int p) {
-    auto vector = [&](int v) {
-        I8 lanes;
-        memcpy(&lanes, block + 64 * v + 32 * half, 32);
-        return lanes;
-    };
-    const int shift = 16 * p;
-    if (B == 8) return __builtin_convertvector((vector(r / 2) << (24 - shift - 8 * (r % 2))) >> 24, F8);
-    I8 code;
-    if (spread<B>(r)) {
-        const int at = spread_bit_of(r) + shift;
-        code = ((vector(0) >> at) & 1) | ((vector(1) >> (at - 1)) & 2) | ((vector(2) >> (at - 2)) & 4);
-    } else
-        code = (vector(vector_of<B>(r)) >> (bit_of<B>(r) + shift)) & ((1 << B) - 1);
-    return __builtin_convertvector(code - (1 << (B - 1)), F8);
+// Loops of one type each, which compilers make vectors of.
+inline void load_scales(const Weight& w, int64_t index, float* to) {
+    if (w.scale_type == F32) memcpy(to, static_cast<const float*>(w.scales) + index, ROWS * sizeof *to);
+    else if (w.scale_type == BF16)
+        for (int j = 0; j < ROWS; j++) to[j] = from_bf16(static_cast<const uint16_t*>(w.scales)[index + j]);
+    else
+        for (int j = 0; j < ROWS; j++) to[j] = from_f16(static_cast<const uint16_t*>(w.scales)[index + j]);
+}
+
+inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {
+    if (type == F32) memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);
+    else if (type == BF16)
+        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_bf16(from[j]);
+    else
+        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_f16(from[j]);
+}
+
+// ---- Codes ----
+
+template <int P> constexpr int field_mask = (1 << P) - 1;
+
+// Bits [place, place + P) of 16-bit words from the field of P bits at `shift` of each word, `mask` telling which.
+inline __attribute__((always_inline)) Words cut_field(Words v, int shift, int place, uint16_t mask) {
+    const Words moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
+    return mask == 0xffff ? moved : moved & mask;
+}
+
+// Calls use(bits of the field, its first vector, its place in the code) for each field of B bits.
+template <int B, class Use> inline __attribute__((always_inline)) void each_field(Use use) {
+    if constexpr (B == 8) use(std::integral_constant<int, 8>(), 0, 0);
+    else {
+        if constexpr (B & 4) use(std::integral_constant<int, 4>(), 0, 0);
+        if constexpr (B & 2) use(std::integral_constant<int, 2>(), B & 4, B & 4);
+        if constexpr (B & 1) use(std::integral_constant<int, 1>(), B & 6, B & 6);
+    }
+}
+
+template <int B> inline __attribute__((always_inline)) void prefetch(const uint8_t* block) {
+#pragma GCC unroll 8
+    for (int v = 0; v < B; v++) __builtin_prefetch(block + 64 * v + AHEAD);
+}
+
+// Codes of pair r of a block, as unsigned words, of the rows of vector `part`.
+template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
+    Words code = {};
+    each_field<B>([&](auto bits, int first, int place) {
+        constexpr int P = bits.value;
+        const int q = r / 2, h = r % 2;
+        const Words v = load_vector<Words>(block + 64 * (first + q * P / 8) + VECTOR * part);
+        code |= cut_field(v, 8 * h + P * (q % (8 / P)), place, uint16_t(field_mask<P> << place));
+    });
+    return code;
 }
 
 }  // namespace

@@ -1,122 +1,10 @@
-// What AVX-512 with bf16 and AMX add: weights decoded to bf16, dense rows, and products in tiles.
+// What AMX adds: integers of 16 bits, in two bytes, times codes in tiles of 16 x 64 bytes. Sums are as exact as elsewhere.
 
 #pragma once
 
-#include "packed_integer.h"
+#include "packed_panels.h"
 
 namespace {
-
-#if BF16_DOT
-
-struct alignas(64) Table { uint16_t values[32]; };
-
-constexpr uint16_t small_bf16(int n) {
-    const int size = n < 0 ? -n : n;
-    int exponent = 0;
-    while (2 << exponent <= size) exponent++;
-    return size ? uint16_t((n < 0) << 15 | (127 + exponent) << 7 | ((size << (7 - exponent)) & 127)) : 0;
-}
-
-// Indexed by 5 bits of which only the lowest B count: no mask is needed.
-template <int B> constexpr Table make_table() {
-    Table table{};
-    for (int i = 0; i < 32; i++) table.values[i] = small_bf16((i & ((1 << B) - 1)) - (1 << (B - 1)));
-    return table;
-}
-
-template <int B> inline __m512i load_table() {
-    static constexpr Table table = make_table<B>();
-    return _mm512_load_si512(table.values);
-}
-
-template <int B> constexpr float UNIT = B == 8 ? 0x1p-24f : 1.0f;  // what decoded codes are multiples of
-
-// Calls use(r, 32 bf16) for the pairs r = 0..15 of a block.
-template <int B, class Use> inline __attribute__((always_inline)) void decode(const uint8_t* block, __m512i table, Use use) {
-    const __m512i* v = reinterpret_cast<const __m512i*>(block);
-    if constexpr (B == 8) {
-        // The byte in the top of a 32-bit lane is a float of 8 significant bits: its upper half is the bf16.
-        const __m512i top = _mm512_set1_epi32(int(0xff000000));
-        auto pair = [&](__m512i even, __m512i odd) {
-            even = _mm512_castps_si512(_mm512_cvtepi32_ps(even));
-            odd = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_and_si512(odd, top)));
-            return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
-        };
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            const __m512i a = _mm512_loadu_si512(v + i);
-            use(2 * i, pair(_mm512_slli_epi32(a, 24), _mm512_slli_epi32(a, 8)));
-            use(2 * i + 1, pair(_mm512_and_si512(_mm512_slli_epi32(a, 16), top), a));
-        }
-    } else {
-#pragma GCC unroll 16
-        for (int r = 0; r < PAIRS; r++) {
-            __m512i index;
-            if (spread<B>(r)) {
-                const int at = spread_bit_of(r);
-                const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(v), at);
-                const __m512i middle = _mm512_srli_epi16(_mm512_loadu_si512(v + 1), at - 1);
-                const __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(v + 2), at - 2);
-                // 0xca selects: bit 0 of low, bit 1 of middle, the rest (bit 2 counts) of high
-                const __m512i two = _mm512_ternarylogic_epi32(_mm512_set1_epi16(1), low, middle, 0xca);
-                index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), two, high, 0xca);
-            } else {
-                index = _mm512_srli_epi16(_mm512_loadu_si512(v + vector_of<B>(r)), bit_of<B>(r));
-            }
-            use(r, _mm512_permutexvar_epi16(index, table));
-        }
-    }
-}
-
-inline __m512 load_scales(const Weight& w, int64_t index) {
-    if (w.scale_type == F32) return _mm512_loadu_ps(static_cast<const float*>(w.scales) + index);
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(w.scales) + index));
-    if (w.scale_type == F16) return _mm512_cvtph_ps(bits);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-template <int B> inline void prefetch(const uint8_t* block) {
-#pragma GCC unroll 8
-    for (int i = 0; i < B; i++) _mm_prefetch(reinterpret_cast<const char*>(block + AHEAD + 64 * i), _MM_HINT_T0);
-}
-
-// As `decode`, with the scales of the 16 rows multiplied in and the product rounded to bf16.
-template <int B, class Use>
-inline __attribute__((always_inline)) void decode_scaled(const uint8_t* block, __m512i table, __m512 scale, Use use) {
-    alignas(64) static constexpr uint16_t side_by_side[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(side_by_side), top = _mm512_set1_epi32(int(0xffff0000));
-    decode<B>(block, table, [&](int r, __m512i pair) {
-        const __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)), scale);
-        const __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(pair, top)), scale);
-        use(r, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
-    });
-}
-
-// One row of a bf16 weight [rows, inputs] times M activations, added up over the inputs (a multiple of 32).
-template <int M> void dense_row(const uint16_t* row, int64_t inputs, const uint16_t* x, float* y) {
-    constexpr int CHAINS = 4;
-    __m512 sum[M][CHAINS];
-    for (int m = 0; m < M; m++)
-        for (int c = 0; c < CHAINS; c++) sum[m][c] = _mm512_setzero_ps();
-    const auto step = [&](int64_t k, int c) {
-        const __m512i weights = _mm512_loadu_si512(row + k);
-        _mm_prefetch(reinterpret_cast<const char*>(row + k) + AHEAD, _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++)
-            sum[m][c] = _mm512_dpbf16_ps(sum[m][c], (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x + m * inputs + k));
-    };
-    int64_t k = 0;
-    for (; k + 32 * CHAINS <= inputs; k += 32 * CHAINS)
-#pragma GCC unroll 4
-        for (int c = 0; c < CHAINS; c++) step(k + 32 * c, c);
-    for (; k < inputs; k += 32) step(k, 0);
-    for (int m = 0; m < M; m++)
-        y[m] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[m][0], sum[m][1]), _mm512_add_ps(sum[m][2], sum[m][3])));
-}
-#endif
-
-// ---- AMX: tiles of 16 x 32 bf16 ----
 
 #if AMX
 
@@ -126,15 +14,19 @@ template <int M> void dense_row(const uint16_t* row, int64_t inputs, const uint1
     asm volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(base), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(base, stride, tile) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(base), "r"(int64_t(stride)) : "memory")
-#define TILE_DOT_SU8(sum, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
+#define TILE_DOT_S8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 #define TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 
-constexpr int TILE = ROWS * INPUTS;
+inline bool have_amx() {
+    // Linux grants the tile registers to a process that asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
 
-// Tiles for the life of the object: 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. Tiles 0, 1, 4 have `first`
-// rows, 2, 3, 5 have `second`; a row of activations has `width` bytes.
+// Tiles for the life of the object: 4 and 5 are left operands of `high` rows and `width` bytes, 6 and 7 right operands of
+// width / 4 rows and `across` bytes, 0 to 3 sums of `high` rows and `across` bytes.
 struct Tiles {
-    Tiles(int64_t first, int64_t second, int64_t width) {
+    Tiles(int64_t high, int64_t width, int64_t across) {
         struct alignas(64) {
             uint8_t palette, start, reserved[14];
             uint16_t bytes[16];
@@ -143,9 +35,8 @@ struct Tiles {
         memset(&config, 0, sizeof config);
         config.palette = 1;
         for (int tile = 0; tile < 8; tile++) {
-            const int64_t rows = tile >= 6 ? width / 4 : tile == 2 || tile == 3 || tile == 5 ? second : first;
-            config.rows[tile] = uint8_t(rows);
-            config.bytes[tile] = uint16_t(!rows ? 0 : tile == 4 || tile == 5 ? width : 64);
+            config.rows[tile] = uint8_t(tile >= 6 ? width / 4 : high);
+            config.bytes[tile] = uint16_t(tile == 4 || tile == 5 ? width : across);
         }
         asm volatile("ldtilecfg (%0)" : : "r"(&config) : "memory");
     }
@@ -154,111 +45,96 @@ struct Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// As rows_int, for up to 16 rows: 8 activations, as high and low bytes, fill the rows of a tile; codes of 64 inputs, in
-// fours, are the other operand. Tiles(min(2 * rows, 16), 2 * rows - 16, min(segment, 64)) are configured.
-template <int B> void rows_tiles(const Weight& w, int64_t row_block, const Integers& x, int64_t rows, float (*y)[ROWS]) {
-    constexpr int BATCH = 4;  // blocks: 128 inputs
-    alignas(64) U tile[2][BATCH * FOURS];
-    alignas(64) I part[2][BATCH][2 * ROWS];
-    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, blocks = w.inputs / INPUTS;
-    const int64_t per_tile = std::min<int64_t>(steps, 2), batches = (blocks + BATCH - 1) / BATCH;
-    const uint8_t* codes = w.codes + row_block * blocks * B * 64;
-    F total[ROWS] = {};
-    const auto unpack = [&](int64_t i) {
-        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b++) {
-            U* to = &tile[i % 2][b % BATCH * FOURS];
-            prefetch<B>(codes + b * B * 64);
-            each_four<B>(codes + b * B * 64, 0, [&](int q, U four) { to[q] = four; });
-        }
-    };
-    const auto multiply = [&](int64_t i) {
-        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
-            TILE_ZERO(0);
-            if (rows > 8) TILE_ZERO(2);
-            for (int64_t t = b; t < b + steps; t += per_tile) {
-                const int8_t* at = x.bytes + t * INPUTS;
-                TILE_LOAD(6, &tile[i % 2][t % BATCH * FOURS], 64);
-                TILE_LOAD(4, at, x.stride);
-                TILE_DOT_SU8(0, 4, 6);
-                if (rows > 8) {
-                    TILE_LOAD(5, at + 16 * x.stride, x.stride);
-                    TILE_DOT_SU8(2, 5, 6);
-                }
-            }
-            TILE_STORE(part[i % 2][b % BATCH], 64, 0);
-            if (rows > 8) TILE_STORE(part[i % 2][b % BATCH] + 16, 64, 2);
-        }
-    };
-    const auto add = [&](int64_t i) {
-        for (int64_t b = i * BATCH; b < std::min((i + 1) * BATCH, blocks); b += steps) {
-            const int64_t s = b / steps;
-            const I* sums = part[i % 2][b % BATCH];
-            const F scale = (F)load_scales(w, (row_block * groups + s * segment / w.group) * ROWS);
-            for (int64_t m = 0; m < rows; m++) {
-                const I sum = sums[2 * m] * 256 + sums[2 * m + 1] - x.zeros[m * x.segments + s];
-                total[m] += __builtin_convertvector(sum, F) * (scale * x.units[m * x.segments + s]);
+constexpr int64_t TILE_BLOCKS = 2;  // row blocks that are multiplied at a time
+
+inline int64_t tile_width(const Weight& w) { return std::min<int64_t>(segment_of(w), 64); }
+
+// The integers of a row to their places: [tiles][inputs / width][high, low][rows of the tile][width].
+inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64_t width, const int16_t* v, int8_t* x) {
+    const int64_t tile = tiling.tile_of(row), start = tiling.first(tile), high = tiling.first(tile + 1) - start;
+    int8_t* to = x + start * 2 * inputs + (row - start) * width;
+    for (int64_t i = 0; i < inputs; i += width, to += 2 * high * width) cut_bytes(v + i, width, to, to + high * width);
+}
+
+// As multiply_panel, for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
+template <int B>
+void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int8_t* x,
+                    const Units& units, float* total, uint16_t* y) {
+    const int64_t segment = segment_of(w), width = tile_width(w), groups = w.inputs / w.group, blocks = w.inputs / INPUTS;
+    const int64_t row = tiling.first(first), count = std::min(TILE_BLOCKS, blocks_of(w.rows) - row_block);
+    alignas(64) U codes[2][TILE_BLOCKS][128 / 4];
+    alignas(64) Ints part[2][2 * TILE_BLOCKS][ROWS];
+    memset(total, 0, size_t(tiling.first(last) - row) * TILE_BLOCKS * ROWS * sizeof *total);
+    const auto unpack = [&](int64_t s) {
+        for (int64_t n = 0; n < count; n++) {
+            const uint8_t* block = w.codes + ((row_block + n) * blocks + s * segment / INPUTS) * B * 64;
+            U* to = codes[s % 2][n];
+            for (int64_t b = 0; b < segment / INPUTS; b++, block += B * 64, to += FOURS) {
+                prefetch<B>(block);
+#pragma GCC unroll 8
+                for (int q = 0; q < FOURS; q++)
+                    to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(1 << (B - 1))));
             }
         }
     };
-    // Tiles are loaded from memory once what was stored there has retired, so each stage works on another batch.
-    for (int64_t i = 0; i < batches + 2; i++) {
-        if (i < batches) unpack(i);
-        if (i >= 2) add(i - 2);
-        if (i >= 1 && i <= batches) multiply(i - 1);
-    }
-    memcpy(y, total, size_t(rows) * sizeof *y);
-}
-
-inline void store_row(uint16_t* to, __m512 values, int64_t count) {
-    const __mmask16 mask = count >= ROWS ? 0xffff : __mmask16((1 << count) - 1);
-    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
-}
-
-// Two row blocks of the weight as tiles [2][inputs / 32][16][32], scales multiplied in.
-template <int B> void make_panel(const Weight& w, int64_t row_block, uint16_t* panel) {
-    const __m512i table = load_table<B>();
-    const int64_t steps = w.inputs / INPUTS, groups = w.inputs / w.group, per_group = w.group / INPUTS;
-    for (int64_t n = row_block; n < row_block + 2; n++) {
-        if (n >= blocks_of(w.rows)) {
-            memset(panel, 0, size_t(steps) * TILE * 2);
-            break;
+    const auto multiply = [&](int64_t s, int64_t t, Ints (*sums)[ROWS]) {
+        const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+        const int8_t* at = x + start * 2 * w.inputs + s * segment * 2 * high;
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+        for (int64_t k = 0; k < segment; k += width, at += 2 * high * width) {
+            TILE_LOAD(4, at, width);
+            TILE_LOAD(6, codes[s % 2][0] + k / 4, 64);
+            TILE_DOT_S8(0, 4, 6);
+            TILE_LOAD(5, at + high * width, width);
+            TILE_DOT_S8(1, 5, 6);
+            if (count < 2) continue;
+            TILE_LOAD(7, codes[s % 2][1] + k / 4, 64);
+            TILE_DOT_S8(2, 4, 7);
+            TILE_DOT_S8(3, 5, 7);
         }
-        const uint8_t* block = w.codes + n * steps * B * 64;
-        for (int64_t k = 0; k < steps; k++, block += B * 64, panel += TILE) {
-            const __m512 scale = _mm512_mul_ps(load_scales(w, (n * groups + k / per_group) * ROWS), _mm512_set1_ps(UNIT<B>));
-            prefetch<B>(block);
-            decode_scaled<B>(block, table, scale, [&](int r, __m512i pair) { _mm512_store_si512(panel + r * INPUTS, pair); });
+        TILE_STORE(sums[0], 64, 0);
+        TILE_STORE(sums[1], 64, 1);
+        if (count < 2) return;
+        TILE_STORE(sums[2], 64, 2);
+        TILE_STORE(sums[3], 64, 3);
+    };
+    const auto add = [&](int64_t s, int64_t t, const Ints (*sums)[ROWS]) {
+        const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t at_scale = ((row_block + n) * groups + s * segment / w.group) * ROWS;
+            alignas(64) float scales[ROWS];
+            load_scales(w, at_scale, scales);
+            const Floats scale = load_vector<Floats>(scales);
+            float* value = total + ((start - row) * TILE_BLOCKS + n) * ROWS;
+            for (int64_t m = 0, at = start * units.segments + s; m < high; m++, at += units.segments, value += TILE_BLOCKS * ROWS) {
+                const Ints sum = sums[2 * n][m] * 256 + sums[2 * n + 1][m];
+                Floats now = scaled(sum, scale, units, at, load_vector<Floats>(value));
+                if (w.offsets) now = shifted(load_vector<Floats>(w.offsets + at_scale), units, at, now);
+                memcpy(value, &now, sizeof now);
+            }
         }
+    };
+    // Tiles are loaded from memory once what was stored there has retired, so a turn unpacks what the next one multiplies, and
+    // adds what the one before has multiplied.
+    const int64_t tiles = last - first, turns = units.segments * tiles;
+    for (int64_t i = 0; i < turns + 2; i++) {
+        if (i < turns && i % tiles == 0) unpack(i / tiles);
+        if (i > 1) add((i - 2) / tiles, first + (i - 2) % tiles, part[i % 2]);
+        if (i > 0 && i <= turns) multiply((i - 1) / tiles, first + (i - 1) % tiles, part[(i - 1) % 2]);
     }
+    for (int64_t m = 0; m < tiling.first(last) - row; m++)
+        for (int64_t n = 0; n < count; n++)
+            store_row(y, BF16, (row + m) * w.rows + (row_block + n) * ROWS, total + (m * TILE_BLOCKS + n) * ROWS,
+                      std::min<int64_t>(ROWS, w.rows - (row_block + n) * ROWS));
 }
 
-// 32 activations (tiles [2][inputs / 32][16][32]) times 32 rows of the weight, to y from `row` on.
-inline void multiply_panel(const Weight& w, const uint16_t* a, const uint16_t* b, uint16_t* y, int64_t rows, int64_t row) {
-    alignas(64) float part[2][2][ROWS][ROWS];
-    const int64_t steps = w.inputs / INPUTS, other = steps * TILE;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int64_t k = 0; k < steps; k++, a += TILE, b += TILE) {
-        TILE_LOAD(4, a, 64);
-        TILE_LOAD(6, b, 64);
-        TILE_DOT_BF16(0, 4, 6);
-        TILE_LOAD(7, b + other, 64);
-        TILE_DOT_BF16(1, 4, 7);
-        TILE_LOAD(5, a + other, 64);
-        TILE_DOT_BF16(2, 5, 6);
-        TILE_DOT_BF16(3, 5, 7);
-    }
-    TILE_STORE(part[0][0], 64, 0);
-    TILE_STORE(part[0][1], 64, 1);
-    TILE_STORE(part[1][0], 64, 2);
-    TILE_STORE(part[1][1], 64, 3);
-    for (int64_t m = 0; m < std::min<int64_t>(rows, 2 * ROWS); m++)
-        for (int n = 0; n < 2; n++)
-            if (row + n * ROWS < w.rows)
-                store_row(y + m * w.rows + row + n * ROWS, _mm512_load_ps(part[m / ROWS][n][m % ROWS]), w.rows - row - n * ROWS);
-}
+#else
+
+inline bool have_amx() { return false; }
+
 #endif
 
 }  // namespace

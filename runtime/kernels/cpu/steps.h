@@ -1,4 +1,4 @@
-// What lies between the products of a few tokens, in bf16: norm, rotation, activation. Rounded wherever torch rounds.
+// What lies between the products, in bf16: norm, rotation, activation. Rounded wherever torch rounds.
 
 #pragma once
 
@@ -21,29 +21,25 @@ inline void store16(uint16_t* at, V16 v) {
     memcpy(at, &half, 32);
 }
 
-// x / sqrt(mean of x^2 + eps) * gain, row by row of x [rows, size]; size is a multiple of 16.
-inline void norm_rows(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* gain, float eps, uint16_t* y) {
-    for (int64_t row = 0; row < rows; row++, x += size, y += size) {
-        V16 sum = {};
-        for (int64_t i = 0; i < size; i += LANE) {
-            const V16 v = load16(x + i);
-            sum += v * v;
-        }
-        const float root = 1.0f / sqrtf(sum_of(sum) / float(size) + eps);
-        for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
+// x / sqrt(mean of x^2 + eps) * gain of a row x [size]; size is a multiple of 16.
+inline void norm_row(const uint16_t* x, int64_t size, const uint16_t* gain, float eps, uint16_t* y) {
+    V16 sum = {};
+    for (int64_t i = 0; i < size; i += LANE) {
+        const V16 v = load16(x + i);
+        sum += v * v;
     }
+    const float root = 1.0f / sqrtf(sum_of(sum) / float(size) + eps);
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
 }
 
-// SiLU(gate) * up of rows [gate, up], each of `size`, a multiple of 16.
-inline void gate_rows(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y) {
-    for (int64_t row = 0; row < rows; row++, x += 2 * size, y += size) {
-        for (int64_t i = 0; i < size; i += LANE) {
-            const V16 gate = load16(x + i), zero = {};
-            const I16 below = gate < 0;
-            const V16 power = exponential(below ? gate : -gate);
-            const V16 active = gate * (below ? power : zero + 1.0f) / (power + 1.0f);
-            store16(y + i, rounded(active) * load16(x + size + i));
-        }
+// SiLU(gate) * up of a row [gate, up], each of `size`, a multiple of 16.
+inline void gate_row(const uint16_t* x, int64_t size, uint16_t* y) {
+    for (int64_t i = 0; i < size; i += LANE) {
+        const V16 gate = load16(x + i), zero = {};
+        const I16 below = gate < 0;
+        const V16 power = exponential(below ? gate : -gate);
+        const V16 active = gate * (below ? power : zero + 1.0f) / (power + 1.0f);
+        store16(y + i, rounded(active) * load16(x + size + i));
     }
 }
 
@@ -54,18 +50,15 @@ struct Rotation {  // mirrored by build.py
     int64_t sequences, tokens, heads, half, sequence_stride, token_stride;
 };
 
-inline void rotate_rows(const Rotation& r) {
-    uint16_t* out = r.out;
-    for (int64_t sequence = 0; sequence < r.sequences; sequence++)
-        for (int64_t token = 0; token < r.tokens; token++) {
-            const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
-            for (int64_t head = 0; head < r.heads; head++, x += 2 * r.half, out += 2 * r.half)
-                for (int64_t i = 0; i < r.half; i += LANE) {
-                    const V16 first = load16(x + i), second = load16(x + r.half + i);
-                    const V16 c = load16(r.cos + token * r.half + i), s = load16(r.sin + token * r.half + i);
-                    store16(out + i, rounded(first * c) - rounded(second * s));
-                    store16(out + r.half + i, rounded(second * c) + rounded(first * s));
-                }
+inline void rotate_token(const Rotation& r, int64_t sequence, int64_t token) {
+    const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
+    uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * 2 * r.half;
+    for (int64_t head = 0; head < r.heads; head++, x += 2 * r.half, out += 2 * r.half)
+        for (int64_t i = 0; i < r.half; i += LANE) {
+            const V16 first = load16(x + i), second = load16(x + r.half + i);
+            const V16 c = load16(r.cos + token * r.half + i), s = load16(r.sin + token * r.half + i);
+            store16(out + i, rounded(first * c) - rounded(second * s));
+            store16(out + r.half + i, rounded(second * c) + rounded(first * s));
         }
 }
 

@@ -108,11 +108,6 @@ def test_cpu(root: Path, text: str, model: str, flag: str) -> None:
     assert found.cores >= 1
 
 
-def test_tiles_are_those_of_bf16() -> None:
-    assert machine.Cpu("", 1, frozenset(("amx_tile", "amx_bf16"))).tiles
-    assert not machine.Cpu("", 1, frozenset(("amx_tile", "amx_int8"))).tiles
-
-
 def test_machine_does_not_import_torch() -> None:
     code = (
         "import sys, mycli.runtime.device.system as m, mycli.runtime.device.nvml; "

@@ -5,8 +5,10 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,35 +19,47 @@ from torch import Tensor
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu import matmul as cpu
 from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_few, memory_bandwidth
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import Operation, kernels, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import BITS, Packing
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
-ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 40, 48, 70)
+ROWS = (1, 4, 5, 13, 40)
+WIDTHS = (8, 6, 5, 4, 3, 2)
+GROUPS = (16, 32, 64, 128, None)
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
 
 
 def packed_weight(
-    bits: int, shape: tuple[int, int], group: int | None, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    bits: int,
+    shape: tuple[int, int],
+    group: int | None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    offsets: bool = False,
 ) -> PackedWeight:
     """Random codes; scales of both signs, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)
     scales = torch.randn(shape[0], shape[1] // (group or shape[1]), generator=generator) * 0.02
     scales[scales.abs() < 0.001] = 0
-    return PackedWeight(pack(codes, bits), scales.to(dtype), Packing(bits, group), shape[1])
+    beside = torch.randn(scales.shape, generator=generator) * 0.1 if offsets else None
+    packing = Packing(bits, group, offsets=offsets)
+    return PackedWeight(pack(codes, bits), scales.to(dtype), packing, shape[1], beside)
 
 
 def exact(weight: PackedWeight) -> Tensor:
-    """The weight in fp64: codes times scales, nothing rounded."""
-    return dequantize(PackedWeight(weight.packed, weight.scales.double(), weight.packing, weight.in_features))
+    """The weight in fp64: codes times scales and offsets, nothing rounded."""
+    plain = Packing(weight.packing.bits, weight.packing.group_size)
+    scaled = dequantize(PackedWeight(weight.packed, weight.scales.double(), plain, weight.in_features))
+    if weight.offsets is None:
+        return scaled
+    return scaled + weight.offsets.double().repeat_interleave(weight.in_features // weight.offsets.shape[1], dim=1)
 
 
 def activations(rows: int, inputs: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -56,24 +70,25 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("group", [32, 64, 128, None])
-@pytest.mark.parametrize("bits", BITS)
-def test_product(library: Native, bits: int, group: int | None, dtype: torch.dtype) -> None:
-    """Odd numbers of outputs, 1 to 70 rows, scales in the type of the activations and in the others."""
-    for shape in ((37, 384), (16, 128), (100, 640)):
-        for scale_type in (torch.bfloat16, torch.float16, torch.float32):
-            weight = packed_weight(bits, shape, group, scale_type)
-            matmul, wanted = CpuKernel().prepare(weight, dtype), exact(weight)
-            for rows in ROWS if scale_type == torch.bfloat16 else (2, 20):
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_product(library: Native, bits: int) -> None:
+    """Odd numbers of outputs, 1 to 40 rows, scales in the type of the activations and in the others, offsets."""
+    for index, (group, scale_type) in enumerate(product(GROUPS, ERROR)):
+        shape = (16, 128) if index % 3 == 0 else (37, 384)
+        weight = packed_weight(bits, shape, group, scale_type, offsets=index % 2 == 0)
+        wanted = exact(weight)
+        for dtype in ERROR:
+            matmul = CpuKernel().prepare(weight, dtype)
+            for rows in ROWS if scale_type == dtype else (2, 20):
                 x = activations(rows, shape[1], dtype)
                 y = matmul(x)
                 assert y.dtype == dtype and y.shape == (rows, shape[0])
-                assert relative(y, x.double() @ wanted.T) < ERROR[dtype], (shape, scale_type, rows)
+                assert relative(y, x.double() @ wanted.T) < ERROR[dtype], (group, scale_type, dtype, rows)
 
 
 @given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(WIDTHS),
+    offsets=st.booleans(),
     outputs=st.integers(1, 70),
     blocks=st.integers(1, 12),
     seed=st.integers(0, 1 << 30),
@@ -81,18 +96,18 @@ def test_product(library: Native, bits: int, group: int | None, dtype: torch.dty
 )
 @settings(max_examples=40, deadline=None)
 def test_repacked_weight_is_the_reference_bit_for_bit(
-    bits: int, outputs: int, blocks: int, seed: int, dtype: torch.dtype
+    bits: int, offsets: bool, outputs: int, blocks: int, seed: int, dtype: torch.dtype
 ) -> None:
     inputs = 32 * blocks
-    group = next(size for size in (128, 64, 32) if inputs % size == 0) if seed % 2 else None
-    weight = packed_weight(bits, (outputs, inputs), group, dtype, seed)
+    group = (None, 16, 32, inputs)[seed % 4]
+    weight = packed_weight(bits, (outputs, inputs), group, dtype, seed, offsets)
     assert torch.equal(CpuKernel().prepare(weight, dtype).dequantize(), dequantize(weight))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", WIDTHS)
 def test_every_variant_unpacks_the_reference(library: Native, bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        weight = packed_weight(bits, (45, 384), 128, dtype)
+        weight = packed_weight(bits, (45, 384), 128, dtype, offsets=dtype != torch.float16)
         assert torch.equal(CpuKernel().prepare(weight, dtype).dequantize(), dequantize(weight))
 
 
@@ -106,27 +121,61 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("bits", BITS)
-def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
-    library: Native, bits: int, dtype: torch.dtype
+def alone(matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Every row by itself."""
+    return torch.cat([matmul(row[None]) for row in x])
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: Native, bits: int) -> None:
+    """Wherever one way of multiplying gives over to another, and at the ends of tiles."""
+    for group, dtype in product((16, 32, 128), (torch.bfloat16, torch.float32)):
+        matmul = CpuKernel().prepare(packed_weight(bits, (70, 256), group, offsets=group == 32), dtype)
+        x = activations(70, 256, dtype)
+        wanted = alone(matmul, x)
+        for rows in (2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 25, 33, 64, 70):
+            assert torch.equal(matmul(x[:rows]), wanted[:rows]), (group, dtype, rows)
+        with threads(3):
+            assert torch.equal(matmul(x[:33]), wanted[:33]), (group, dtype)
+            assert torch.equal(matmul(x[:1]), wanted[:1]), (group, dtype)
+
+
+def test_rows_of_several_parts_have_their_bits(library: Native) -> None:
+    """More rows of more inputs than are multiplied at a time, and an odd number of row blocks."""
+    matmul = CpuKernel().prepare(packed_weight(4, (48, 4096), 64), torch.bfloat16)
+    x = activations(290, 4096, torch.bfloat16)
+    some = torch.tensor([0, 1, 127, 128, 129, 255, 256, 289])
+    with threads(2):
+        assert torch.equal(matmul(x)[some], alone(matmul, x[some]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_number_of_rows_gives_a_row_its_bits(
+    library: Native, bits: int, group: int | None, offsets: bool
 ) -> None:
-    """Below 16 rows on every machine. From there on where AMX multiplies them, up to 47; else torch does, nearly so."""
-    matmul = CpuKernel().prepare(packed_weight(bits, (300, 512), 128), dtype)
-    x = activations(64, 512, dtype)
-    alone = torch.cat([matmul(row[None]) for row in x])
-    for rows in (1, 8, 15, 16, 40, 47, 64):
-        found = []
-        for count in (1, 1, 2, 3):
-            with threads(count):
-                found.append(matmul(x[:rows]))
-        assert torch.equal(found[0], found[1]), "a second run"
-        native = library.amx and dtype == torch.bfloat16
-        if rows < 16 or native:
-            assert all(torch.equal(one, found[0]) for one in found)
-        if rows < 16 or (native and rows < 48):
-            assert torch.equal(found[0], alone[:rows])
-        assert all(relative(one, alone[:rows].double()) < 1.5 * ERROR[dtype] for one in found)
+    for dtype in (torch.bfloat16, torch.float32):
+        matmul = CpuKernel().prepare(packed_weight(bits, (85, 640), group, offsets=offsets), dtype)
+        x = activations(512, 640, dtype)
+        wanted = alone(matmul, x)
+        for rows in (*range(1, 97), 128, 512):
+            assert torch.equal(matmul(x[:rows]), wanted[:rows]), (dtype, rows)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_set_of_instructions_gives_the_same_bits(library: Native, bits: int) -> None:
+    """As this machine's own; plain vectors have no fused addition, and need not."""
+    own = native()
+    assert isinstance(own, Native)
+    for group, dtype in product(GROUPS, (torch.bfloat16, torch.float32)):
+        weight, x = packed_weight(bits, (85, 640), group, offsets=bits % 2 == 0), activations(21, 640, dtype)
+        found, wanted = (CpuMatmul(one, weight)(x) for one in (library, own))
+        if "plain" in (library.isa, own.isa):
+            assert relative(found, wanted.double()) < ERROR[dtype]
+        else:
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
@@ -163,16 +212,41 @@ def test_exact_where_integers_suffice(library: Native) -> None:
         assert torch.equal(matmul(x), wanted)
 
 
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_sums_of_the_largest_numbers_fit(library: Native, bits: int) -> None:
+    """The largest codes and activations of a segment, all of one sign: the sums are the largest there are."""
+    for code in (0, (1 << bits) - 1):
+        codes = torch.full((33, 256), code, dtype=torch.uint8)
+        weight = PackedWeight(pack(codes, bits), torch.ones(33, 2, dtype=torch.bfloat16), Packing(bits, 128), 256)
+        matmul = CpuKernel().prepare(weight, torch.bfloat16)
+        for value in (1.9921875, -1.9921875):  # 255 / 128: all bits set
+            x = torch.full((20, 256), value, dtype=torch.bfloat16)
+            wanted = (x.double() @ exact(weight).T).to(torch.bfloat16)
+            for rows in (1, 5, 20):
+                assert torch.equal(matmul(x[:rows]), wanted[:rows])
+
+
 def test_no_second_copy() -> None:
-    weight = packed_weight(3, (64, 256), 64)
-    assert CpuKernel().prepare(weight, torch.bfloat16).nbytes == weight.packed.nbytes + weight.scales.nbytes
+    weight = packed_weight(3, (64, 256), 64, offsets=True)
+    assert weight.offsets is not None
+    held = weight.packed.nbytes + weight.scales.nbytes + weight.offsets.nbytes
+    assert CpuKernel().prepare(weight, torch.bfloat16).nbytes == held
 
 
-def test_parts_of_a_dense_product(library: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where many rows go through torch, parts of the weight end where they should."""
-    monkeypatch.setattr(cpu, "_PART", 48 * 128)
-    weight, x = packed_weight(4, (131, 128), 64), activations(50, 128, torch.float32)
-    assert relative(CpuKernel().prepare(weight, torch.float32)(x), x.double() @ exact(weight).T) < 1e-6
+def test_sorted_columns_take_their_inputs(library: Native) -> None:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    sorted_columns = packed_weight(4, (40, 256), 64)
+    weight = replace(sorted_columns, packing=replace(sorted_columns.packing, permuted=True), inputs=order)
+    assert CpuKernel().decline(weight.packing, 40, 256, CPU, torch.bfloat16) is None
+    matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(7, 256, torch.bfloat16)
+    assert torch.equal(matmul.dequantize(), dequantize(weight))
+    assert torch.equal(matmul(x), CpuKernel().prepare(sorted_columns, torch.bfloat16)(x[:, order.long()]))
+
+
+def test_no_rows_are_no_product(library: Native) -> None:
+    assert CpuKernel().prepare(packed_weight(4, (64, 128), 64), torch.bfloat16)(
+        torch.empty(0, 128, dtype=torch.bfloat16)
+    ).shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +255,11 @@ def test_parts_of_a_dense_product(library: Native, monkeypatch: pytest.MonkeyPat
         (Packing(4, 128), 256, torch.device("cuda"), torch.bfloat16, "CPU only"),
         (Packing(4, None), 100, CPU, torch.bfloat16, "100 inputs are no multiple of 32"),
         (Packing(4, 128), 256, CPU, torch.float64, "float64 activations"),
+        (Packing(4, 64, codes="nf4"), 256, CPU, torch.bfloat16, "not nf4-g64"),
+        (Packing(7, 128), 256, CPU, torch.bfloat16, "not int7-g128"),
+        (Packing(4, 24), 96, CPU, torch.bfloat16, "multiples of 16, not int4-g24"),
     ],
-    ids=["cuda", "inputs", "float64"],
+    ids=["cuda", "inputs", "float64", "table", "bits", "group"],
 )
 def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     found = CpuKernel().decline(packing, 64, inputs, device, dtype)
@@ -190,10 +267,10 @@ def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: to
 
 
 def test_no_match_explains_itself() -> None:
-    operation = Operation("nothing", (dense_few,))
+    operation = Operation("nothing", (dense_product,))
     with pytest.raises(ModelError, match=r"nothing of \(1, 32\) torch.float32, \(4, 32\) torch.float32") as error:
         operation(torch.zeros(1, 32), torch.zeros(4, 32))
-    assert "dense_few: takes bf16 on the CPU only" in str(error.value.hint)
+    assert "dense_product: takes bf16 on the CPU only" in str(error.value.hint)
 
 
 def test_first_in_the_list() -> None:
@@ -216,17 +293,41 @@ def test_torch_int4(group: int) -> None:
     assert kernel.decline(Packing(4, 128), 96, 256, CPU, torch.float32)
 
 
-def test_dense_few(library: Native) -> None:
-    weight = (torch.randn(77, 352, generator=torch.Generator().manual_seed(0)) * 0.05).to(torch.bfloat16)
-    for rows in (1, 2, 3, 4):
-        x = activations(rows, 352, torch.bfloat16)
-        y = dense_few(x, weight)
-        if isinstance(y, str):
-            assert not library.dense_bf16
-            continue
-        assert library.dense_bf16 and relative(y, x.double() @ weight.double().T) < 0.0022
-    assert "up to 4 rows" in str(dense_few(activations(5, 352, torch.bfloat16), weight))
-    assert "bf16" in str(dense_few(activations(1, 352, torch.float32), weight.float()))
+@pytest.mark.parametrize("shape", [(77, 352), (20, 64), (256, 2048)], ids=str)
+def test_dense_product(library: Native, shape: tuple[int, int]) -> None:
+    """Right, and a row has the same bits alone, with any number of threads and where tiles and parts end."""
+    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05).to(torch.bfloat16)
+
+    def multiply(x: Tensor) -> Tensor:
+        y = dense_product(x, weight)
+        assert isinstance(y, Tensor)
+        return y
+
+    x = activations(300, shape[1], torch.bfloat16)
+    wanted = alone(multiply, x)
+    assert relative(wanted, x.double() @ weight.double().T) < 0.0022
+    for rows in (2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33, 70, 300):
+        assert torch.equal(multiply(x[:rows]), wanted[:rows]), rows
+    with threads(3):
+        assert torch.equal(multiply(x), wanted)
+    assert multiply(x[:0]).shape == (0, shape[0])
+
+
+def test_dense_product_leaves_to_torch_what_it_cannot() -> None:
+    x, weight = activations(5, 64, torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert "bf16" in str(dense_product(x.float(), weight.float()))
+    assert "multiples of 32" in str(dense_product(x[:, :40], weight[:, :40]))
+    assert "contiguous" in str(dense_product(x, torch.zeros(64, 32, dtype=torch.bfloat16).t()))
+    assert "no gradient" in str(dense_product(x, weight.clone().requires_grad_()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: float) -> None:
+    x = activations(20, 64, torch.bfloat16)
+    x[3, 40] = value
+    y = dense_product(x, torch.ones(48, 64, dtype=torch.bfloat16))
+    assert isinstance(y, Tensor)
+    assert not y[3].isfinite().any() and y[:3].isfinite().all() and y[4:].isfinite().all()
 
 
 def test_huge_empty_is_a_tensor_like_any_other() -> None:
@@ -252,7 +353,7 @@ def test_threads_are_torchs() -> None:
 def test_processes_may_race(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib; from mycli.runtime.kernels.cpu.build import compile_library, load_library;"
-        "print(load_library(compile_library(pathlib.Path(sys.argv[1]), ['-O0'])).bf16)"
+        "print(load_library(compile_library(pathlib.Path(sys.argv[1]), ['-O0'])).isa)"
     )
     running = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(2)]
     assert [process.wait(timeout=300) for process in running] == [0, 0]
@@ -283,7 +384,7 @@ def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert CpuKernel().decline(Packing(4, 128), 64, 256, CPU, torch.bfloat16) == missing
     assert select_kernel(Packing(4, 128), 64, 256, CPU, torch.bfloat16).name == "torch-int4"
     assert select_kernel(Packing(3, 128), 64, 256, CPU, torch.bfloat16).name == "dequantize"
-    assert dense_few(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
+    assert dense_product(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
     assert memory_bandwidth(1 << 20, 1) is None
 
 

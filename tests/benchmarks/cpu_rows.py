@@ -1,0 +1,91 @@
+"""Products on the CPU over the number of rows, with every set of instructions that this machine has, beside torch.
+
+    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--dense] [--shape 8192x2048]
+        [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
+
+Prints 10^9 operations per second (two a weight and row) of the best of `--repeats` calls, every set in turn in each of
+them, so that a busy neighbour hits all. Two weights take turns, so that the first caches do not hold them. A rate that
+falls as rows grow by more than the noise is a fault. `torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA keeps it
+from instructions as MYCLI_CPU_ISA does us.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.device.system import cpu
+from mycli.runtime.kernels.cpu import isa
+from mycli.runtime.kernels.cpu.build import Native, cache_folder, compile_library, load_library
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.scheme import Packing, parse_packing
+
+ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
+
+Product = Callable[[Tensor], Tensor]
+
+
+def libraries(names: list[str], folder: Path) -> dict[str, Native]:
+    """The native code for each set; built where it is not there yet, which takes a while."""
+    processor = cpu()
+    return {name: load_library(compile_library(folder, isa.compiler_flags(name, processor))) for name in names}
+
+
+def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: int) -> Product:
+    """Random codes and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
+    scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
+    return CpuMatmul(library, PackedWeight(words.to(torch.int32), scales, packing, inputs))
+
+
+def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
+    """10^9 operations per second by name."""
+    best = dict.fromkeys(products, float("inf"))
+    for turn in range(repeats):
+        for name, both in products.items():
+            begin = time.perf_counter()
+            both[turn % 2](x)
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return {name: 2 * outputs * x.numel() / seconds / 1e9 for name, seconds in best.items()}
+
+
+def main() -> None:
+    """One line a number of rows."""
+    here = [name for name in isa.SETS if isa.SETS[name].on(cpu().flags)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))
+    parser.add_argument("--dense", action="store_true")
+    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
+    parser.add_argument("--sets", type=lambda text: text.split(","), default=here)
+    parser.add_argument("--repeats", type=int, default=8)
+    given = parser.parse_args()
+    outputs, inputs = given.shape
+    found = libraries(given.sets, cache_folder())
+    weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(2)]
+    products: dict[str, list[Product]]
+    if given.dense:
+        products = {
+            name: [lambda x, w=w, one=one: multiply_dense(one, x, w) for w in weights] for name, one in found.items()
+        }
+    else:
+        products = {
+            name: [packed(one, given.packing, outputs, inputs, seed) for seed in range(2)]
+            for name, one in found.items()
+        }
+    products["torch"] = [lambda x, w=w: functional.linear(x, w) for w in weights]
+    print(f"{'dense bf16' if given.dense else given.packing.name} [{outputs}, {inputs}], 10^9 operations per second")
+    print(" rows" + "".join(f"{name:>12}" for name in products))
+    for rows in given.rows:
+        found_rates = rates(products, torch.randn(rows, inputs).bfloat16(), outputs, given.repeats)
+        print(f"{rows:5}" + "".join(f"{rate:12.0f}" for rate in found_rates.values()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

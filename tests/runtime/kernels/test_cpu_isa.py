@@ -1,0 +1,86 @@
+"""Which instructions are used: all that the processor has, or those that are asked for."""
+
+import pytest
+
+from mycli.runtime.device.system import Cpu, cpu
+from mycli.runtime.errors import UsageError
+from mycli.runtime.kernels.cpu import build, isa
+from mycli.runtime.kernels.cpu.build import Native, native
+
+HASWELL = frozenset(("avx2", "fma", "f16c"))
+ALDER_LAKE = HASWELL | {"avx_vnni"}
+SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl"}
+ZEN_4 = SKYLAKE | {"avx512_vnni", "avx512_bf16"}
+SAPPHIRE_RAPIDS = ZEN_4 | {"avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+BEST = {
+    "plain": frozenset(("sse2",)),
+    "avx2": HASWELL,
+    "avxvnni": ALDER_LAKE,
+    "avx512": SKYLAKE,
+    "avx512vnni": ZEN_4,
+    "amx": SAPPHIRE_RAPIDS,
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_best(name: str) -> None:
+    assert isa.best_set(BEST[name]) == name
+    assert isa.asked(BEST[name], {}) is None
+    assert isa.compiler_flags(None, Cpu("Some processor", 1, BEST[name])) == ()
+
+
+@pytest.mark.parametrize("name", isa.SETS)
+def test_a_set_leaves_out_what_it_has_not(name: str) -> None:
+    """On the machine that has everything; of what a machine lacks, an old compiler need not know the name."""
+    flags = isa.compiler_flags(name, Cpu("Some processor", 1, SAPPHIRE_RAPIDS))
+    assert ("-mno-amx-tile" in flags) == (name != "amx")
+    assert ("-mno-avx512f" in flags) == (name in ("avxvnni", "avx2"))
+    assert ("-mno-avxvnni" in flags) == (name in ("avx512", "avx2"))
+    assert isa.asked(SAPPHIRE_RAPIDS, {isa.VARIABLE: name}) == name
+    assert isa.compiler_flags(name, Cpu("Some processor", 1, frozenset())) == ()
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=amx: this processor does not have it") as error:
+        isa.asked(ZEN_4, {isa.VARIABLE: "amx"})
+    assert error.value.hint == "here: avx512vnni, avx512, avx2"
+    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=sse9: not an instruction set") as error:
+        isa.asked(BEST["plain"], {isa.VARIABLE: "sse9"})
+    assert error.value.hint == "here: none"
+
+
+def test_dot_products_of_bf16_are_for_processors_on_which_they_are_fast() -> None:
+    amd = Cpu("AMD EPYC 9654", 1, ZEN_4)
+    assert isa.compiler_flags(None, amd) == ("-DBF16_DOT=1",)
+    assert "-DBF16_DOT=1" in isa.compiler_flags("avx512vnni", amd)
+    assert "-DBF16_DOT=1" not in isa.compiler_flags("avx2", amd)
+    assert isa.compiler_flags(None, Cpu("Intel(R) Xeon(R)", 1, ZEN_4)) == ()
+
+
+def test_the_environment_chooses_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(build, "cpu", lambda: Cpu("Some processor", 1, SAPPHIRE_RAPIDS))
+    monkeypatch.setattr(build, "compile_library", lambda _, extra=(): asked.append(tuple(extra)))
+    monkeypatch.setattr(build, "load_library", lambda _: "loaded")
+    for name in ("", "avx2", "amx"):
+        monkeypatch.setenv(isa.VARIABLE, name)
+        native.__wrapped__()
+    assert [len(flags) for flags in asked] == [0, 5, 0]
+    monkeypatch.setenv(isa.VARIABLE, "avx9")
+    with pytest.raises(UsageError):
+        native.__wrapped__()
+    with pytest.raises(UsageError):
+        build.must_be_built()
+
+
+def test_the_library_says_what_it_uses(library: Native) -> None:
+    assert library.isa in (*isa.SETS, "plain")
+
+
+def test_this_machines_own_is_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = native()
+    if isinstance(found, str):
+        pytest.skip(f"no native code here: {found}")
+    asked = isa.asked(cpu().flags)
+    # A system may refuse the registers of AMX; a compiler may not know what is new.
+    assert found.isa == asked or list(isa.SETS).index(found.isa) >= list(isa.SETS).index(isa.best_set(cpu().flags))
