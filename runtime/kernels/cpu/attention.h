@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_float.h"
+#include "attention_tiles.h"
 
 namespace {
 
@@ -210,8 +211,15 @@ template <class Path> int attend_by(const Attention& a, int threads) {
     const Attending<Path> attending{a, threads};
     return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
 }
-inline int attend_any(const Attention& a, int threads) try {
+inline int attend_any(const Attention& a, int threads, bool tiles) try {
     if (!is_sound(a)) return 2;
+#if AMX
+    if (tiles && a.query_type == BF16) {
+        if (a.cache_type == CACHE_BF16) return attend_by<InTiles<uint16_t>>(a, threads);
+        if (a.cache_type == CACHE_INT8) return attend_by<InTiles<int8_t>>(a, threads);
+    }
+#endif
+    (void)tiles;
     if (a.cache_type == CACHE_INT8) return attend_by<Floats<int8_t>>(a, threads);
     if (a.cache_type == CACHE_BF16) return attend_by<Floats<uint16_t>>(a, threads);
     return attend_by<Floats<float>>(a, threads);

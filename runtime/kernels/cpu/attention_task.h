@@ -133,8 +133,8 @@ inline void soften(const Attention& a, float* scores, const Span& span, int64_t 
         all += weight;
         if (codes) {  // a scale that is no number must not reach rows that do not see it
             weight *= wide(scales.value + p);
-            for (int64_t i = 0; i < WIDE; i++)
-                if (p + i < begin || p + i >= end) weight[i] = 0;
+            if (p < begin || p + WIDE > end)
+                for (int64_t i = 0; i < WIDE; i++) weight[i] = p + i < begin || p + i >= end ? 0.0f : weight[i];
         }
         keep(p, weight);
     }

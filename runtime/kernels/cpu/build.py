@@ -26,6 +26,7 @@ HEADERS = (
     "attention.h",
     "attention_float.h",
     "attention_task.h",
+    "attention_tiles.h",
     "draw.h",
     "packed_layout.h",
     "packed_integer.h",

@@ -307,7 +307,7 @@ EXPORT void dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, con
 
 // A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no
 // memory; 2: lengths or blocks that cannot be.
-EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads); }
+EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads, have_amx()); }
 
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
