@@ -52,7 +52,8 @@ struct Rows {
     }
 };
 
-// Where the positions of one chunk lie. Those before the oldest that a row sees are not looked up: their blocks may be gone.
+// Where the positions of one chunk lie. Those before the oldest that a row sees are not looked up, since their blocks may be
+// gone; in their place, and in that of positions past the last, stands one that is there.
 struct Chunk {
     int64_t first, count;
     int64_t at[CHUNK];  // elements from the start of keys and values
@@ -65,7 +66,8 @@ struct Chunk {
             const int64_t base = table[position / a.block_size] * a.block_stride + rows.head * a.head_stride;
             for (int64_t i = inside; i < a.block_size && p < count; i++) at[p++] = base + i * a.head_dim;
         }
-        for (int64_t p = 0; p < oldest; p++) at[p] = at[oldest];
+        std::fill(at, at + oldest, at[oldest]);
+        std::fill(at + count, at + CHUNK, at[count - 1]);
     }
 };
 
@@ -105,18 +107,17 @@ struct Room {
 
 // Weights, as `keep(position, weights)` stores them, of a row's products with keys. Only [begin, end) of the span counts, the
 // rest becomes 0. Scores are in units of log 2. Sets the sum of the weights, by lanes, and the largest score in `sums`.
-template <class Keep>
-inline void soften(const Attention& a, float* scores, const Span& span, int64_t begin, int64_t end, const Scales& scales,
-                   float* sums, int64_t size, Keep keep) {
-    const bool codes = a.cache_type == CACHE_INT8;
-    const float none = -__builtin_inff(), cap = a.softcap * LOG2E;
-    const Wide factor = spread(cap != 0 ? a.scale / a.softcap : a.scale * LOG2E);
-    for (int64_t p = span.low; p < span.high; p += WIDE) {
-        Wide x = wide(scores + p) * factor;
-        if (codes) x *= wide(scales.key + p);
-        if (cap != 0) x = tangent(x) * cap;
-        put(scores + p, x);
-    }
+template <bool CODES, bool CAPPED, class Keep>
+inline void soften_as(const Attention& a, float* scores, const Span& span, int64_t begin, int64_t end, const Scales& scales,
+                      float* sums, int64_t size, Keep keep) {
+    const float none = -__builtin_inff();
+    const Wide factor = spread(CAPPED ? a.scale / a.softcap : a.scale * LOG2E), cap = spread(a.softcap * LOG2E);
+    if (CODES || CAPPED)
+        for (int64_t p = span.low; p < span.high; p += WIDE) {
+            Wide x = wide(scores + p);
+            if (CODES) x *= wide(scales.key + p);
+            put(scores + p, CAPPED ? tangent(x * factor) * cap : x);
+        }
     for (int64_t p = span.low; p < begin; p++) scores[p] = none;
     for (int64_t p = end; p < span.high; p++) scores[p] = none;
     Wide most = spread(none);
@@ -124,21 +125,30 @@ inline void soften(const Attention& a, float* scores, const Span& span, int64_t 
         const Wide x = wide(scores + p);
         most = x > most ? x : most;
     }
-    float largest = none;
-    for (int i = 0; i < WIDE; i++) largest = std::max(largest, most[i]);
+    const float largest = CAPPED ? greatest(most) : greatest(most) * factor[0];
     most_of(sums, size) = largest;
+    const Wide reach = spread(-largest);
     Wide all = {};
     for (int64_t p = span.low; p < span.high; p += WIDE) {
-        Wide weight = power_of_two(wide(scores + p) - largest);
+        const Wide x = wide(scores + p);
+        Wide weight = power_of_two(CAPPED ? x + reach : multiply_add(x, factor, reach));
         all += weight;
-        if (codes) {  // a scale that is no number must not reach rows that do not see it
+        if (CODES) {
             weight *= wide(scales.value + p);
-            if (p < begin || p + WIDE > end)
+            if (p < begin || p + WIDE > end)  // a scale that is no number must not reach rows that do not see it
                 for (int64_t i = 0; i < WIDE; i++) weight[i] = p + i < begin || p + i >= end ? 0.0f : weight[i];
         }
         keep(p, weight);
     }
     put(sums + size, all);
+}
+template <class Keep>
+inline void soften(const Attention& a, float* scores, const Span& span, int64_t begin, int64_t end, const Scales& scales,
+                   float* sums, int64_t size, Keep keep) {
+    if (a.cache_type != CACHE_INT8 && a.softcap == 0) soften_as<false, false>(a, scores, span, begin, end, scales, sums, size, keep);
+    else if (a.softcap == 0) soften_as<true, false>(a, scores, span, begin, end, scales, sums, size, keep);
+    else if (a.cache_type != CACHE_INT8) soften_as<false, true>(a, scores, span, begin, end, scales, sums, size, keep);
+    else soften_as<true, true>(a, scores, span, begin, end, scales, sums, size, keep);
 }
 
 // Sums of no position at all.

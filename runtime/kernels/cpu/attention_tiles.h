@@ -12,7 +12,7 @@ namespace {
 
 // As `Floats` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
 template <typename T> struct InTiles {
-    static constexpr int64_t ROWS_AT_ONCE = 32;
+    static constexpr int64_t ROWS_AT_ONCE = 64;
     struct Setup { const Tiles tiles{16, 16, 64}; };
 
     static int64_t size(const Attention& a) { return (a.head_dim + 31) / 32 * 32; }
@@ -37,40 +37,19 @@ template <typename T> struct InTiles {
         pack_keys(a, chunk, 0, chunk.count, packed);
         pack_values(a, chunk, 0, chunk.count, packed);
     }
+    // Tiles of keys and of values are read by all rows while they are in the nearest cache.
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
-        const int64_t steps = size(a) / 32, query_row = size(a) * 2;
-        const uint16_t *query = reinterpret_cast<const uint16_t*>(room.query), *other = query + 16 * size(a);
-        for (int64_t p = span.low; p < span.high; p += 32) {
-            const uint16_t *key = keys_at(packed) + p / 16 * steps * TILE, *next = key + steps * TILE;
-            float* to = room.scores + p;
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            if (rows > 16) {
-                TILE_ZERO(2);
-                TILE_ZERO(3);
-            }
-            for (int64_t k = 0; k < steps; k++) {
-                TILE_LOAD(6, key + k * TILE, 64);
-                TILE_LOAD(4, query + k * 32, query_row);
-                TILE_DOT_BF16(0, 4, 6);
-                TILE_LOAD(7, next + k * TILE, 64);
-                TILE_DOT_BF16(1, 4, 7);
-                if (rows <= 16) continue;
-                TILE_LOAD(5, other + k * 32, query_row);
-                TILE_DOT_BF16(2, 5, 6);
-                TILE_DOT_BF16(3, 5, 7);
-            }
-            TILE_STORE(to, CHUNK * 4, 0);
-            TILE_STORE(to + 16, CHUNK * 4, 1);
-            if (rows <= 16) continue;
-            TILE_STORE(to + 16 * CHUNK, CHUNK * 4, 2);
-            TILE_STORE(to + 16 * CHUNK + 16, CHUNK * 4, 3);
-        }
+        const uint16_t* query = reinterpret_cast<const uint16_t*>(room.query);
+        for (int64_t p = span.low; p < span.high; p += 32)
+            for (int64_t r = 0; r < rows; r += 32)
+                score_keys(query + r * size(a), rows - r, size(a), keys_at(packed) + p * size(a), room.scores + r * CHUNK + p);
     }
     static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t, const float* packed) {
         const uint16_t* weights = reinterpret_cast<const uint16_t*>(room.weights);
         for (int64_t d = 0; d < size(a); d += 32)
-            mix_columns(weights, rows, values_at(a, packed) + d * CHUNK, span.low, span.high, room.sums + d, sums_of(size(a)));
+            for (int64_t r = 0; r < rows; r += 32)
+                mix_columns(weights + r * CHUNK, rows - r, values_at(a, packed) + d * CHUNK, span.low, span.high,
+                            room.sums + r * sums_of(size(a)) + d, sums_of(size(a)));
     }
 
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
@@ -129,7 +108,7 @@ template <typename T> struct InTiles {
                 Wide v[16];
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++)
-                    v[i] = (Wide)(p + i >= from && p + i < to ? some(keys + chunk.at[p + i] + d, mask) : __m512i{});
+                    v[i] = (Wide)some(keys + chunk.at[p + i] + d, p + i >= from && p + i < to ? mask : 0);
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) put(reinterpret_cast<float*>(out + i * 32), v[i]);
@@ -138,15 +117,43 @@ template <typename T> struct InTiles {
     static void pack_values(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         const T* values = static_cast<const T*>(a.values);
         uint16_t* out = const_cast<uint16_t*>(values_at(a, packed));
-        for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2)
-            for (int64_t d = 0; d < size(a); d += 32) {
-                const __mmask32 mask = mask_of(a, d);
-                const __m512i even = p >= from && p < to ? some(values + chunk.at[p] + d, mask) : __m512i{};
-                const __m512i odd = p + 1 >= from && p + 1 < to ? some(values + chunk.at[p + 1] + d, mask) : __m512i{};
-                uint16_t* tile = out + d * CHUNK + p / 32 * 2 * TILE + p % 32 / 2 * 32;
-                _mm512_store_si512(tile, _mm512_unpacklo_epi16(even, odd));
-                _mm512_store_si512(tile + TILE, _mm512_unpackhi_epi16(even, odd));
+        for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2) {
+            const T *even = values + chunk.at[p], *odd = values + chunk.at[p + 1];
+            const __mmask32 keep_even = p >= from && p < to ? ~__mmask32(0) : 0, keep_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
+            uint16_t* tile = out + p / 32 * 2 * TILE + p % 32 / 2 * 32;
+            for (int64_t d = 0; d < size(a); d += 32, tile += 32 * CHUNK) {
+                const __m512i first = some(even + d, mask_of(a, d) & keep_even), second = some(odd + d, mask_of(a, d) & keep_odd);
+                _mm512_store_si512(tile, _mm512_unpacklo_epi16(first, second));
+                _mm512_store_si512(tile + TILE, _mm512_unpackhi_epi16(first, second));
             }
+        }
+    }
+
+    // Scores of up to 32 rows of queries [rows][size] with 32 keys, to `out` [rows][CHUNK].
+    static void score_keys(const uint16_t* query, int64_t rows, int64_t size, const uint16_t* keys, float* out) {
+        const uint16_t *other = query + 16 * size, *next = keys + 16 * size;
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (rows > 16) {
+            TILE_ZERO(2);
+            TILE_ZERO(3);
+        }
+        for (int64_t d = 0; d < size; d += 32) {
+            TILE_LOAD(6, keys + d * 16, 64);
+            TILE_LOAD(4, query + d, size * 2);
+            TILE_DOT_BF16(0, 4, 6);
+            TILE_LOAD(7, next + d * 16, 64);
+            TILE_DOT_BF16(1, 4, 7);
+            if (rows <= 16) continue;
+            TILE_LOAD(5, other + d, size * 2);
+            TILE_DOT_BF16(2, 5, 6);
+            TILE_DOT_BF16(3, 5, 7);
+        }
+        TILE_STORE(out, CHUNK * 4, 0);
+        TILE_STORE(out + 16, CHUNK * 4, 1);
+        if (rows <= 16) return;
+        TILE_STORE(out + 16 * CHUNK, CHUNK * 4, 2);
+        TILE_STORE(out + 16 * CHUNK + 16, CHUNK * 4, 3);
     }
 
     // 32 columns of up to 32 rows of weights [rows][CHUNK] times values [low, high), to `out`.

@@ -150,6 +150,17 @@ inline Wide tangent(Wide x) {
     return size < 0.625f ? y : x < 0.0f ? -far : far;
 }
 
+// The largest lane.
+template <int S, size_t... L> inline Wide greater_half(Wide v, std::index_sequence<L...>) {
+    const Wide other = __builtin_shuffle(v, WideInt{int(L ^ S)...});
+    return v > other ? v : other;
+}
+inline float greatest(Wide v) {
+    constexpr auto lanes = std::make_index_sequence<WIDE>();
+    if constexpr (WIDE == 16) v = greater_half<8>(v, lanes);
+    return greater_half<1>(greater_half<2>(greater_half<4>(v, lanes), lanes), lanes)[0];
+}
+
 // Rows and columns of WIDE vectors exchanged, whatever their lanes hold.
 template <int S, size_t... L> inline void exchange(Wide (&v)[WIDE], std::index_sequence<L...>) {
     constexpr WideInt lower{int(L & S ? WIDE + (L ^ S) : L)...}, upper{int(L & S ? WIDE + L : L ^ S)...};
