@@ -18,7 +18,6 @@ _QUERY = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
 _CACHE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention_task.h
 _LANES = 16
 _FOREVER = 2**62  # a window that nothing leaves
-TOKENS = 8  # at most; more are a prompt, for which torch's products are better
 
 
 def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | str:
@@ -84,7 +83,7 @@ def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, sc
     return out
 
 
-def attend_few(
+def attend_cached(
     query: Tensor,
     keys: Stored,
     values: Stored,
@@ -93,14 +92,12 @@ def attend_few(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor | str:
-    """As `runtime.layers.attention.attend`, for up to `TOKENS` tokens; the reason where this code cannot.
+    """As `runtime.layers.attention.attend`, over a cache in one piece; the reason where this code cannot.
 
     query: [batch, tokens, heads, head_dim] bf16 or fp32; keys and values: views of one cache, the new tokens last, so
     that the window says what the mask would.
     """
     batch, tokens, heads, head_dim = query.shape
-    if tokens > TOKENS:
-        return f"takes up to {TOKENS} tokens on the CPU"
     ragged = Ragged.in_step(batch, tokens, keys.data.shape[2], query.device)
     scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0)
     attended = attend_paged(query.reshape(batch * tokens, heads, head_dim), keys, values, ragged, scoring)

@@ -85,11 +85,13 @@ template <typename T> struct InTiles {
   private:
     static __mmask32 mask_of(const Attention& a, int64_t d) { return a.head_dim - d >= 32 ? ~__mmask32(0) : 0xffff; }
     // 32 dimensions of a vector as bf16, those outside the mask 0.
+    static __m512i some(const uint16_t* at) { return _mm512_loadu_si512(at); }
     static __m512i some(const uint16_t* at, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at); }
-    static __m512i some(const int8_t* at, __mmask32 mask) {
-        const __m512i words = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, at));
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(words)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(words, 1)));
+    static __m512i some(const int8_t* at) { return bf16_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+    static __m512i some(const int8_t* at, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at)); }
+    static __m512i bf16_of(__m256i codes) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
 
@@ -98,31 +100,44 @@ template <typename T> struct InTiles {
     static const uint16_t* keys_at(const float* packed) { return reinterpret_cast<const uint16_t*>(packed); }
     static const uint16_t* values_at(const Attention& a, const float* packed) { return keys_at(packed) + CHUNK * size(a); }
 
-    // Positions [from, to); those beside them, up to multiples of 32, become 0.
+    // Positions [from, to); those beside them, up to multiples of 32, become 0. WHOLE: there are none, nor such dimensions.
+    static bool is_whole(const Attention& a, int64_t from, int64_t to) { return from % 32 == 0 && to % 32 == 0 && a.head_dim % 32 == 0; }
     static void pack_keys(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
+        if (is_whole(a, from, to)) pack_keys_as<true>(a, chunk, from, to, packed);
+        else pack_keys_as<false>(a, chunk, from, to, packed);
+    }
+    static void pack_values(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
+        if (is_whole(a, from, to)) pack_values_as<true>(a, chunk, from, to, packed);
+        else pack_values_as<false>(a, chunk, from, to, packed);
+    }
+    template <bool WHOLE> static void pack_keys_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         const T* keys = static_cast<const T*>(a.keys);
-        uint16_t* out = const_cast<uint16_t*>(keys_at(packed)) + from / 32 * 32 * size(a);
+        const int64_t wide_size = size(a);
+        uint16_t* out = const_cast<uint16_t*>(keys_at(packed)) + from / 32 * 32 * wide_size;
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 16)
-            for (int64_t d = 0; d < size(a); d += 32, out += TILE) {
+            for (int64_t d = 0; d < wide_size; d += 32, out += TILE) {
                 const __mmask32 mask = mask_of(a, d);
                 Wide v[16];
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++)
-                    v[i] = (Wide)some(keys + chunk.at[p + i] + d, p + i >= from && p + i < to ? mask : 0);
+                    v[i] = (Wide)(WHOLE ? some(keys + chunk.at[p + i] + d)
+                                        : some(keys + chunk.at[p + i] + d, p + i >= from && p + i < to ? mask : 0));
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) put(reinterpret_cast<float*>(out + i * 32), v[i]);
             }
     }
-    static void pack_values(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
+    template <bool WHOLE> static void pack_values_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         const T* values = static_cast<const T*>(a.values);
+        const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(values_at(a, packed));
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2) {
             const T *even = values + chunk.at[p], *odd = values + chunk.at[p + 1];
-            const __mmask32 keep_even = p >= from && p < to ? ~__mmask32(0) : 0, keep_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
+            const __mmask32 has_even = p >= from && p < to ? ~__mmask32(0) : 0, has_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
             uint16_t* tile = out + p / 32 * 2 * TILE + p % 32 / 2 * 32;
-            for (int64_t d = 0; d < size(a); d += 32, tile += 32 * CHUNK) {
-                const __m512i first = some(even + d, mask_of(a, d) & keep_even), second = some(odd + d, mask_of(a, d) & keep_odd);
+            for (int64_t d = 0; d < wide_size; d += 32, tile += 32 * CHUNK) {
+                const __m512i first = WHOLE ? some(even + d) : some(even + d, mask_of(a, d) & has_even);
+                const __m512i second = WHOLE ? some(odd + d) : some(odd + d, mask_of(a, d) & has_odd);
                 _mm512_store_si512(tile, _mm512_unpacklo_epi16(first, second));
                 _mm512_store_si512(tile + TILE, _mm512_unpackhi_epi16(first, second));
             }
