@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
@@ -135,3 +136,55 @@ def _attend_capped(
             scores = scores.masked_fill(~mask, -torch.inf)
         out[:, :, head] = (scores.softmax(-1) @ value[:, head].float().unsqueeze(1)).transpose(1, 2).to(query.dtype)
     return out.view(batch, tokens, -1)
+
+
+def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
+    """Attention of a ragged batch over blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
+
+    keys, values: [blocks, kv_heads, block_size, head_dim], query heads in groups of heads / kv_heads. Scores and sums
+    are fp32 (fp64 for a query of fp64), the result has the dtype of the query; one sequence after another.
+    """
+    starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
+    out = torch.empty_like(query)
+    for s, length in enumerate(lengths):
+        first, end = starts[s], starts[s + 1]
+        if first < end:
+            blocks = ragged.block_table[s].long()
+            rows = query[first:end].transpose(0, 1)
+            out[first:end] = _attend_one(rows, keys, values, blocks, length, scoring).transpose(0, 1)
+    return out.flatten(1)
+
+
+def _attend_one(query: Tensor, keys: Stored, values: Stored, blocks: Tensor, length: int, scoring: Scoring) -> Tensor:
+    """query [heads, tokens, head_dim] of one sequence, whose positions lie in `blocks` [blocks], to the same shape."""
+    heads, tokens, _ = query.shape
+    kv_heads, block_size = keys.data.shape[1:3]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    start = length - tokens
+    oldest = 0 if scoring.window is None else max(0, start - scoring.window + 1)
+    position = torch.arange(oldest, length, device=query.device)
+    token = torch.arange(start, length, device=query.device).unsqueeze(1)
+    seen = position <= token
+    if scoring.window is not None:
+        seen &= token - position < scoring.window
+    block, inside = blocks[position // block_size], position % block_size
+    out = torch.empty_like(query)
+    group = heads // kv_heads
+    for head in range(kv_heads):  # one at a time: scores are [group, tokens, length]
+        some = slice(head * group, (head + 1) * group)
+        key, value = (_vectors(one, block, head, inside, exact) for one in (keys, values))
+        scores = query[some].to(exact) @ key.T * scoring.scale
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if scoring.sinks is not None:
+            sink = scoring.sinks[some].to(exact).view(group, 1, 1).expand(group, tokens, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        out[some] = (scores.softmax(-1)[..., : len(position)] @ value).to(query.dtype)
+    return out
+
+
+def _vectors(stored: Stored, block: Tensor, head: int, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    """[positions, head_dim] in `dtype` of what lies at (block, head, inside)."""
+    data = stored.data[block, head, inside].to(dtype)
+    return data if stored.scales is None else data * stored.scales[block, head, inside].to(dtype).unsqueeze(-1)

@@ -17,10 +17,11 @@ from torch.nn import functional
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import reference
-from mycli.runtime.kernels.cpu.attention import attend_few
+from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
 from mycli.runtime.kernels.cpu.elementwise import native_rms_norm, native_rotate, native_silu_multiply
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.table import TableKernel
+from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -60,7 +61,10 @@ ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
 ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None], Tensor]
-ATTENTION = Operation("attention", (attend_few, reference.attend_dense))
+ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
+PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
+    "attention over blocks", (attend_paged, reference.attend_gathered)
+)
 
 
 def kernels() -> tuple[Kernel, ...]:

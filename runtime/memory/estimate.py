@@ -213,7 +213,7 @@ def activation_bytes(plan: MemoryPlan) -> int:
 def dequantization_bytes(plan: MemoryPlan) -> int:
     """The largest packed product of a block as a dense matrix: a GPU multiplies many rows that way. 0 if all dense.
 
-    The CPU multiplies packed weights as they are, but unpacks at most `TABLE_PART` weights of tables at a time; a shadow
+    The CPU multiplies packed weights as they are; of tables it decodes at most `TABLE_PART` weights at a time. A shadow
     leaves nothing to unpack.
     """
     tables = any(packing.codes != "int" for packing in plan.packings.values())

@@ -1,109 +1,230 @@
-// Attention of a few query tokens over a cache of bf16, fp32 or int8: what a reply and the checking of guesses need.
+// Attention of a ragged batch of queries over a cache in blocks: prompts, replies, and the checking of guesses.
 //
-// The keys of a sequence and head are cut into chunks at fixed positions; a chunk makes a partial sum with its own largest
-// score, and partial sums are joined in order (flash-decoding). So the bits of a row depend on neither the number of threads
-// nor the rows beside it. Codes are read as they lie: score = dot(q, code) * scale of the key, and the scale of a value is
-// multiplied into its weight.
+// One arithmetic, two orders of work. Where few rows share a key head, as in replies, threads share the chunks, each chunk's
+// keys are read once, and a row's chunks are joined afterwards. Where many do, a head's chunks are packed for the products
+// first, and threads share the rows, which go from chunk to chunk. attention_task.h says why the bits are the same.
 
 #pragma once
 
-#include "attention_int8.h"
+#include <new>
+#include <vector>
+
+#include "attention_float.h"
+#include "attention_tiles.h"
 
 namespace {
 
-// Weights in place of a row's scores: e^(score - largest) for those in [from, to), 0 beside. Returns their sum.
-inline float soften(float* scores, int64_t count, int64_t from, int64_t to, float* largest) {
-    const float none = -__builtin_inff();
-    float most = none;
-    for (int64_t p = 0; p < (count + LANE - 1) / LANE * LANE; p++) {
-        scores[p] = p >= from && p < to ? scores[p] : none;
-        most = scores[p] > most || scores[p] != scores[p] ? scores[p] : most;
-    }
-    *largest = most;
-    V16 sum = {};
-    for (int64_t p = 0; p < count; p += LANE) {
-        V16 weight = {};
-        if (most > none || most != most) weight = exponential(load16(scores + p) - most);
-        memcpy(scores + p, &weight, 64);
-        sum += weight;
-    }
-    return sum_of(sum);
-}
+constexpr int64_t FEW = 32;  // rows
+constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for several heads' chunks; one head may need more
 
-// Memory of one thread, in floats: query, scores, and what `score` and `mix` need beside.
-inline int64_t room_of(const Attention& a) {
-    const int64_t rows = a.group * a.tokens, dim = (a.head_dim + 63) / 64 * 64;
-    return rows * (a.head_dim + CHUNK) + LANE * dim + 1024 + rows * (dim + CHUNK + 256);
-}
-// Of a partial sum: per row its largest score, the sum of its weights (a vector's room), and the weighted values.
-inline int64_t partial_of(const Attention& a) { return a.group * a.tokens * (a.head_dim + LANE); }
+// The two steps of a round of work: chunks, then rows or pieces of them. A share is a sequence and key head.
+struct Share {
+    Rows rows;
+    int64_t first[2];  // of each step, where its tasks begin
+    int64_t memory;  // where its floats begin
+};
+struct Round {
+    std::vector<Share> shares;
+    int64_t tasks[2] = {}, memory = 0;
 
-template <typename T> void attend_chunk(const Attention& a, int64_t sequence, int64_t head, int64_t first, float* room, float* partial) {
-    const int64_t dim = a.head_dim, rows = a.group * a.tokens, count = std::min(CHUNK, a.length - first);
-    const int64_t at = sequence * a.sequence_stride + head * a.head_stride + first * dim;
-    float *query = room, *scores = query + rows * dim, *more = scores + rows * CHUNK;
-    const float factor = 1.0f / __builtin_sqrtf(float(dim));
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t from = ((sequence * a.tokens + r / a.group) * a.kv_heads + head) * a.group * dim + r % a.group * dim;
-        for (int64_t d = 0; d < dim; d++)
-            query[r * dim + d] = factor * (a.query_type == F32 ? static_cast<const float*>(a.query)[from + d]
-                                                               : from_bf16(static_cast<const uint16_t*>(a.query)[from + d]));
+    void add(const Rows& rows, int64_t chunks, int64_t pieces, int64_t floats) {
+        shares.push_back({rows, {tasks[0], tasks[1]}, memory});
+        tasks[0] += chunks;
+        tasks[1] += pieces;
+        memory += floats;
     }
-    const bool codes = a.cache_type == CACHE_INT8;
-    score(a, query, rows, static_cast<const T*>(a.keys) + at, codes ? a.key_scales + at / dim : nullptr, count, more, scores);
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t end = a.length - a.tokens + r / a.group + 1 - first, begin = end - a.window;
-        float *row = partial + r * (dim + LANE), *weights = scores + r * CHUNK;
-        row[1] = soften(weights, count, begin, end, row);
-        if (codes)
-            for (int64_t p = 0; p < count; p++) weights[p] *= a.value_scales[at / dim + p];
+    const Share& of(int64_t task, int step) const {
+        const auto later = [=](int64_t one, const Share& share) { return one < share.first[step]; };
+        return *(std::upper_bound(shares.begin(), shares.end(), task, later) - 1);
     }
-    float* mixed = query;  // not needed any more
-    mix(scores, rows, static_cast<const T*>(a.values) + at, dim, count, more, mixed);
-    for (int64_t r = 0; r < rows; r++) memcpy(partial + r * (dim + LANE) + LANE, mixed + r * dim, size_t(dim) * 4);
-}
+};
 
-// The partial sums of one row, `step` apart, joined and stored at element `to`.
-inline void join(const Attention& a, const float* partial, int64_t chunks, int64_t step, int64_t to) {
-    const float none = -__builtin_inff();
-    float most = none, total = 0;
-    for (int64_t c = 0; c < chunks; c++) most = partial[c * step] > most || partial[c * step] != partial[c * step] ? partial[c * step] : most;
-    for (int64_t c = 0; c < chunks; c++) total += partial[c * step] == none ? 0.0f : partial[c * step + 1] * expf(partial[c * step] - most);
-    for (int64_t d = 0; d < a.head_dim; d += LANE) {
-        V16 sum = {};
-        for (int64_t c = 0; c < chunks; c++)
-            if (partial[c * step] != none) sum += load16(partial + c * step + LANE + d) * expf(partial[c * step] - most);
-        sum /= total;
-        for (int i = 0; i < 16; i++) store(a.out, a.query_type, to + d + i, sum[i]);
-    }
-}
+template <class Path> struct Attending {
+    const Attention& a;
+    const int threads;
+    const int64_t size = Path::size(a), row_size = sums_of(size);
 
-// False: no memory.
-template <typename T> bool attend_all(const Attention& a, int threads) {
-    const int64_t oldest = std::max<int64_t>(0, a.length - a.tokens - a.window + 1), begin = oldest / CHUNK;
-    const int64_t chunks = (a.length + CHUNK - 1) / CHUNK - begin, heads = a.sequences * a.kv_heads;
-    const int64_t rows = a.group * a.tokens, room = room_of(a), step = partial_of(a), tasks = heads * chunks;
-    float* memory = static_cast<float*>(aligned_alloc(64, size_t(tasks * step + threads * room) * 4));
-    if (!memory) return false;
-    int next = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        int self;
-#pragma omp atomic capture
-        self = next++;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < tasks; i++)
-            attend_chunk<T>(a, i / chunks / a.kv_heads, i / chunks % a.kv_heads, (begin + i % chunks) * CHUNK,
-                            memory + tasks * step + self * room, memory + i * step);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < heads * rows; i++) {
-            const int64_t head = i / rows, r = i % rows, s = head / a.kv_heads, h = head % a.kv_heads;
-            const int64_t to = (((s * a.tokens + r / a.group) * a.kv_heads + h) * a.group + r % a.group) * a.head_dim;
-            join(a, memory + head * chunks * step + r * (a.head_dim + LANE), chunks, step, to);
+    int64_t room_size(int64_t rows) const {
+        return rows * (Path::query_size(a) + CHUNK + Path::weights_size() + 2 * row_size) + Path::panel_size(a);
+    }
+    Room room_at(float* memory, int64_t rows) const {
+        Room room;
+        room.query = memory;
+        room.scores = room.query + rows * Path::query_size(a);
+        room.weights = room.scores + rows * CHUNK;
+        room.sums = room.weights + rows * Path::weights_size();
+        room.joined = room.sums + rows * row_size;
+        room.panel = room.joined + rows * row_size;
+        return room;
+    }
+
+    // Whether row r sees any of the chunk; if so, its weights.
+    bool soften_row(const Rows& rows, int64_t r, int64_t first, const Span& span, const Scales& scales, const Room& room, int64_t row) const {
+        const int64_t begin = std::max(rows.begin(a, r) - first, span.low), end = std::min(rows.end(a, r) - first, span.high);
+        if (begin >= end) return false;
+        soften(a, room.scores + row * CHUNK, span, begin, end, scales, room.sums + row * row_size, size, Path::keep(room, row));
+        return true;
+    }
+
+    // The weighted values of some rows. A value that is no number times the weight 0 of a row that does not see it would be
+    // none either: where that may have happened, each row gets what it sees alone.
+    template <class Mix>
+    void mix_rows(const Rows& rows, int64_t row, int64_t count, const Span& span, int64_t first, const Room& room, Mix mix) const {
+        mix();
+        const int64_t last = row + count - 1, filled = std::min(CHUNK, rows.length - first);
+        if (rows.end(a, row) - first >= filled && rows.begin(a, last) <= first) return;  // all see all of it
+        Wide check = {};
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t d = 0; d < size; d += WIDE) check = multiply_add(wide(room.sums + r * row_size + d), Wide{}, check);
+        if (total(check) == 0) return;
+        const Chunk chunk(a, rows, first);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t begin = std::max(rows.begin(a, row + r) - first, span.low), end = std::min(rows.end(a, row + r) - first, filled);
+            if (begin < end) Path::mix_row(a, room, r, begin, end, chunk);
         }
     }
-    free(memory);
+
+    // The sums of one chunk for all rows, to `to`: no sums for rows that see none of it.
+    void few_chunk(const Rows& rows, int64_t index, const Room& room, float* to) const {
+        const Chunk chunk(a, rows, (rows.first_chunk(a) + index) * CHUNK);
+        const Span span(a, rows, 0, rows.count, chunk.first);
+        Scales scales;
+        scales.take(a, chunk);
+        Path::take_query(a, rows, 0, rows.count, room);
+        Path::score_few(a, room, rows.count, span, chunk);
+        for (int64_t r = 0; r < rows.count; r++)
+            soften_row(rows, r, chunk.first, span, scales, room, r);
+        mix_rows(rows, 0, rows.count, span, chunk.first, room, [&] { Path::mix_few(a, room, rows.count, span, chunk); });
+        memcpy(to, room.sums, size_t(rows.count * row_size) * 4);
+    }
+    void few_end(const Rows& rows, int64_t r, float* sums, float* joined) const {
+        const int64_t chunk = rows.first_chunk(a);
+        clear(joined, size);
+        for (int64_t c = rows.begin(a, r) / CHUNK; c * CHUNK < rows.end(a, r); c++)
+            join(joined, sums + ((c - chunk) * rows.count + r) * row_size, size);
+        Path::write(a, joined, share_of(a, rows, r, joined, size), rows.at(a, r));
+    }
+
+    int64_t packed_size() const { return Path::packed_size(a) + int64_t(sizeof(Scales) / 4); }
+    void pack_chunk(const Rows& rows, int64_t index, float* to) const {
+        const Chunk chunk(a, rows, (rows.first_chunk(a) + index) * CHUNK);
+        reinterpret_cast<Scales*>(to)->take(a, chunk);
+        Path::pack(a, chunk, to + sizeof(Scales) / 4);
+    }
+    // Rows [row, row + count) over all chunks, which lie packed at `packed`, scales first.
+    void many_rows(const Rows& rows, int64_t row, int64_t count, const Room& room, const float* packed) const {
+        Path::take_query(a, rows, row, count, room);
+        for (int64_t r = 0; r < count; r++) clear(room.joined + r * row_size, size);
+        for (int64_t c = rows.begin(a, row) / CHUNK; c * CHUNK < rows.end(a, row + count - 1); c++) {
+            const float* at = packed + (c - rows.first_chunk(a)) * packed_size();
+            const Scales& scales = *reinterpret_cast<const Scales*>(at);
+            const Span span(a, rows, row, count, c * CHUNK);
+            at += sizeof(Scales) / 4;
+            Path::score(a, room, count, span, at);
+            bool sees[Path::ROWS_AT_ONCE];
+            for (int64_t r = 0; r < count; r++) sees[r] = soften_row(rows, row + r, c * CHUNK, span, scales, room, r);
+            const int64_t filled = std::min(CHUNK, rows.length - c * CHUNK);
+            mix_rows(rows, row, count, span, c * CHUNK, room, [&] { Path::mix(a, room, count, span, filled, at); });
+            for (int64_t r = 0; r < count; r++)
+                if (sees[r]) join(room.joined + r * row_size, room.sums + r * row_size, size);
+        }
+        for (int64_t r = 0; r < count; r++) {
+            float* sums = room.joined + r * row_size;
+            Path::write(a, sums, share_of(a, rows, row + r, sums, size), rows.at(a, row + r));
+        }
+    }
+
+    // False: no memory.
+    bool run(const Round& round, bool few) const {
+        constexpr int64_t most = Path::ROWS_AT_ONCE;
+        const int64_t room = (room_size(few ? FEW : most) + 15) / 16 * 16;
+        float* memory = static_cast<float*>(aligned_alloc(64, size_t(round.memory + threads * room) * 4));
+        if (!memory) return false;
+        int next = 0;
+#pragma omp parallel num_threads(threads)
+        {
+            int self;
+#pragma omp atomic capture
+            self = next++;
+            float* own = memory + round.memory + self * room;
+            const typename Path::Setup setup;
+            (void)setup;
+            const Room place = room_at(own, few ? FEW : most);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < round.tasks[0]; i++) {
+                const Share& share = round.of(i, 0);
+                const int64_t index = i - share.first[0];
+                float* at = memory + share.memory;
+                if (few) few_chunk(share.rows, index, place, at + index * share.rows.count * row_size);
+                else pack_chunk(share.rows, index, at + index * packed_size());
+            }
+            // Of a prompt the last rows see most: the longest tasks first.
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = round.tasks[1] - 1; i >= 0; i--) {
+                const Share& share = round.of(i, 1);
+                const int64_t index = i - share.first[1];
+                float* at = memory + share.memory;
+                if (few) few_end(share.rows, index, at, place.joined);
+                else many_rows(share.rows, index * most, std::min(most, share.rows.count - index * most), place, at);
+            }
+        }
+        free(memory);
+        return true;
+    }
+
+    // Sequences of few rows, or those of many, in rounds that bound the memory.
+    bool run_all(bool few) const {
+        Round round;
+        for (int64_t s = 0; s < a.sequences; s++)
+            for (int64_t h = 0; h < a.kv_heads; h++) {
+                const Rows rows(a, s, h);
+                if (!rows.count || (rows.count <= FEW) != few) continue;
+                const int64_t chunks = rows.chunks(a), pieces = few ? rows.count : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
+                const int64_t floats = chunks * (few ? rows.count * row_size : packed_size());
+                if (round.memory && round.memory + floats > AT_ONCE) {
+                    if (!run(round, few)) return false;
+                    round = Round();
+                }
+                round.add(rows, chunks, pieces, (floats + 15) / 16 * 16);
+            }
+        return round.shares.empty() || run(round, few);
+    }
+};
+
+// Whether every block that will be read is one, and every token has its place.
+inline bool is_sound(const Attention& a) {
+    if (a.starts[0] != 0) return false;
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t tokens = int64_t(a.starts[s + 1]) - a.starts[s], length = a.lengths[s];
+        if (tokens < 0 || tokens > length || length > a.table_width * a.block_size) return false;
+        if (!tokens) continue;
+        for (int64_t b = std::max<int64_t>(0, length - tokens + 1 - a.window) / a.block_size; b * a.block_size < length; b++) {
+            const int32_t block = a.table[s * a.table_width + b];
+            if (block < 0 || block >= a.blocks) return false;
+        }
+    }
     return true;
+}
+
+// 0: done; 1: no memory; 2: the lengths or the table are wrong.
+template <class Path> int attend_by(const Attention& a, int threads) {
+    const Attending<Path> attending{a, threads};
+    return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+}
+inline int attend_any(const Attention& a, int threads, bool tiles) try {
+    if (!is_sound(a)) return 2;
+#if AMX
+    if (tiles && a.query_type == BF16) {
+        if (a.cache_type == CACHE_BF16) return attend_by<InTiles<uint16_t>>(a, threads);
+        if (a.cache_type == CACHE_INT8) return attend_by<InTiles<int8_t>>(a, threads);
+    }
+#endif
+    (void)tiles;
+    if (a.cache_type == CACHE_INT8) return attend_by<Floats<int8_t>>(a, threads);
+    if (a.cache_type == CACHE_BF16) return attend_by<Floats<uint16_t>>(a, threads);
+    return attend_by<Floats<float>>(a, threads);
+} catch (const std::bad_alloc&) {
+    return 1;
 }
 
 }  // namespace

@@ -1,149 +1,148 @@
-// Attention's task, and its two products in fp32 for every kind of cache: vectors of 16 floats, which compilers map to what the
-// machine has.
+// The products of attention in fp32, for every kind of cache and every machine: a dot product adds up over the dimensions one
+// by one, a weighted sum over the positions one by one, in one accumulator each.
 
 #pragma once
 
-#include <math.h>
-
-#include "packed_layout.h"
+#include "attention_task.h"
 
 namespace {
 
-enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2 };
+#if defined(__AVX512F__)
+constexpr int COLUMNS = 4;  // vectors of the result held in registers, for 6 rows
+#else
+constexpr int COLUMNS = 2;
+#endif
 
-struct Attention {  // mirrored by build.py
-    const void *query;  // [sequences, tokens, heads, head_dim] of query_type, as is `out`
-    const void *keys, *values;  // [sequences, kv_heads, capacity, head_dim], `strides` in elements
-    const float *key_scales, *value_scales;  // [sequences, kv_heads, capacity], for int8
-    void* out;
-    int64_t sequences, kv_heads, group, tokens, head_dim;
-    int64_t length;  // positions filled, the new tokens last
-    int64_t window;  // positions a token sees, itself included
-    int64_t sequence_stride, head_stride;  // of keys and of values; a position is head_dim
-    int32_t query_type, cache_type;
-};
-
-typedef float V16 __attribute__((vector_size(64), aligned(64)));
-typedef int32_t I16 __attribute__((vector_size(64), aligned(64)));
-constexpr int64_t CHUNK = 512, LANE = 16;
-
-inline V16 load16(const float* at) {
-    V16 v;
-    memcpy(&v, at, 64);
-    return v;
-}
-inline V16 load16(const uint16_t* at) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    typedef uint32_t Word __attribute__((vector_size(64)));
-    Half half;
-    memcpy(&half, at, 32);
-    return (V16)(__builtin_convertvector(half, Word) << 16);
-}
-inline V16 load16(const int8_t* at) {
-    V16 v;
-    for (int i = 0; i < 16; i++) v[i] = float(at[i]);
-    return v;
-}
-
-// e^x for x <= 0, to 2 units in the last place; below -87 it is 0.
-inline V16 exponential(V16 x) {
-    const V16 zero = {}, floor = zero - 87.0f, magic = zero + 12582912.0f;
-    const I16 gone = x < floor;
-    x = gone ? floor : x;
-    const V16 shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const V16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    V16 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    const I16 power = ((I16)shifted - (I16)magic + 127) << 23;
-    const V16 result = y * (V16)power;
-    return gone ? zero : result;
-}
-
-// Lane i of the result is the sum of sums[i].
-template <int S> inline V16 fold(V16 a, V16 b) {
-    I16 keep, swap;
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-        keep[i] = (i & S) ? 16 + i : i;
-        swap[i] = (i & S) ? 16 + (i ^ S) : (i ^ S);
-    }
-    return __builtin_shuffle(a, b, keep) + __builtin_shuffle(a, b, swap);
-}
-inline V16 sums_of(V16 (&s)[16]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) s[i] = fold<8>(s[i], s[i + 8]);
+// c [M][N vectors] = a [M][from..to) times b [from..to)[N vectors], which `load(k, n)` gives.
+template <int M, int N, class Load>
+inline void product(const float* a, int64_t a_row, int64_t from, int64_t to, Load load, float* c, int64_t c_row) {
+    Wide sum[M][N] = {};
+    for (int64_t k = from; k < to; k++) {
+        Wide b[N];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) s[i] = fold<4>(s[i], s[i + 4]);
-    s[0] = fold<2>(s[0], s[2]);
-    s[1] = fold<2>(s[1], s[3]);
-    return fold<1>(s[0], s[1]);
-}
-inline float sum_of(V16 v) {
-    float total = 0;
-    for (int i = 0; i < 16; i++) total += v[i];
-    return total;
-}
-
-// scores [rows][CHUNK] of `count` keys; `query` [rows][head_dim] in fp32, the softmax's factor in it. `room` holds 16 keys.
-template <typename T>
-void score(const Attention& a, const float* query, int64_t rows, const T* keys, const float* scales, int64_t count,
-           float* room, float* scores) {
-    const int64_t dim = a.head_dim;
-    for (int64_t p = 0; p < count; p += LANE) {
-        const int64_t some = std::min(LANE, count - p);
-        for (int64_t i = 0; i < some; i++)
-            for (int64_t d = 0; d < dim; d += LANE) {
-                const V16 key = load16(keys + (p + i) * dim + d);
-                memcpy(room + i * dim + d, &key, 64);
-            }
-        V16 scale = {};
-        scale += 1.0f;
-        if (scales)
-            for (int64_t i = 0; i < some; i++) scale[i] = scales[p + i];
-        for (int64_t r = 0; r < rows; r++) {
-            V16 sums[16] = {};
-            for (int64_t d = 0; d < dim; d += LANE) {
-                const V16 q = load16(query + r * dim + d);
-#pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) sums[i] += q * load16(room + i * dim + d);
-            }
-            const V16 total = sums_of(sums) * scale;
-            memcpy(scores + r * CHUNK + p, &total, 64);
+        for (int n = 0; n < N; n++) b[n] = load(k, n);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const Wide x = spread(a[m * a_row + k]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) sum[m][n] = multiply_add(x, b[n], sum[m][n]);
         }
     }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) put(c + m * c_row + n * WIDE, sum[m][n]);
+}
+template <int N, class Load>
+inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t from, int64_t to, Load load, float* c, int64_t c_row) {
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6) product<6, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row);
+    if (r + 4 <= rows) product<4, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row), r += 4;
+    if (r + 2 <= rows) product<2, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row), r += 2;
+    if (r < rows) product<1, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row);
 }
 
-// out [rows][head_dim] = weights [rows][CHUNK] times `count` values, 4 rows and 64 columns at a time.
-template <typename T, int M, int N>
-void mix_some(const float* weights, const T* values, int64_t dim, int64_t count, float* out) {
-    V16 sums[M][N] = {};
-    for (int64_t p = 0; p < count; p++) {
-        V16 value[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) value[n] = load16(values + p * dim + n * LANE);
-        __builtin_prefetch(values + p * dim + AHEAD / sizeof(T));
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sums[m][n] += value[n] * weights[m * CHUNK + p];
+// A way to multiply: what `attend` in attention.h asks for. Sizes are in floats.
+template <typename T> struct Floats {
+    static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
+
+    struct Setup {};  // what a thread needs for as long as it works
+
+    static int64_t size(const Attention& a) { return a.head_dim; }  // of a row's weighted values
+    static int64_t query_size(const Attention& a) { return a.head_dim; }  // of a row
+    static int64_t weights_size() { return 0; }  // of a row: they replace the scores
+    static int64_t panel_size(const Attention& a) { return PANEL * a.head_dim; }
+    static int64_t packed_size(const Attention& a) { return 2 * CHUNK * a.head_dim; }
+
+    static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t from = rows.at(a, row + r);
+            for (int64_t d = 0; d < a.head_dim; d += WIDE)
+                put(room.query + r * a.head_dim + d, a.query_type == F32 ? wide(static_cast<const float*>(a.query) + from + d)
+                                                                         : wide(static_cast<const uint16_t*>(a.query) + from + d));
+        }
     }
-    for (int m = 0; m < M; m++) memcpy(out + m * dim, sums[m], sizeof sums[m]);
-}
-template <typename T, int M> void mix_rows(const float* weights, const T* values, int64_t dim, int64_t count, float* out) {
-    int64_t d = 0;
-    for (; d + 4 * LANE <= dim; d += 4 * LANE) mix_some<T, M, 4>(weights, values + d, dim, count, out + d);
-    for (; d < dim; d += LANE) mix_some<T, M, 1>(weights, values + d, dim, count, out + d);
-}
-template <typename T>
-void mix(const float* weights, int64_t rows, const T* values, int64_t dim, int64_t count, float* room, float* out) {
-    (void)room;
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) mix_rows<T, 4>(weights + r * CHUNK, values, dim, count, out + r * dim);
-    for (; r < rows; r++) mix_rows<T, 1>(weights + r * CHUNK, values, dim, count, out + r * dim);
-}
+    static auto keep(const Room& room, int64_t row) {
+        return [to = room.scores + row * CHUNK](int64_t p, Wide weight) { put(to + p, weight); };
+    }
+
+    // A chunk that many rows read: packed once, keys in panels, then values.
+    static void pack(const Attention& a, const Chunk& chunk, float* packed) {
+        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_panel(a, chunk, p, packed + p * a.head_dim);
+        float* values = packed + CHUNK * a.head_dim;
+        for (int64_t p = 0; p < chunk.count; p++)
+            for (int64_t d = 0; d < a.head_dim; d += WIDE)
+                put(values + p * a.head_dim + d, wide(static_cast<const T*>(a.values) + chunk.at[p] + d));
+    }
+    static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
+        for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL)
+            score_panel(a, room, rows, packed + p * a.head_dim, p);
+    }
+    static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* packed) {
+        const float* values = packed + CHUNK * a.head_dim;
+        const int64_t dim = a.head_dim;
+        mix_with(a, room, 0, rows, span.low, std::min(span.high, count), [=](int64_t p, int64_t d) { return wide(values + p * dim + d); });
+    }
+
+    // A chunk that few rows read: a panel of keys at a time, values where they lie.
+    static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
+        for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
+            pack_panel(a, chunk, p, room.panel);
+            score_panel(a, room, rows, room.panel, p);
+        }
+    }
+    static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
+        mix_from(a, room, 0, rows, span.low, std::min(span.high, chunk.count), chunk);
+    }
+    // Row `row` alone, over [from, to) alone.
+    static void mix_row(const Attention& a, const Room& room, int64_t row, int64_t from, int64_t to, const Chunk& chunk) {
+        mix_from(a, room, row, 1, from, to, chunk);
+    }
+
+    static void write(const Attention& a, const float* sums, float share, int64_t to) {
+        for (int64_t d = 0; d < a.head_dim; d += WIDE) {
+            const Wide v = wide(sums + d) * share;
+            if (a.query_type == F32) {
+                put(static_cast<float*>(a.out) + to + d, v);
+            } else {
+                const WideHalf half = to_bf16(v);
+                memcpy(static_cast<uint16_t*>(a.out) + to + d, &half, sizeof half);
+            }
+        }
+    }
+
+  private:
+    // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last.
+    static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        const T* keys = static_cast<const T*>(a.keys);
+        for (int64_t p = first; p < first + PANEL; p += WIDE)
+            for (int64_t d = 0; d < a.head_dim; d += WIDE) {
+                Wide v[WIDE];
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys + chunk.at[p + i] + d) : Wide{};
+                transpose(v);
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++) put(panel + (d + i) * PANEL + p - first, v[i]);
+            }
+    }
+    static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p) {
+        const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
+        product_of_rows<COLUMNS>(rows, room.query, a.head_dim, 0, a.head_dim, load, room.scores + p, CHUNK);
+    }
+    static void mix_from(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const Chunk& chunk) {
+        const T* values = static_cast<const T*>(a.values);
+        const int64_t* at = chunk.at;
+        mix_with(a, room, row, rows, from, to, [=](int64_t p, int64_t d) { return wide(values + at[p] + d); });
+    }
+    template <class Load>
+    static void mix_with(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, Load load) {
+        const int64_t step = sums_of(a.head_dim);
+        const auto some = [&](auto columns, int64_t d) {
+            const auto at = [=](int64_t p, int n) { return load(p, d + n * WIDE); };
+            product_of_rows<columns>(rows, room.scores + row * CHUNK, CHUNK, from, to, at, room.sums + row * step + d, step);
+        };
+        int64_t d = 0;
+        for (; d + COLUMNS * WIDE <= a.head_dim; d += COLUMNS * WIDE) some(std::integral_constant<int, COLUMNS>(), d);
+        for (; d < a.head_dim; d += WIDE) some(std::integral_constant<int, 1>(), d);
+    }
+};
 
 }  // namespace

@@ -29,7 +29,8 @@ SOURCE = "packed_cpu.cpp"
 HEADERS = (
     "attention.h",
     "attention_float.h",
-    "attention_int8.h",
+    "attention_task.h",
+    "attention_tiles.h",
     "dense.h",
     "draw.h",
     "packed_integer.h",
@@ -39,6 +40,7 @@ HEADERS = (
     "packed_tiles.h",
     "steps.h",
     "table.h",
+    "vectors.h",
 )
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
@@ -74,12 +76,14 @@ class CTableWeight(ctypes.Structure):
 
 
 class CAttention(ctypes.Structure):
-    """`Attention` of attention.h."""
+    """`Attention` of attention_task.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "out")),
-        *((name, c_int64) for name in ("sequences", "kv_heads", "group", "tokens", "head_dim", "length", "window")),
-        *((name, c_int64) for name in ("sequence_stride", "head_stride")),
+        *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
+        *((name, c_void_p) for name in ("starts", "lengths", "table")),
+        *((name, c_int64) for name in ("sequences", "table_width", "blocks", "block_size", "block_stride")),
+        *((name, c_int64) for name in ("head_stride", "kv_heads", "group", "head_dim", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("query_type", "cache_type")),
     ]
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "attention_float.h"
+#include "vectors.h"
 
 namespace {
 

@@ -213,12 +213,9 @@ EXPORT int dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, cons
     return dense_vectors(d, threads) ? 0 : 1;
 }
 
-// A few tokens against a cache, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no memory.
-EXPORT int attend(const Attention* a, int threads) {
-    if (a->cache_type == CACHE_INT8) return attend_all<int8_t>(*a, threads) ? 0 : 1;
-    if (a->cache_type == CACHE_BF16) return attend_all<uint16_t>(*a, threads) ? 0 : 1;
-    return attend_all<float>(*a, threads) ? 0 : 1;
-}
+// A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no
+// memory; 2: lengths or blocks that cannot be.
+EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads, have_amx()); }
 
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }

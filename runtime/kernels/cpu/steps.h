@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention_float.h"
+#include "vectors.h"
 
 namespace {
 
