@@ -54,9 +54,10 @@ def _checked(packing: Packing | None, name: str, in_features: int) -> Packing:
 
 def schemes(config: ModelConfig) -> list[PackingScheme]:
     """Dense first, then fewer and fewer bits, each with the largest group that divides every linear's inputs."""
-    inputs = {spec.in_features for group in config.block_linears(0).values() for spec in group}
-    groups = [size for size in sorted(GROUP_SIZES, reverse=True) if all(k % size == 0 for k in inputs)]
-    group = groups[0] if groups else None
+    groups = (group for layer in config.layer_specs for group in layer.products().values())
+    inputs = {spec.in_features for group in groups for spec in group}
+    fitting = [size for size in sorted(GROUP_SIZES, reverse=True) if all(k % size == 0 for k in inputs)]
+    group = fitting[0] if fitting else None
     return [PackingScheme(), *(PackingScheme(Packing(bits, group)) for bits in BITS)]
 
 

@@ -77,6 +77,8 @@ def _read(section: Fields, raw: Fields, handled: Collection[str]) -> ThetaAndSca
         if key not in handled and section.has(key) and section.values[key] not in _NEUTRAL[key]:
             raise section.fail(key, f"= {section.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
     kind = section.text("rope_type", section.text("type", "default"))
+    if "longrope" in handled and kind in ("su", "yarn"):
+        kind = "longrope"  # as Phi-3's files called it
     if kind == "default":
         return theta, RopeScaling()
     kinds = (*_KINDS, *(each for each in _SPECIAL if each in handled))

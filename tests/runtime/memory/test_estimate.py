@@ -258,7 +258,7 @@ def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
 
 
 def test_memory_has_its_unit() -> None:
-    assert gib(5.125 * GIB) == "5.12 GiB" and gib(11.5e6) == "0.0107 GiB"
+    assert gib(5.125 * GIB) == "5.12 GiB" and gib(11.5e6) == "11 MiB"
 
 
 def test_estimate_does_not_import_torch() -> None:

@@ -115,6 +115,7 @@ def test_absent_fields_are_the_family_s() -> None:
     assert parse("cwm").windows[0] is None and parse("cwm").rope.kind == "llama3"
     assert parse("cohere2").logit_scale == 0.0625 and parse("cohere2").rotation(3) is None
     assert parse("ministral3").rope.query_beta == 0.1
+    assert parse("phi3", rope_scaling={**LONG, "type": "su"}).rope.kind == "longrope", "its name of before"
     assert parse("arcee").activation == "relu2" and not parse("arcee").layer(0).mlp.gated
     four = parse("gemma4_text", num_hidden_layers=6)
     assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]

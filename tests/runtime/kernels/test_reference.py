@@ -1,0 +1,81 @@
+"""The plain twins that no other test looks at alone, against arithmetic written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
+from mycli.runtime.kernels.reference import attend_dense, gelu_multiply, layer_norm, relu_square, rms_norm
+from mycli.runtime.layers.attention import visible
+
+CPU = torch.device("cpu")
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    """One query, head and sequence at a time, in double."""
+    batch, tokens, heads, head_dim = query.shape
+    length, copies = key.shape[2], heads // key.shape[1]
+    out = torch.zeros(batch, tokens, heads, head_dim, dtype=torch.float64)
+    for sequence in range(batch):
+        for token in range(tokens):
+            position = length - tokens + token
+            first = 0 if window is None else max(0, position - window + 1)
+            for head in range(heads):
+                keys = key[sequence, head // copies, first : position + 1].double()
+                scores = keys @ query[sequence, token, head].double() * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.softmax(0)
+                out[sequence, token, head] = weights @ value[sequence, head // copies, first : position + 1].double()
+    return out.flatten(2)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["uncapped", "cap0.7"])
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window5"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "start"), [(4, 2, 1, 9), (4, 4, 7, 0), (6, 1, 4, 9), (2, 2, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "int8"])
+def test_scores_are_scaled_and_capped(
+    heads: int, kv_heads: int, tokens: int, start: int, window: int | None, softcap: float | None, codes: bool
+) -> None:
+    generator = torch.Generator().manual_seed(heads + tokens)
+    query = torch.randn(2, tokens, heads, 24, generator=generator)
+    key, value = (torch.randn(2, kv_heads, start + tokens, 24, generator=generator) for _ in range(2))
+    stored = [Stored(*quantize_vectors(each)) if codes else Stored(each) for each in (key, value)]
+    key, value = (each.dense(torch.float32) for each in stored)
+    mask = visible(start, tokens, window, CPU)
+    found = attend_dense(query, stored[0], stored[1], mask, window, 0.31, softcap)
+    expected = written_out(query, key, value, window, 0.31, softcap)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_capped_scores_have_gradients() -> None:
+    """Tuning differentiates them."""
+    query, key, value = (torch.randn(1, 3, 2, 8).requires_grad_() for _ in range(3))
+    out = attend_dense(query, Stored(key.transpose(1, 2)), Stored(value.transpose(1, 2)), None, None, 0.3, 0.7)
+    out.square().sum().backward()  # type: ignore[no-untyped-call]  # torch's stub
+    assert all(each.grad is not None and bool(each.grad.abs().sum() > 0) for each in (query, key, value))
+
+
+def test_activations_and_norms() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    gate, up = x.chunk(2, dim=-1)
+    curve = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    assert torch.allclose(gelu_multiply(x), curve * up)
+    assert torch.equal(relu_square(x), torch.where(x > 0, x * x, 0.0))
+    gain, centred = torch.randn(8, dtype=torch.float64), x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gain
+    assert torch.allclose(layer_norm(x, gain, 1e-3), expected)
+
+
+def test_a_gain_in_fp32_is_not_rounded_first() -> None:
+    """Gains of 1 + w in bf16 would lose most of w."""
+    x, gain = torch.ones(1, 1, 64, dtype=torch.bfloat16) * 300, 1 + torch.full((64,), 0.0021)
+    assert rms_norm(x * 3, gain, 1e-6).dtype == torch.bfloat16
+    exact = 3 * 300 / math.sqrt(900**2 + 1e-6) * gain
+    assert torch.equal(rms_norm(x * 3, gain, 1e-6)[0, 0], exact.bfloat16())

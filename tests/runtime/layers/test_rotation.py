@@ -1,0 +1,76 @@
+"""Rotation by neighbouring pairs and of a part of a head, against complex numbers; and which tables a pass may keep."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.layers.rope import Rope, rotate
+from mycli.runtime.models.config import ModelConfig
+from tests.support.published import published
+
+CPU = torch.device("cpu")
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [tokens, heads, head_dim] by angles [tokens, dim / 2]: each pair is a complex number, turned by its angle."""
+    dim = 2 * angles.shape[1]
+    out = x.double().clone()
+    for token in range(x.shape[0]):
+        for pair in range(dim // 2):
+            first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + dim // 2)
+            number = torch.complex(out[token, :, first], out[token, :, second])
+            number = number * torch.exp(1j * angles[token, pair].double())
+            out[token, :, first], out[token, :, second] = number.real, number.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("dim", [16, 12, 2], ids=lambda dim: f"turned{dim}of16")
+def test_queries_and_keys_meet_as_they_should(dim: int, interleaved: bool) -> None:
+    """What matters is what they make of each other: pairs may come out in another order, alike in both."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 5, 3, 16, generator=generator) for _ in range(2))
+    angles = torch.rand(5, dim // 2, generator=generator) * 6
+    ours = [rotate(x, angles.cos(), angles.sin(), interleaved)[0].double() for x in (query, key)]
+    theirs = [turned(x[0], angles, interleaved) for x in (query, key)]
+    found, expected = (torch.einsum("ihd,jhd->hij", *pair) for pair in (ours, theirs))
+    assert (found - expected).abs().max() < 1e-5
+    if not interleaved:
+        assert (ours[0] - theirs[0]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "fixed"),
+    [
+        ("Llama-3.1-8B", 1, True),
+        ("Phi-4-mini", 1, True),
+        ("gemma-3-4b", 2, False),
+        ("gemma-4-E2B", 2, False),
+        ("GLM-4-9B-0414", 1, False),
+        ("Ministral-3-3B", 1, False),
+    ],
+    ids=str,
+)
+def test_tables_that_a_fused_pass_may_keep(name: str, kinds: int, fixed: bool) -> None:
+    config: ModelConfig = published(name)
+    rope = Rope(config, 32, CPU, torch.float32)
+    assert len(rope.tables(3, 4)) == kinds
+    assert (rope.fixed(32) is not None) == fixed
+    for spec, tables in rope.tables(3, 4).items():
+        assert tables.cos.shape == (4, spec.dim // 2)
+
+
+def test_the_short_factors_are_those_of_a_short_context() -> None:
+    """However long the text is so far: keys stay as they were turned."""
+    from dataclasses import replace
+
+    from mycli.runtime.models.config import RopeScaling
+
+    pairs = 64
+    scaling = RopeScaling("longrope", 4.0, 16, short=(1.0,) * pairs, long=(2.0,) * pairs)
+    config = replace(published("Phi-3.5-mini"), rope=scaling, rotary_dim=2 * pairs, head_dim=2 * pairs)
+    short, long = (Rope(config, capacity, CPU, torch.float64) for capacity in (16, 17))
+    (near,), (far,) = short.tables(2, 1).values(), long.tables(1, 1).values()
+    assert not torch.allclose(near.cos, far.cos)
+    (twice,) = long.tables(4, 1).values()
+    assert torch.allclose(near.cos, twice.cos), "twice the position at half the frequency"
