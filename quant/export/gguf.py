@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
 from mycli.quant.export import _ggml_blocks as blocks
+from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
 from mycli.quant.model_card import label
 from mycli.quant.progress import ReportProgress
@@ -32,7 +33,6 @@ from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import Shape
-from mycli.runtime.tokenizer.gguf_tokenizer import tokenizer_metadata
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "BF16": 32}

@@ -113,7 +113,7 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
     if quantized:
         shown = ", ".join(f"{repo}:{name}" for name in quantized[:6])
         more = f" and {len(quantized) - 6} more" if quantized[6:] else ""
-        raise ModelError(f"{repo}: {len(quantized)} GGUF files, each a model of its own", f"give one: {shown}{more}")
+        raise ModelError(f"{repo}: no safetensors but GGUF files, each a model", f"give one: {shown}{more}")
     others = sorted(f.name for f in files if f.name.endswith((*_PICKLED, ".gguf", ".safetensors")))
     held = f"only {others[0]}" if others else "none"
     hint = "look for a model in this format with: https://huggingface.co/models?library=safetensors"

@@ -112,11 +112,12 @@ def hub_cache() -> Path:
 
 
 def plain_name(model: str) -> str:
-    """`org/repo[@revision]` for an address of the hub as a browser shows it; anything else as it is."""
+    """`org/repo[@revision][:file.gguf]` for an address of the hub as a browser shows it; anything else as it is."""
     match = _ADDRESS.fullmatch(model.strip())
     if match is None:
         return model
-    return (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "")
+    file = re.search(r"/(?:resolve|blob)/[^/?#\s]+/([^/?#\s]+\.gguf)(?:[?#]|$)", model.strip())
+    return (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "") + (f":{file[1]}" if file else "")
 
 
 def candidates(name: str) -> list[str]:
@@ -300,8 +301,8 @@ def resolve(model: str, *, offline: bool = False) -> Source:
     try:
         if is_path(model) or model.partition("@")[0].count("/") > 1:
             return _resolve_path(model)
-        if model.endswith(GGUF) and Path(model).is_file():
-            return Source(model, Path(model))
+        if model.endswith(GGUF) and ":" not in model:
+            return _resolve_path(model)
         meanings = _meanings(model)
         if len(meanings) > 1:
             raise NotFoundError(f"{model} means {len(meanings)} models", f"write {' or '.join(meanings)}")
@@ -349,7 +350,7 @@ def _resolve_path(model: str) -> Source:
         hint = f"give its folder: {folder.parent}"
         raise ModelError(f"{model}: a file, but a model is a *.gguf file or a folder with config.json", hint)
     if not folder.is_dir():
-        raise NotFoundError(f"{model}: no such folder", code="list-models")
+        raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
     if not (folder / "config.json").exists() and (inside := gguf_files(path.name for path in _children(folder))):
         raise ModelError(f"{model}: GGUF files without config.json", f"give one of them: {_spelled(folder, inside)}")
     if not (folder / "config.json").exists():

@@ -10,48 +10,48 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS, PreTokenizer
 from mycli.runtime.utils.json_fields import Fields
 
 _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_CHARACTERS = 1024
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges go by position, not by score
-_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Control tokens that end a reply under whatever key: llama.cpp looks for them by their text, and so do we.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>")
 _READABLE = "readable: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
-def _key(name: str) -> str:
+def ggml_key(name: str) -> str:
+    """A key of the tokenizer, such as tokenizer.ggml.tokens."""
     return f"tokenizer.ggml.{name}"
 
 
 def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
     """The tokens by id and the type of each. Raises ModelError for lists that do not match, or tokens given twice."""
-    tokens = metadata.array(_key("tokens"), str, _MAX_TOKENS)
+    tokens = metadata.array(ggml_key("tokens"), str, _MAX_TOKENS)
     if not tokens:
-        raise metadata.fail(_key("tokens"), "is missing or empty", _READABLE)
-    found = metadata.values.get(_key("token_type"))
-    types = [_NORMAL] * len(tokens) if found is None else _numbers(metadata, "token_type", len(tokens), int)
+        raise metadata.fail(ggml_key("tokens"), "is missing or empty", _READABLE)
+    found = metadata.values.get(ggml_key("token_type"))
+    types = [NORMAL] * len(tokens) if found is None else _numbers(metadata, "token_type", len(tokens), int)
     longest = max(map(len, tokens))
     if longest > _MAX_TOKEN_CHARACTERS:
-        raise metadata.fail(_key("tokens"), f"holds a token of {longest} characters")
+        raise metadata.fail(ggml_key("tokens"), f"holds a token of {longest} characters")
     return tokens, types
 
 
 def _numbers(metadata: Fields, name: str, count: int, kind: type) -> list[Any]:
-    values = metadata.values.get(_key(name))
+    values = metadata.values.get(ggml_key(name))
     if not isinstance(values, array) or len(values) < count:
-        raise metadata.fail(_key(name), f"must be {count} numbers, one for each token")
+        raise metadata.fail(ggml_key(name), f"must be {count} numbers, one for each token")
     return [kind(value) for value in values[:count]]
 
 
 def token_id(metadata: Fields, name: str, count: int) -> int | None:
     """The id under `tokenizer.ggml.NAME_token_id`; None for none. Raises ModelError beyond the tokens."""
-    key = _key(f"{name}_token_id")
+    key = ggml_key(f"{name}_token_id")
     if not metadata.has(key):
         return None
     value = metadata.integer(key, low=0)
@@ -67,7 +67,7 @@ def end_ids(metadata: Fields) -> list[int]:
     tokens, types = token_texts_and_types(metadata)
     ids = [found for name in ("eos", "eot", "eom") if (found := token_id(metadata, name, len(tokens))) is not None]
     known = frozenset(_ENDS)
-    ids += [i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL and text in known]
+    ids += [i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and text in known]
     return list(dict.fromkeys(ids))
 
 
@@ -75,9 +75,9 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Control and user-defined tokens as tokenizer.json lists them: found in a text before anything else."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": index, "content": text, **flags, "special": kind == _CONTROL}
+        {"id": index, "content": text, **flags, "special": kind == CONTROL}
         for index, (text, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (_CONTROL, _USER) and text
+        if kind in (CONTROL, USER) and text
     ]
 
 
@@ -85,10 +85,10 @@ def _vocabulary(metadata: Fields, tokens: Sequence[str], types: Sequence[int]) -
     """Id by token, without those that only fill the list."""
     vocabulary: dict[str, int] = {}
     for index, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == _UNUSED or not text:
+        if kind == UNUSED or not text:
             continue
         if text in vocabulary:
-            raise metadata.fail(_key("tokens"), f"holds {text!r:.60} twice, as {vocabulary[text]} and {index}")
+            raise metadata.fail(ggml_key("tokens"), f"holds {text!r:.60} twice, as {vocabulary[text]} and {index}")
         vocabulary[text] = index
     return vocabulary
 
@@ -96,13 +96,13 @@ def _vocabulary(metadata: Fields, tokens: Sequence[str], types: Sequence[int]) -
 def _stored_merges(metadata: Fields, vocabulary: Mapping[str, int]) -> list[list[str]]:
     """The merges as pairs; a token may itself hold a blank, so the blank that cuts is the one between two tokens."""
     merges = []
-    for line in metadata.array(_key("merges"), str, _MAX_TOKENS):
+    for line in metadata.array(ggml_key("merges"), str, _MAX_TOKENS):
         left, _, right = line.partition(" ")
         if not (left in vocabulary and right in vocabulary):
             cuts = [(line[:at], line[at + 1 :]) for at, letter in enumerate(line) if letter == " "]
             left, right = next(((a, b) for a, b in cuts if a in vocabulary and b in vocabulary), ("", ""))
         if not left or left + right not in vocabulary:
-            raise metadata.fail(_key("merges"), f"holds {line!r:.60}, which joins no two tokens to one")
+            raise metadata.fail(ggml_key("merges"), f"holds {line!r:.60}, which joins no two tokens to one")
         merges.append([left, right])
     return merges
 
@@ -132,7 +132,7 @@ def _wrapping(metadata: Fields, tokens: Sequence[str], default_bos: bool) -> dic
     asked = (("bos", 0, default_bos), ("eos", 1, False))
     for name, place, default in asked:
         index = token_id(metadata, name, len(tokens))
-        if index is None or not metadata.boolean(_key(f"add_{name}_token"), default):
+        if index is None or not metadata.boolean(ggml_key(f"add_{name}_token"), default):
             continue
         text = tokens[index]
         pieces.insert(len(pieces) if place else 0, {"SpecialToken": {"id": text, "type_id": 0}})
@@ -150,10 +150,10 @@ def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: An
 
 def pre_tokenizer(metadata: Fields) -> PreTokenizer:
     """How the file's text is cut. Raises ModelError for a name that is not known: another rule gives other tokens."""
-    name = metadata.text(_key("pre"), "default")
+    name = metadata.text(ggml_key("pre"), "default")
     if name not in PRE_TOKENIZERS:
         hint = f"known: {', '.join(PRE_TOKENIZERS)}; or use the repository that holds safetensors files"
-        raise metadata.fail(_key("pre"), f"{name!r} is not a rule that is known", hint)
+        raise metadata.fail(ggml_key("pre"), f"{name!r} is not a rule that is known", hint)
     return PRE_TOKENIZERS[name]
 
 
@@ -172,18 +172,18 @@ def _byte_level(metadata: Fields) -> dict[str, Any]:
 
 def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
     tokens, types = token_texts_and_types(metadata)
-    gemma = architecture in _GEMMA or metadata.text(_key("model")) == "gemma4"
+    gemma = architecture in _GEMMA or metadata.text(ggml_key("model")) == "gemma4"
     # Runs of blanks are stored as blanks, but the text in which they are looked for has none left.
     spelled = [_SPACE * len(text) if " " in text and not text.strip(" ") else text for text in tokens]
     vocabulary = _vocabulary(metadata, spelled, types)
-    if metadata.has(_key("merges")):
+    if metadata.has(ggml_key("merges")):
         merges = _stored_merges(metadata, vocabulary)
     elif gemma:
         merges = derived_merges(vocabulary, {text: -index for text, index in vocabulary.items()})
     else:
         scores = _numbers(metadata, "scores", len(tokens), float)
         merges = derived_merges(vocabulary, {text: scores[index] for text, index in vocabulary.items()})
-    prefix = metadata.boolean(_key("add_space_prefix"), not gemma)
+    prefix = metadata.boolean(ggml_key("add_space_prefix"), not gemma)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
     decoders: list[dict[str, Any]] = [
@@ -195,9 +195,9 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     unknown = token_id(metadata, "unknown", len(tokens))
-    if unknown is None and _UNKNOWN in types:
-        unknown = types.index(_UNKNOWN)
-    bos = metadata.text(_key("model")) != "gemma4"  # whose templates write their own, as its tokenizer.json does
+    if unknown is None and UNKNOWN in types:
+        unknown = types.index(UNKNOWN)
+    bos = metadata.text(ggml_key("model")) != "gemma4"  # whose templates write their own, as its tokenizer.json does
     return {
         "added_tokens": [token for token in _added(tokens, types) if token["content"] in vocabulary],
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefix else replace,
@@ -216,13 +216,13 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
 
 def tokenizer_json(metadata: Fields) -> dict[str, Any]:
     """The tokenizer.json that the metadata stands for. Raises ModelError naming the key at fault."""
-    kind = metadata.text(_key("model"))
+    kind = metadata.text(ggml_key("model"))
     if kind == "gpt2":
         sections = _byte_level(metadata)
     elif kind in ("llama", "gemma4"):
         sections = _sentencepiece(metadata, metadata.text("general.architecture"))
     else:
-        raise metadata.fail(_key("model"), f"{kind!r} is a tokenizer that is not supported", _READABLE)
+        raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", _READABLE)
     return {"version": "1.0", "truncation": None, "padding": None, **sections}
 
 
@@ -230,7 +230,7 @@ def tokenizer_settings(metadata: Fields) -> dict[str, Any]:
     """The tokenizer_config.json: the special tokens by name, and the chat templates."""
     tokens, _ = token_texts_and_types(metadata)
     settings: dict[str, Any] = {}
-    for name, key in _IDS.items():
+    for name, key in SPECIAL_IDS.items():
         index = token_id(metadata, key, len(tokens))
         if index is not None:
             settings[name] = tokens[index]
@@ -245,87 +245,3 @@ def tokenizer_settings(metadata: Fields) -> dict[str, Any]:
     elif templates:
         settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return settings
-
-
-def unsupported(reason: str) -> ModelError:
-    """The error for a tokenizer that no GGUF file can hold."""
-    return ModelError(f"tokenizer.json: {reason}", "llama.cpp has no rule for it; its own converter may know the model")
-
-
-def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, Any]:
-    """The inverse: `tokenizer.*` keys for a tokenizer.json of a model of `rows` embeddings, without the template.
-
-    Byte-level BPE only, cut by a rule that llama.cpp names. Raises ModelError for any other.
-    """
-    model = raw.object("model")
-    vocabulary = model.values.get("vocab")
-    if model.text("type", "BPE") != "BPE" or not isinstance(vocabulary, dict) or model.boolean("byte_fallback", False):
-        raise unsupported("not byte-level BPE")
-    whole = model.boolean("ignore_merges", False)
-    steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
-    name = next(
-        (n for n, rule in PRE_TOKENIZERS.items() if rule.whole == whole and _same(rule.sections(), steps[0])), None
-    )
-    if name is None:
-        raise unsupported("it cuts text by a rule of its own")
-    tokens = [f"[PAD{index}]" for index in range(rows)]
-    types = [_UNUSED] * rows
-    for text, index in vocabulary.items():
-        tokens[index], types[index] = text, _NORMAL
-    for token in raw.array("added_tokens", dict):
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise unsupported(f"the token {token['content']!r:.60} takes the blanks around it")
-        tokens[token["id"]], types[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER
-    pairs: list[Any] = model.array("merges", object, _MAX_TOKENS)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
-    found: dict[str, Any] = {
-        _key("model"): "gpt2",
-        _key("pre"): name,
-        _key("tokens"): tokens,
-        _key("token_type"): types,
-        _key("merges"): merges,
-    }
-    wrapped = _wrapped(raw)
-    for part in ("bos", "eos"):
-        found[_key(f"add_{part}_token")] = part in wrapped
-    for setting, key in _IDS.items():
-        value = settings.values.get(setting)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and text in tokens:
-            found[_key(f"{key}_token_id")] = tokens.index(text)
-    return found
-
-
-def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether two pairs of sections cut text in the same way: a sequence of one is that one, and order is kept."""
-    return _flat(ours["normalizer"], "normalizers") == _flat(theirs["normalizer"], "normalizers") and _flat(
-        ours["pre_tokenizer"], "pretokenizers"
-    ) == _flat(theirs["pre_tokenizer"], "pretokenizers")
-
-
-def _flat(part: Any, key: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    if part.get("type") == "Sequence":
-        return [step for child in part.get(key, []) for step in _flat(child, key)]
-    if part.get("type") == "ByteLevel":  # offsets are nobody's concern here
-        return [{"add_prefix_space": True, "use_regex": True, **part, "trim_offsets": None}]
-    return [part]
-
-
-def _wrapped(raw: Fields) -> set[str]:
-    """Which of "bos" and "eos" the post-processor puts around a text. Raises ModelError for anything else it does."""
-    part = raw.values.get("post_processor")
-    steps = _flat(part, "processors")
-    found: set[str] = set()
-    for step in steps:
-        if step.get("type") == "ByteLevel":
-            continue
-        if step.get("type") != "TemplateProcessing":
-            raise unsupported(f"the post-processor {step.get('type')!r:.40}")
-        pieces = ["SpecialToken" if "SpecialToken" in piece else "text" for piece in step["single"]]
-        if pieces.count("text") != 1 or len(pieces) > 3 or pieces.index("text") > 1:
-            raise unsupported("it puts more than a start and an end token around a text")
-        at = pieces.index("text")
-        found |= ({"bos"} if at else set()) | ({"eos"} if at + 1 < len(pieces) else set())
-    return found

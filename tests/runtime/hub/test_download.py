@@ -235,7 +235,7 @@ def test_an_empty_file_and_two_of_the_same_contents(server: HubServer) -> None:
     ("files", "words"),
     [
         ({"pytorch_model.bin": b"x"}, "only pytorch_model.bin, whose format can run code"),
-        ({"model.Q4.gguf": b"GGUF"}, "only model.Q4.gguf"),
+        ({"model.Q4.gguf": b"GGUF"}, "no safetensors but GGUF files"),
         ({"README.md": b"x"}, "no weights in model.safetensors or model.safetensors.index.json, none"),
     ],
     ids=["A19-bin", "gguf", "nothing"],

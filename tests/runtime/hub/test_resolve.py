@@ -11,7 +11,7 @@ import pytest
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import resolve as hub
-from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
+from mycli.runtime.hub.resolve import HubFile, missing_files, plain_name, read_shards, resolve
 from tests.support.paths import PICO, ROOT
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -151,13 +151,13 @@ def test_hostile_names_are_refused_before_they_are_paths(name: str) -> None:
     [
         ("./none", NotFoundError, "no such folder"),
         ("some/folder/deep", NotFoundError, "no such folder"),
-        ("./file.gguf", ModelError, "a model is a folder"),
+        ("./file.bin", ModelError, "or a folder with config.json"),
         ("x" * 300, NotFoundError, "no model of that name here"),
         ("~nobody-of-that-name/x", NotFoundError, "no such folder"),
     ],
 )
 def test_paths_that_do_not_work(name: str, kind: type[UserError], words: str) -> None:
-    Path("file.gguf").write_bytes(b"GGUF")
+    Path("file.bin").write_bytes(b"GGUF")
     error = failure(name)
     assert isinstance(error, kind) and (words in error.message or "too long" in error.message)
 
@@ -313,3 +313,16 @@ def test_custom_code_is_warned_of(folders: Path) -> None:
 def test_what_is_no_repository(name: str) -> None:
     with pytest.raises(UsageError, match="not a model of the hub"):
         hub.split_name(name)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("https://huggingface.co/org/files/blob/main/a-Q4_K_M.gguf", "org/files@main:a-Q4_K_M.gguf"),
+        ("https://huggingface.co/org/files/resolve/main/a.gguf?download=true", "org/files@main:a.gguf"),
+        ("https://huggingface.co/org/files/blob/main/README.md", "org/files@main"),
+        ("org/files:a.gguf", "org/files:a.gguf"),
+    ],
+)
+def test_an_address_of_a_gguf_file_names_the_file(typed: str, name: str) -> None:
+    assert plain_name(typed) == name

@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
+from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.gguf_tokenizer import (
     derived_merges,
     end_ids,
     tokenizer_json,
-    tokenizer_metadata,
     tokenizer_settings,
 )
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
