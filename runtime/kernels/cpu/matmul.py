@@ -121,8 +121,8 @@ class CpuKernel:
         if reason:
             return reason
         if packing.codes != "int" or packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
-            bits = ", ".join(map(str, _BITS))
-            return f"takes integers of {bits} bits in groups of multiples of {_GROUP}, not {packing.name}"
+            widths = ", ".join(map(str, _BITS))
+            return f"takes integers of {widths} bits in groups of multiples of {_GROUP}, not {packing.name}"
         library = build.native()
         return library if isinstance(library, str) else None
 
