@@ -215,14 +215,14 @@ inline int attend_any(const Attention& a, int threads, bool tiles) try {
     if (!is_sound(a)) return 2;
 #if AMX
     if (tiles && a.query_type == BF16) {
-        if (a.cache_type == CACHE_BF16) return attend_by<InTiles<uint16_t>>(a, threads);
-        if (a.cache_type == CACHE_INT8) return attend_by<InTiles<int8_t>>(a, threads);
+        if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
+        if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
     }
 #endif
     (void)tiles;
-    if (a.cache_type == CACHE_INT8) return attend_by<Floats<int8_t>>(a, threads);
-    if (a.cache_type == CACHE_BF16) return attend_by<Floats<uint16_t>>(a, threads);
-    return attend_by<Floats<float>>(a, threads);
+    if (a.cache_type == CACHE_INT8) return attend_by<FloatPath<int8_t>>(a, threads);
+    if (a.cache_type == CACHE_BF16) return attend_by<FloatPath<uint16_t>>(a, threads);
+    return attend_by<FloatPath<float>>(a, threads);
 } catch (const std::bad_alloc&) {
     return 1;
 }

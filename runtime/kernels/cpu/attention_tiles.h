@@ -10,8 +10,8 @@ namespace {
 
 #if AMX
 
-// As `Floats` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
-template <typename T> struct InTiles {
+// As `FloatPath` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
+template <typename T> struct TilePath {
     static constexpr int64_t ROWS_AT_ONCE = 64;
     struct Setup { const Tiles tiles{16, 16, 64}; };
 
