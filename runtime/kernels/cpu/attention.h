@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t FEW_QUERIES = 32;  // rows
+constexpr int64_t FEW_ROWS = 32;  // rows
 constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for several heads' chunks; one head may need more
 
 // The two steps of a round of work: chunks, then rows or pieces of them. A share is a sequence and key head.
@@ -137,7 +137,7 @@ template <class Path> struct Attending {
     // False: no memory.
     bool run(const Round& round, bool few) const {
         constexpr int64_t most = Path::ROWS_AT_ONCE;
-        const int64_t room = (room_size(few ? FEW_QUERIES : most) + 15) / 16 * 16;
+        const int64_t room = (room_size(few ? FEW_ROWS : most) + 15) / 16 * 16;
         float* memory = static_cast<float*>(aligned_alloc(64, size_t(round.memory + threads * room) * 4));
         if (!memory) return false;
         int next = 0;
@@ -149,7 +149,7 @@ template <class Path> struct Attending {
             float* own = memory + round.memory + self * room;
             const typename Path::Setup setup;
             (void)setup;
-            const Room place = room_at(own, few ? FEW_QUERIES : most);
+            const Room place = room_at(own, few ? FEW_ROWS : most);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < round.tasks[0]; i++) {
                 const Share& share = round.of(i, 0);
@@ -178,7 +178,7 @@ template <class Path> struct Attending {
         for (int64_t s = 0; s < a.sequences; s++)
             for (int64_t h = 0; h < a.kv_heads; h++) {
                 const Rows rows(a, s, h);
-                if (!rows.count || (rows.count <= FEW_QUERIES) != few) continue;
+                if (!rows.count || (rows.count <= FEW_ROWS) != few) continue;
                 const int64_t chunks = rows.chunks(a), pieces = few ? rows.count : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
                 const int64_t floats = chunks * (few ? rows.count * row_size : packed_size());
                 if (round.memory && round.memory + floats > AT_ONCE) {
@@ -215,14 +215,14 @@ inline int attend_any(const Attention& a, int threads, bool tiles) try {
     if (!is_sound(a)) return 2;
 #if AMX
     if (tiles && a.query_type == BF16) {
-        if (a.cache_type == CACHE_BF16) return attend_by<InTiles<uint16_t>>(a, threads);
-        if (a.cache_type == CACHE_INT8) return attend_by<InTiles<int8_t>>(a, threads);
+        if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
+        if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
     }
 #endif
     (void)tiles;
-    if (a.cache_type == CACHE_INT8) return attend_by<FloatSums<int8_t>>(a, threads);
-    if (a.cache_type == CACHE_BF16) return attend_by<FloatSums<uint16_t>>(a, threads);
-    return attend_by<FloatSums<float>>(a, threads);
+    if (a.cache_type == CACHE_INT8) return attend_by<FloatPath<int8_t>>(a, threads);
+    if (a.cache_type == CACHE_BF16) return attend_by<FloatPath<uint16_t>>(a, threads);
+    return attend_by<FloatPath<float>>(a, threads);
 } catch (const std::bad_alloc&) {
     return 1;
 }

@@ -41,7 +41,7 @@ inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t
 }
 
 // A way to multiply: what `attend` in attention.h asks for. Sizes are in floats.
-template <typename T> struct FloatSums {
+template <typename T> struct FloatPath {
     static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
 
     struct Setup {};  // what a thread needs for as long as it works

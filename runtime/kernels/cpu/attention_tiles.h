@@ -10,10 +10,10 @@ namespace {
 
 #if AMX
 
-constexpr int64_t TILE_PAIRS = 16 * 32;  // numbers of 16 bits in a tile
+constexpr int TILE_SIZE = 16 * 32;  // of bf16
 
-// As `FloatSums` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
-template <typename T> struct InTiles {
+// As `FloatPath` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
+template <typename T> struct TilePath {
     static constexpr int64_t ROWS_AT_ONCE = 64;
     struct Setup { const Tiles tiles{16, 64, 64}; };
 
@@ -117,7 +117,7 @@ template <typename T> struct InTiles {
         const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(keys_at(packed)) + from / 32 * 32 * wide_size;
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 16)
-            for (int64_t d = 0; d < wide_size; d += 32, out += TILE_PAIRS) {
+            for (int64_t d = 0; d < wide_size; d += 32, out += TILE_SIZE) {
                 const __mmask32 mask = mask_of(a, d);
                 Wide v[16];
 #pragma GCC unroll 16
@@ -136,12 +136,12 @@ template <typename T> struct InTiles {
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2) {
             const T *even = values + chunk.at[p], *odd = values + chunk.at[p + 1];
             const __mmask32 has_even = p >= from && p < to ? ~__mmask32(0) : 0, has_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
-            uint16_t* tile = out + p / 32 * 2 * TILE_PAIRS + p % 32 / 2 * 32;
+            uint16_t* tile = out + p / 32 * 2 * TILE_SIZE + p % 32 / 2 * 32;
             for (int64_t d = 0; d < wide_size; d += 32, tile += 32 * CHUNK) {
                 const __m512i first = WHOLE ? some(even + d) : some(even + d, mask_of(a, d) & has_even);
                 const __m512i second = WHOLE ? some(odd + d) : some(odd + d, mask_of(a, d) & has_odd);
                 _mm512_store_si512(tile, _mm512_unpacklo_epi16(first, second));
-                _mm512_store_si512(tile + TILE_PAIRS, _mm512_unpackhi_epi16(first, second));
+                _mm512_store_si512(tile + TILE_SIZE, _mm512_unpackhi_epi16(first, second));
             }
         }
     }
@@ -182,11 +182,11 @@ template <typename T> struct InTiles {
             TILE_ZERO(3);
         }
         for (int64_t p = low; p < high; p += 32) {
-            const uint16_t* value = values + p / 32 * 2 * TILE_PAIRS;
+            const uint16_t* value = values + p / 32 * 2 * TILE_SIZE;
             TILE_LOAD(6, value, 64);
             TILE_LOAD(4, weights + p, CHUNK * 2);
             TILE_DOT_BF16(0, 4, 6);
-            TILE_LOAD(7, value + TILE_PAIRS, 64);
+            TILE_LOAD(7, value + TILE_SIZE, 64);
             TILE_DOT_BF16(1, 4, 7);
             if (rows <= 16) continue;
             TILE_LOAD(5, weights + 16 * CHUNK + p, CHUNK * 2);

@@ -1,4 +1,4 @@
-"""Attention over a cache in one piece on the CPU against fp64: caches, groups, windows, sets; the same bits."""
+"""Attention over a cache in one piece on the CPU against fp64: caches, groups, windows, machines; the same bits."""
 
 from dataclasses import dataclass
 
