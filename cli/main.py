@@ -189,8 +189,9 @@ def _run(arguments: list[str]) -> ExitCode:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     prepare_streams()
-    # torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product. It reads this as
-    # it is loaded: wait for about a millisecond first, a third of what GNU's own OpenMP does.
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    # torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product: wait first, but
+    # only for some 50 microseconds. Whoever waits longer takes the core that a thread with work needs, where another
+    # program has one of them: a reply was twenty times slower with a millisecond. It reads this as it is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     words = sys.argv[1:] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

@@ -103,9 +103,7 @@ def place(
     chosen, reasons = _choose_device(device)
     notes, details = (reasons, ()) if reasons and _has_gpu() else ((), reasons)
     if dense_prefill_copy and chosen.type == "cpu":
-        raise UsageError(
-            "a 16-bit copy is for GPUs: a CPU multiplies prompts packed no slower", code="leave-out-shadow"
-        )
+        raise UsageError("a 16-bit copy of packed weights is kept on GPUs only", code="leave-out-shadow")
     wanted = torch_dtype(dtype or config.dtype)
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
         wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")

@@ -166,8 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
         words = [unquote(word) for word in parts.path.strip("/").split("/")]
         api = words[:1] == ["api"]
         words = words[2:] if words[:2] == ["api", "models"] else words[1:] if api else words
-        if words[0] == "datasets":
+        if words[:1] == ["datasets"]:
             words[:2] = ["/".join(words[:2])]
+        if not words:
+            return self._send_found(parse_qs(parts.query)["search"][0])
         repo, verb, rest = "/".join(words[:2]), (words[2:3] or ["revision"])[0], words[3:]
         if repo not in self.owner.repos:
             return self._refuse(401 if "Authorization" not in self.headers else 404, "RepoNotFound")
@@ -192,6 +194,16 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
         location = f"{self.owner.address('storage')}/lfs/{digest}?signature=secret"
         return self._send(302, {**headers, "Location": location}, b"", fault)
+
+    def _send_found(self, words: str) -> None:
+        """What a search of the hub lists: the size that pico has, and the family of each config."""
+        found = []
+        for repo, branches in self.owner.refs.items():
+            config = json.loads(self.owner.repos[repo][branches["main"]].get("config.json", b"{}"))
+            if words in repo:
+                about = {"config": {"model_type": config.get("model_type")}, "safetensors": {"total": 5_770_496}}
+                found.append({"id": repo, "downloads": 7, "gated": False, **about})
+        self._send_json(found, {})
 
     def _send_tree(self, repo: str, commit: str, files: Mapping[str, bytes], start: int) -> None:
         entries: list[dict[str, Any]] = []
