@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
-from mycli.cli.output import SCHEMA_VERSION
+from mycli.cli.json_lines import SCHEMA_VERSION
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.files import disk_errors, require_writable, write_atomic
 from mycli.runtime.utils.input_file import read_input

@@ -50,11 +50,11 @@ def read_prompt(words: str | None, file: Path | None, errors: str, note: Callabl
         parts.append(str(words))
     asked = words == "-" or not parts
     if asked and sys.stdin.isatty():
-        raise UsageError("there is no prompt", 'mycli run MODEL "a question", or talk with it: mycli chat MODEL')
+        raise UsageError("there is no prompt", code="no-prompt")
     if asked or _is_piped():
         piped = decode(_standard_input(note), "standard input", errors, REPLACE)
         if asked and not piped.strip():
-            raise UsageError("standard input is empty", 'give a prompt: mycli run MODEL "a question"')
+            raise UsageError("standard input is empty", code="no-prompt")
         if piped:
             parts.append(piped)
     return "\n".join(part.removesuffix("\n") for part in parts)

@@ -4,8 +4,6 @@ Text from models, files and servers is made safe for terminals here, once. Does 
 """
 
 import errno
-import json
-import math
 import os
 import shutil
 import sys
@@ -14,39 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from mycli.cli.json_lines import error_fields, json_line
 from mycli.cli.layout import WordWrap, fitting, pad, table_lines, table_width, width
 from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
-
-SCHEMA_VERSION = 1
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for what JSON has no number for: an infinite perplexity must not spoil the answer."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
-    """`value` and `schema_version` as one line of JSON, with escapes where `encoding` could not write it."""
-    whole = _finite({"schema_version": SCHEMA_VERSION, **value})
-    line = json.dumps(whole, ensure_ascii=False, allow_nan=False)
-    try:
-        line.encode(encoding)
-        return line
-    except UnicodeEncodeError:
-        return json.dumps(whole, allow_nan=False)
-
-
-def error_fields(error: UserError, subject: Subject = Subject()) -> dict[str, Any]:  # noqa: B008  # frozen
-    """An error as an object for a program; `code` names the remedy where there is a name for it."""
-    code = {"code": error.code} if error.code else {}
-    return {"message": error.message, "hint": remedy(error, subject), "exit_code": int(error.exit_code), **code}
 
 
 class Output:

@@ -37,6 +37,7 @@ REMEDIES: Mapping[str, str] = {
     "allow-nonfinite": "compare the file with its source: mycli verify {model}; or load it as it is: --allow-nonfinite",
     "show-template": "mycli show {model} --template prints it",
     # a prompt and its context
+    "no-prompt": "ask something: mycli run {model} PROMPT; or talk with it: mycli chat {model}",
     "allow-special": "take the control token out of the text, or pass --allow-special",
     "continue-text": "continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "ask for at most {tokens} tokens, or for more context with --ctx",

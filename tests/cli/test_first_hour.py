@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -290,6 +291,24 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
     assert refused.returncode == 2 and "also holds notes.md" in refused.stderr and notes.read_text() == "mine"
     recipe = mycli("show", str(tmp_path / "out"), "--recipe").stdout
     assert "None" not in recipe
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["blocks-are-kept", "nothing-yet"])
+def test_ctrl_c_says_how_to_go_on(kept: bool, mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mycli.quant import pipeline
+
+    def stopped(*_: object, **options: object) -> None:
+        if kept:
+            (tmp_path / "work").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "quantize", stopped)
+    typed = ["quantize", "pico", "--samples", "8", "--work-dir", str(tmp_path / "work"), "-o", str(tmp_path / "a b")]
+    monkeypatch.setattr(sys, "argv", ["mycli", *typed])
+    done = mycli(*typed)
+    assert done.returncode == 130
+    words = "to go on" if kept else "to start again"
+    assert f"{words}: mycli {shlex.join(typed)}" in done.stderr, "with the command, quoted"
 
 
 # Completion, and the machine
