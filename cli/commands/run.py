@@ -88,11 +88,12 @@ class GrammarFlags:
         asked = sum((self.schema is not None, self.regex is not None, self.json_mode))
         if asked > 1:
             raise UsageError("--schema, --regex and --json-mode exclude each other", "choose one")
+        text = None if self.schema is None else read_file(self.schema)
         if asked:
             from mycli.runtime.sampling.grammar import library
 
             library()
-        return None if self.schema is None else read_file(self.schema)
+        return text
 
     def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
         """Compiled for `model`; None for anything. `schema` is what `text` gave."""

@@ -29,11 +29,12 @@ def open_input(path: Path, *, pipes: bool = False) -> Iterator[BinaryIO]:
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{path}: {reason}", "name a file that can be read") from None
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UsageError(f"{path}: {kind}", "name a file that can be read")
     with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
-            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise UsageError(f"{path}: {kind}", "name a file that can be read")
         yield file
 
 

@@ -169,7 +169,7 @@ def test_what_is_no_command_stays_as_it_is(words: list[str]) -> None:
 
 @pytest.mark.parametrize("option", GLOBAL)
 def test_every_global_option_is_known_to_a_command(option: str, environment: dict[str, str]) -> None:
-    value = ["cpu"] if option == "--device" else []
+    value = {"--device": ["cpu"], "--threads": ["2"]}.get(option, [])
     assert probe("pass", environment, option, *value)[0] == 0
 
 

@@ -246,4 +246,5 @@ def test_input_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_has_its_unit() -> None:
-    assert [gib(1 << 30), gib(5.5 * (1 << 30)), gib(11_547_040)] == ["1.00 GiB", "5.50 GiB", "0.0108 GiB"]
+    assert [gib(1 << 30), gib(5.5 * (1 << 30)), gib(11_547_040)] == ["1.00 GiB", "5.50 GiB", "11 MiB"]
+    assert [gib(1023 << 20), gib(1536), gib(7), gib(0)] == ["1023 MiB", "1.5 KiB", "7 bytes", "0 bytes"]
