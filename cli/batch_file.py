@@ -8,9 +8,11 @@ with `error`, and claims no id. Knows lines and files; does not know models.
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ MAX_MESSAGES = 10_000
 Id = str | int
 Key = tuple[str, Id]  # ("id", what a person chose) or ("line", the number of the line)
 Prompt = str | list[Message]
+AnswerAll = Callable[[Iterable[Prompt]], Iterator[dict[str, Any] | UserError]]
 
 
 @dataclass(frozen=True)
@@ -197,25 +200,26 @@ def check_batch(path: str) -> None:
             pass
 
 
-def run_batch(call: Call, path: str, out: Path | None, answer: Callable[[Prompt], dict[str, Any]]) -> ExitCode:
+def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> ExitCode:
     """Answer every line of `path` (- is standard input), to `out` or standard output, skipping those `out` answers.
 
-    Returns the exit code: of the first line that failed, if one did. Raises UserError for files that will not do.
+    `answer` takes prompts as it comes to them, and gives an object, or what went wrong, for each, in order. Returns the
+    exit code: of the first line that failed, if one did. Raises UserError for files that will not do.
     """
     failed: list[UserError] = []
     target = nullcontext((set[Key](), None)) if out is None else _output(out)
     with _input(path) as source, target as (done, file):
         total = _count(path) if file is not None else 0
         with call.out.progress("batch", total, "lines") as shown:
-            for item in read_items(source):
+            items = read_items(source)
+            groups = [items] if _all_there(source) else ([item] for item in items)
+            for item, found in chain.from_iterable(_answered(group, done, answer) for group in groups):
                 shown.advance(1)
-                if item.key in done:
+                if found is None:
                     continue
-                try:
-                    result = _answer(item, answer)
-                except UserError as error:
-                    failed.append(error)
-                    result = {"error": error_fields(error)}
+                if isinstance(found, UserError):
+                    failed.append(found)
+                result = {"error": error_fields(found)} if isinstance(found, UserError) else found
                 if file is None:
                     call.out.json_record(item.answer(result))
                 else:
@@ -233,7 +237,34 @@ def run_batch(call: Call, path: str, out: Path | None, answer: Callable[[Prompt]
     return ExitCode.OK
 
 
-def _answer(item: Item, answer: Callable[[Prompt], dict[str, Any]]) -> dict[str, Any]:
-    if item.error is not None:
-        raise item.error
-    return answer(item.prompt)
+def _all_there(file: BinaryIO) -> bool:
+    """Whether lines can be read ahead: who writes to a pipe may wait for each answer before the next line."""
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError:  # not a file of the system's
+        return True
+
+
+def _answered(
+    items: Iterable[Item], done: Collection[Key], answer: AnswerAll
+) -> Iterator[tuple[Item, dict[str, Any] | UserError | None]]:
+    """Each item with its answer, in order; None where it is `done`."""
+    order: deque[Item] = deque()
+
+    def prompts() -> Iterator[Prompt]:
+        for item in items:
+            order.append(item)
+            if item.error is None and item.key not in done:
+                yield item.prompt
+
+    for result in answer(prompts()):
+        yield from _unasked(order, done)
+        yield order.popleft(), result
+    yield from _unasked(order, done)
+
+
+def _unasked(order: deque[Item], done: Collection[Key]) -> Iterator[tuple[Item, UserError | None]]:
+    """The first of `order` that were not answered by anybody: what is wrong with them, None for those `done`."""
+    while order and (order[0].error is not None or order[0].key in done):
+        item = order.popleft()
+        yield item, None if item.key in done else item.error

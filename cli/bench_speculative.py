@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
-from mycli.cli.load import load_session
+from mycli.cli.load import load_engine
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 
@@ -70,21 +70,22 @@ def _subject(
 ) -> "tuple[SpeculationSubject, Mapping[str, list[list[int]]]]":
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
-    from mycli.runtime.speculative.decode import SpeculativeSession
+    from mycli.runtime.engine.model_runner import CacheShape
     from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
+    from mycli.runtime.speculative.speculator import ProposerSpeculator
 
-    opened = load_session(call, model, engine)
-    loaded, session = opened.model, opened.session
-    if not isinstance(session, SpeculativeSession):
+    opened = load_engine(call, model, engine)
+    loaded, context = opened.model, opened.engine.context
+    if not isinstance(opened.engine.speculator, ProposerSpeculator):
         raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
-    proposer = session.proposer
+    proposer = opened.engine.speculator.proposer
 
     def new_proposer() -> DraftModel | PromptLookup:
         if isinstance(proposer, DraftModel):
-            return DraftModel(proposer.runner, session.context, loaded.runner.nbytes)
+            return DraftModel(proposer.runner, CacheShape.lanes(context), loaded.runner.nbytes)
         return PromptLookup()
 
-    subject = SpeculationSubject(loaded.runner, new_proposer, loaded.vocabulary_size, loaded.stop_ids, session.context)
+    subject = SpeculationSubject(loaded.runner, new_proposer, loaded.vocabulary_size, loaded.stop_ids, context)
     return subject, prompts(loaded.tokenizer)
 
 

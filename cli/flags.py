@@ -35,8 +35,11 @@ class LoadFlags:
         bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
     ] = False
 
-    def resolve(self, sequences: int = 1) -> EngineConfig:
-        """What is asked of the engine. Raises UsageError for a precision or kind of cache that there is not."""
+    def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
+        """What is asked of the engine; `sequences`, `running`: as of `EngineConfig`.
+
+        Raises UsageError for a precision or kind of cache that there is not.
+        """
         dtype = options.choice("--dtype", self.dtype, ("auto", *FLOATS), "precision")
         return EngineConfig(
             device=self.device,
@@ -44,6 +47,7 @@ class LoadFlags:
             kv=options.choice("--kv", self.kv, KV, "kind of cache"),
             context=self.context,
             sequences=sequences,
+            running=running,
             draft=None if self.draft == "none" else self.draft,
             dense_prefill_copy=self.shadow,
             allow_nonfinite=self.allow_nonfinite,

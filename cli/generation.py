@@ -3,22 +3,24 @@
 Knows what the options mean. Does not know where prompts come from, nor how a reply is shown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mycli.cli.load import LoadedSession
+from mycli.cli.load import LoadedEngine
 from mycli.runtime.engine.stats import SpeculationStats, Timing
+from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.engine.completion import Completion, Sample
+    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.sampling.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_LIMIT = 512
+TOGETHER = 64  # prompts of a file under way at a time
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Generator:
     `top`: logprobs of so many tokens a place, None for no logprobs.
     """
 
-    loaded: LoadedSession
+    loaded: LoadedEngine
     sampling: SamplingParams
     limit: int | None = None
     stops: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class Generator:
 
     def _room(self, prompt: Sequence[int]) -> int:
         """Tokens that fit behind `prompt`."""
-        return self.loaded.session.context - len(prompt) + 1
+        return self.loaded.engine.context - len(prompt) + 1
 
     def _limit(self, prompt: Sequence[int]) -> int | None:
         """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
@@ -64,7 +66,7 @@ class Generator:
 
         return Completion(
             self.loaded.model,
-            self.loaded.session,
+            self.loaded.engine,
             prompt,
             self.sampling,
             limit=self._limit(prompt),
@@ -73,32 +75,48 @@ class Generator:
             top=self.top,
         )
 
-    def samples(self, prompt: Sequence[int]) -> "list[Sample]":
+    def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """As many replies as are asked for, after one prefill."""
         from mycli.runtime.engine.completion import draw_samples
 
-        limit = self._limit(prompt)
-        return draw_samples(
-            self.loaded.model,
-            self.loaded.session,
-            prompt,
-            self.sampling,
-            count=self.count,
-            limit=max(self._room(prompt), 0) if limit is None else limit,
-            stops=self.stops,
-            grammar=self.grammar,
-            top=self.top,
-        )
+        return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
     def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The whole answer as an object: `text`, `finish_reason` and counts, or `samples` with these for each."""
         if self.count > 1:
-            drawn = self.samples(prompt)
-            timing = self.loaded.session.timing
-            each = [{**_written(one, one.text), **self._logprobs(one.logprobs)} for one in drawn]
-            return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
+            return self._sampled(self.samples(prompt))
         reply = self.reply(prompt)
-        return {**describe(reply, "".join(reply)), **self._logprobs(reply.logprobs)}
+        for _ in reply:
+            pass
+        return self._replied(reply)
+
+    def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
+        """As `describe`, or what went wrong, for each prompt in order; many are under way at a time."""
+        from mycli.runtime.engine.completion import complete_all
+
+        for group in complete_all(self.loaded.engine, map(self._group, prompts), TOGETHER):
+            error = next((reply.error for reply in group if reply.error is not None), None)
+            if error is not None:
+                yield error
+            else:
+                yield self._sampled(group) if self.count > 1 else self._replied(group[0])
+
+    def _group(self, prompt: str | Sequence[Message]) -> "list[Completion]":
+        try:
+            ids = self.encode(prompt)
+        except UserError as error:
+            reply = self.reply([])
+            reply.fail(error)
+            return [reply]
+        return [self.reply(ids) for _ in range(self.count)]
+
+    def _sampled(self, drawn: "Sequence[Completion]") -> dict[str, Any]:
+        timing = drawn[0].timing
+        each = [{**_written(one), **self._logprobs(one.logprobs)} for one in drawn]
+        return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
+
+    def _replied(self, reply: "Completion") -> dict[str, Any]:
+        return {**describe(reply), **self._logprobs(reply.logprobs)}
 
     def _logprobs(self, logprobs: "Sequence[TokenLogprob]") -> dict[str, Any]:
         """Nothing unless they were asked for."""
@@ -116,15 +134,15 @@ class Generator:
         }
 
 
-def _written(reply: "Completion | Sample", text: str) -> dict[str, Any]:
-    return {"text": text, "finish_reason": reply.finish_reason, "completion_tokens": len(reply.tokens)}
+def _written(reply: "Completion") -> dict[str, Any]:
+    return {"text": reply.text, "finish_reason": reply.finish_reason, "completion_tokens": len(reply.tokens)}
 
 
-def describe(reply: "Completion", text: str) -> dict[str, Any]:
+def describe(reply: "Completion") -> dict[str, Any]:
     """A reply that ended as an object."""
     timing = reply.timing
     return {
-        **_written(reply, text),
+        **_written(reply),
         "prompt_tokens": timing.prompt,
         "cached_tokens": timing.cached,
         "first_token_seconds": round(timing.first_token_seconds, 5),

@@ -1,6 +1,6 @@
 """What commands do before the first token: resolve, place, check memory, load, and announce each choice."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,26 +17,26 @@ from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
-    from mycli.runtime.engine.generate import Session
+    from mycli.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class LoadedSession:
-    """A model that can answer, and the memory of one conversation with it."""
+class LoadedEngine:
+    """A model that can answer, and what answers with it."""
 
     source: Source
     placement: "Placement"
     model: "LoadedModel"
-    session: "Session"
+    engine: "Engine"
 
     @property
     def longest_context(self) -> bool:
-        """Whether the session holds as much as the model was made for."""
-        return self.session.context >= self.model.runner.config.max_context
+        """Whether a sequence holds as much as the model was made for."""
+        return self.engine.context >= self.model.runner.config.max_context
 
     def tokens_read(self) -> int:
         """Tokens of the conversation that are in the cache: how far a prompt has been read."""
-        return self.session.cache.length
+        return self.engine.tokens_read
 
     def memory(self) -> int:
         """Bytes that the process holds where the model runs, Python and torch included: of main memory or the GPU's."""
@@ -44,13 +44,12 @@ class LoadedSession:
             import torch
 
             return torch.cuda.memory_reserved(self.placement.device)
-        return resident() or self.session.nbytes
+        return resident() or self.engine.nbytes
 
 
-def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
+def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     """Load MODEL as `engine` says; without a context in it, with the model's own, or as much as fits.
 
-    The session has one sequence; memory is checked for `engine.sequences`, for a command that branches it.
     Says on stderr where it runs and what could not be done as asked.
     """
     source = resolve(model, offline=call.offline)
@@ -67,14 +66,14 @@ def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
     check_context(folder, engine)
     placement = engine.place(folder.config)
     announce_placement(call, placement)
-    context = plan_memory(folder, placement, engine, draft)
-    if engine.context is None and context < folder.config.max_context:
-        call.out.note(f"context {context} of the model's {folder.config.max_context} tokens: --ctx asks for more")
-    engine = replace(engine, context=context)
+    planned = plan_memory(folder, placement, engine, draft)
+    most = folder.config.max_context
+    if engine.context is None and planned.context < most:
+        call.out.note(f"context {planned.context} of the model's {most} tokens: --ctx asks for more")
+    engine = replace(engine, context=planned.context, sequences=planned.batch)
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
-        loaded, session = _load(call, folder, placement, engine, draft)
-        opened = LoadedSession(source, placement, loaded, session)
+        opened = LoadedEngine(source, placement, *_load(call, folder, placement, engine, draft))
         call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
         return opened
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
@@ -83,31 +82,48 @@ def load_session(call: Call, model: str, engine: EngineConfig) -> LoadedSession:
 
 def _load(
     call: Call, folder: ModelFolder, placement: "Placement", engine: EngineConfig, draft: ModelFolder | None
-) -> "tuple[LoadedModel, Session]":
-    """The model, and a session that speculates with the model `draft` or by lookup where that is asked for.
+) -> "tuple[LoadedModel, Engine]":
+    """The model, and an engine that speculates with the model `draft` or by lookup where that is asked for.
 
     Raises ModelError for a draft of another vocabulary.
     """
     from mycli.runtime.engine.completion import LoadedModel
-    from mycli.runtime.engine.generate import Session
-    from mycli.runtime.speculative.decode import SpeculativeSession
+    from mycli.runtime.engine.engine import Engine
+    from mycli.runtime.engine.model_runner import cache_shape
     from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
     from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
+    from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
     assert engine.context is not None
+    running = engine.running or engine.sequences
+    shape = cache_shape(engine.context, engine.sequences, running, placement.device)
     loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite)
     for warning in loaded.warnings:
         call.out.warn(warning)
-    if engine.draft is None:
-        return loaded, Session(loaded.runner, engine.context)
-    proposer: Proposer = PromptLookup()
-    if draft is not None:
-        with about(call, engine.draft):
-            proposer = load_draft(draft, loaded.tokenizer, loaded.runner, engine.context)
-    policy = AdaptiveDraftLength(proposer.relative_cost, call.out.note)
-    session = SpeculativeSession(loaded.runner, engine.context, proposer, policy)
-    session.warm_up()
-    return loaded, session
+    speculator = None
+    if engine.draft is not None:
+        proposer: Proposer = PromptLookup()
+        if draft is not None:
+            with about(call, engine.draft):
+                proposer = load_draft(draft, loaded.tokenizer, loaded.runner, shape)
+        cost, notice = proposer.relative_cost, once(call.out.note)
+        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, notice))
+    running = min(running, shape.blocks)
+    made = Engine(loaded.runner, shape, loaded.vocabulary_size, running=running, speculator=speculator)
+    warm_up(made)
+    return loaded, made
+
+
+def once(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """`tell`, for the first text only."""
+    told: list[str] = []
+
+    def first(text: str) -> None:
+        if not told:
+            told.append(text)
+            tell(text)
+
+    return first
 
 
 def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:

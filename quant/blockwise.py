@@ -26,6 +26,7 @@ from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
+from mycli.runtime.layers.attention import TextAttention
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
@@ -176,7 +177,7 @@ def _pass_block(
     `sides` of both.
     """
     context = model.context(stream.shape[1])
-    exact = replace(context, cache=None)
+    exact = replace(context, attention=TextAttention())
     solved, settled = found, False
     if solved is None:
         quantized = BlockState(model.block(index), stream, sides=sides[0])

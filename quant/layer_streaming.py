@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.source_weights import SourceWeights
-from mycli.runtime.cache.kv_cache import PassingCache, Stored, cache_dtype
+from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.layers.attention import TextAttention
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -62,7 +63,9 @@ class Sides:
     def beside(self, context: PassContext, rows: slice) -> PassContext:
         """`context` for the windows `rows`, which are always cut alike."""
         told = None if self._per_layer is None else partial(self._told, self._per_layer, self._places[rows])
-        return replace(context, told=told, lent=self._lent.setdefault(rows.start, {}))
+        assert isinstance(context.attention, TextAttention)
+        lent = self._lent.setdefault(rows.start, {})
+        return replace(context, told=told, attention=context.attention.lending(lent))
 
     def _told(self, per_layer: PerLayerInputs, places: Tensor, layer: int) -> Tensor:
         config, placement = self._model.config, self._model.placement
@@ -160,8 +163,8 @@ class StreamedModel:
         Keys and values are rounded as the placement's cache rounds them, unless `exact`.
         """
         rope = Rope(self.config, tokens, self.placement.device, self.placement.dtype)
-        cache = None if exact else PassingCache(cache_dtype(self.placement.kv, self.placement.dtype))
-        return PassContext.make(self.config, rope, 0, tokens, cache)
+        dtype = None if exact else cache_dtype(self.placement.kv, self.placement.dtype)
+        return PassContext(rope.tables(0, tokens), TextAttention(dtype))
 
     def sides(self, tokens: Tensor) -> Sides | None:
         """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""

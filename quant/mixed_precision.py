@@ -20,6 +20,7 @@ from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.solvers import rtn
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
+from mycli.runtime.layers.attention import TextAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec
@@ -82,7 +83,7 @@ def measure_shares(
     """
     config = model.config
     context = model.context(windows.shape[1])
-    exact = replace(context, cache=None)
+    exact = replace(context, attention=TextAttention())
     with torch.inference_mode(), rough_products(model.placement.device):
         wanted = model.embed(windows)
         streams = wanted.new_empty(config.layers + 1, *wanted.shape)

@@ -14,7 +14,7 @@ from mycli.cli.chat.history import Conversation
 from mycli.cli.command import Call
 from mycli.cli.format import compact, speculation
 from mycli.cli.generation import describe
-from mycli.cli.load import LoadedSession
+from mycli.cli.load import LoadedEngine
 from mycli.cli.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
@@ -43,7 +43,7 @@ class Chat:
     """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
 
     call: Call
-    loaded: LoadedSession
+    loaded: LoadedEngine
     sampling: SamplingParams
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
@@ -68,14 +68,14 @@ class Chat:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
-            reply = Completion(self.loaded.model, self.loaded.session, prompt, self.sampling, stops=self.stops)
+            reply = Completion(self.loaded.model, self.loaded.engine, prompt, self.sampling, stops=self.stops)
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
             if not instead:
                 self.conversation.reading.clear()
         self.last = reply
         if self.call.out.json_mode:
-            self.call.out.json_record({"model": self.loaded.source.name, **describe(reply, text)})
+            self.call.out.json_record({"model": self.loaded.source.name, **describe(reply)})
         else:
             self.call.out.footer(self.statistics(reply))
         self.keep()
@@ -91,7 +91,7 @@ class Chat:
 
     def _prompt(self) -> list[int]:
         """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
-        context = self.loaded.session.context
+        context = self.loaded.engine.context
         ids = self.tokens()
         room = context - min(REPLY_ROOM, context // 4)
         if self.overflow == "drop-oldest" and len(ids) > room:
@@ -146,7 +146,7 @@ class Chat:
 
     def statistics(self, reply: "Completion") -> str:
         """The line after a reply."""
-        timing, session = reply.timing, self.loaded.session
+        timing, engine = reply.timing, self.loaded.engine
         return " · ".join(
             (
                 f"{len(reply.tokens)} tok",
@@ -154,7 +154,7 @@ class Chat:
                 f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *speculation(timing),
-                f"ctx {compact(session.cache.length)}/{compact(session.context)}",
+                f"ctx {compact(timing.prompt + len(reply.tokens))}/{compact(engine.context)}",
                 gib(self.loaded.memory()),
             )
         )

@@ -131,7 +131,7 @@ class SlashCommands:
     def context(self, argument: str) -> None:
         """what fills the context: system prompt, turns, free"""
         chat, conversation = self.chat, self.chat.conversation
-        size = chat.loaded.session.context
+        size = chat.loaded.engine.context
         system = 0
         if conversation.system:
             system = len(chat.loaded.model.tokenizer.encode(conversation.system, add_special=False))
@@ -200,7 +200,7 @@ class SlashCommands:
     def clear(self, argument: str) -> None:
         """forget the conversation"""
         self.chat.conversation.clear()
-        self.chat.loaded.session.forget()
+        self.chat.loaded.engine.forget()
         self.chat.keep()
         self._out.note("(a new conversation)")
 

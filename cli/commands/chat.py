@@ -12,7 +12,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
-from mycli.cli.load import load_session
+from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.resolve import state
 
@@ -62,7 +62,7 @@ def chat(
         require_conversation(session)
     if system is not None:
         conversation.system = system
-    loaded = load_session(call, model, loading.resolve())
+    loaded = load_engine(call, model, loading.resolve())
     template = loaded.model.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")

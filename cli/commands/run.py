@@ -13,9 +13,9 @@ from mycli.cli.batch_file import check_batch, run_batch
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
-from mycli.cli.generation import Generator
+from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.input import read_file, read_prompt
-from mycli.cli.load import load_session
+from mycli.cli.load import load_engine
 from mycli.cli.progress import Neighbours
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 
@@ -34,6 +34,7 @@ EXAMPLES = (
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
+FULL_LENGTH = 8  # contexts that many replies share: they are rarely as long
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def run(
         raise UsageError(f"--samples {samples} is out of range", f"choose between 1 and {MAX_SAMPLES}")
     drawn.check()
     schema, text = form.text(), asked.resolve(call.out.note)
-    loaded = load_session(call, model, loading.resolve(samples))
+    together = samples if asked.batch is None else samples * TOGETHER
+    shared = None if together == 1 else together
+    loaded = load_engine(call, model, loading.resolve(min(together, FULL_LENGTH), shared))
     generator = Generator(
         loaded,
         drawn.resolve(loaded.model.defaults),
@@ -159,7 +162,7 @@ def run(
         top=logprobs,
     )
     if asked.batch is not None:
-        return run_batch(call, asked.batch, asked.out, lambda one: generator.describe(generator.encode(one)))
+        return run_batch(call, asked.batch, asked.out, generator.describe_all)
     ids = generator.encode(text)
     seconds = time.perf_counter() - began
     if call.out.json_mode:
@@ -200,7 +203,7 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     if reply.finish_reason == "length" and generator.limit is None:
         call.out.note(f"(cut off after {len(reply.tokens)} tokens: -n sets another limit)")
     elif reply.finish_reason == "context":
-        call.out.note(f"(cut off: the context of {generator.loaded.session.context} tokens is full)")
+        call.out.note(f"(cut off: the context of {generator.loaded.engine.context} tokens is full)")
     if disturbed := neighbours.note():
         call.out.note(f"({disturbed}; --threads N takes fewer)")
     timing = reply.timing

@@ -9,7 +9,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.input import read_file
-from mycli.cli.load import load_session
+from mycli.cli.load import load_engine
 from mycli.runtime.errors import GateError, UsageError
 
 EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)
@@ -39,20 +39,20 @@ def spec_verify(
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
     probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
     """
-    opened = load_session(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
+    opened = load_engine(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
     from mycli.runtime.sampling.params import SamplingParams
-    from mycli.runtime.speculative.decode import SpeculativeSession
     from mycli.runtime.speculative.proposers import DraftModel
+    from mycli.runtime.speculative.speculator import ProposerSpeculator
 
-    loaded, session = opened.model, opened.session
-    if not isinstance(session, SpeculativeSession) or not isinstance(session.proposer, DraftModel):
+    loaded, speculator = opened.model, opened.engine.speculator
+    if not isinstance(speculator, ProposerSpeculator) or not isinstance(speculator.proposer, DraftModel):
         raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
-    proposer = session.proposer
+    proposer = speculator.proposer
     subject = SpeculationSubject(
-        loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, session.context
+        loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, opened.engine.context
     )
     if prompts is None:
         asked = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]

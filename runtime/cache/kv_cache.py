@@ -1,19 +1,20 @@
-"""The key-value cache: one block of memory, taken once, for sequences that advance in step.
+"""The key-value cache: memory taken once, in blocks that sequences share and exchange.
 
 It holds values as they are computed, or as int8 codes with one scale per token and head: x = code * scale, where scale
 is the largest magnitude of the head's values / 127. A token is rounded by itself, so that how a text came in (at once,
 in pieces, written over) leaves no trace.
 
-Does not know attention or tokens. A sequence is cut back by writing over its tail, so nothing has to be undone.
+Does not know attention, tokens, or whose a block is. A sequence is cut back by writing over its tail, so nothing has to
+be undone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import Kv, ModelConfig
 
 
@@ -52,88 +53,124 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes.nan_to_num_(0).clamp_(-127, 127).to(torch.int8), scales.where(finite, torch.nan)
 
 
-class KeyValues(Protocol):
-    """What a layer's attention reads keys and values from."""
+class Placed(Protocol):
+    """Consecutive positions of one sequence: `count` from `start` on, in `blocks`."""
 
-    length: int
+    @property
+    def count(self) -> int:
+        """Positions."""
+        ...
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
-        """As `StaticCache.write`."""
+    @property
+    def start(self) -> int:
+        """The first."""
+        ...
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Where the sequence lies."""
         ...
 
 
-class PassingCache:
-    """Hands back what it is given, as a cache of `dtype` would hold it, and keeps nothing: for one pass over a text."""
+class Places(Protocol):
+    """Where the tokens of a pass go; see `runtime.layers.batch.Batch`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.length = 0
+    @property
+    def spans(self) -> Sequence[Placed]:
+        """By sequence."""
+        ...
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
-        """As `StaticCache.write`, with `start` 0."""
-        if self._dtype == torch.int8:
-            return Stored(*quantize_vectors(keys)), Stored(*quantize_vectors(values))
-        return Stored(keys.to(self._dtype)), Stored(values.to(self._dtype))
+    @property
+    def slots(self) -> Tensor:
+        """int64 [T]: block * block_size + offset."""
+        ...
 
 
-class StaticCache:
-    """Keys and values, [2, sequences, kv_heads, capacity, head_dim] a layer, in `dtype`: a floating type, or int8.
+class KVCache:
+    """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
 
-    `length` positions are filled. A pass writes at `length`; the owner of the loop then says `advance` (or `truncate`).
+    Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
+    as the context for each sequence is a contiguous cache, which is read without being gathered.
     """
 
     def __init__(
-        self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype, sequences: int = 1
+        self, config: ModelConfig, blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._data: list[Tensor] = []
-        self._scales: list[Tensor] = []  # none, where the data are the values themselves
+        data: list[Tensor] = []
+        scales: list[Tensor] = []  # none, where the data are the values themselves
         for heads, head_dim in (config.cached(layer) for layer in range(config.layers)):
-            shape = (2, sequences, heads, capacity, head_dim)
-            self._data.append(torch.zeros(shape, dtype=dtype, device=device))
+            shape = (2, blocks, heads, block_size, head_dim)
+            data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
-                self._scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
-        self.capacity = capacity
-        self.sequences = sequences
-        self.length = 0
+                scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
+        self._hold(data, scales)
+
+    def _hold(self, data: list[Tensor], scales: list[Tensor]) -> None:
+        self._data, self._scales = data, scales
+        self._lanes: dict[tuple[int, int], KVCache] = {}
+        self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
+        # Keys and values of each layer apart: making such a view takes as long as storing a token.
+        self._parts = [
+            [(data[layer][kind], scales[layer][kind] if scales else None) for kind in range(2)]
+            for layer in range(len(data))
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales))
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Stored, Stored]:
-        """Store keys and values [sequences, kv_heads, new, head_dim] at `start`; all of both up to there, as views."""
-        end = start + keys.shape[2]
-        if end > self.capacity:
-            raise UsageError(f"the context is full: {end} tokens, room for {self.capacity}", code="more-context")
-        return self._write(layer, 0, start, end, keys), self._write(layer, 1, start, end, values)
+    def lanes(self, first: int, count: int) -> "KVCache":
+        """The `count` blocks from `first` on as a cache of their own, over the same memory: always the same object."""
+        if count == self.blocks:
+            return self
+        found = self._lanes.get((first, count))
+        if found is None:
+            found = self._lanes[first, count] = KVCache.__new__(KVCache)
+            chosen = slice(first, first + count)
+            found._hold([one[:, chosen] for one in self._data], [one[:, chosen] for one in self._scales])
+        return found
 
-    def _write(self, layer: int, kind: int, start: int, end: int, new: Tensor) -> Stored:
-        data = self._data[layer][kind]
-        if not self._scales:
-            data[:, :, start:end] = new
-            return Stored(data[:, :, :end])
-        scales = self._scales[layer][kind]
-        data[:, :, start:end], scales[:, :, start:end] = quantize_vectors(new)
-        return Stored(data[:, :, :end], scales[:, :, :end])
+    def write(self, layer: int, places: Places, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [T, kv_heads, head_dim] at `places`, all of which lie in the cache."""
+        spans = places.spans
+        for kind, new in enumerate((keys, values)):
+            data, scales = self._parts[layer][kind]
+            codes, new_scales = (new, None) if scales is None else quantize_vectors(new)
+            if len(spans) == 1 and len(spans[0].blocks) == 1:
+                (span,) = spans
+                place = span.blocks[0], slice(None), slice(span.start, span.start + span.count)
+                data[place] = codes.transpose(0, 1)
+                if scales is not None and new_scales is not None:
+                    scales[place] = new_scales.T
+                continue
+            slots = places.slots
+            block, offset = slots // self.block_size, slots % self.block_size
+            data[block, :, offset] = codes.to(data.dtype)
+            if scales is not None and new_scales is not None:
+                scales[block, :, offset] = new_scales
+
+    def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
+        """Keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views where it is one block."""
+        return self._read(layer, 0, blocks, length), self._read(layer, 1, blocks, length)
+
+    def _read(self, layer: int, kind: int, blocks: Sequence[int], length: int) -> Stored:
+        data, scales = self._parts[layer][kind]
+        if len(blocks) == 1:
+            one = slice(blocks[0], blocks[0] + 1)
+            return Stored(data[one, :, :length], None if scales is None else scales[one, :, :length])
+        used = torch.tensor(blocks[: -(-length // self.block_size)], dtype=torch.int64, device=data.device)
+        gathered = data[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
+        if scales is None:
+            return Stored(gathered)
+        return Stored(gathered, scales[used].transpose(0, 1).flatten(1, 2)[None, :, :length])
 
     def all(self, layer: int) -> tuple[Stored, Stored]:
-        """Keys and values of every position, filled or not, as views."""
-        data, scales = self._data[layer], self._scales[layer] if self._scales else (None, None)
-        return Stored(data[0], scales[0]), Stored(data[1], scales[1])
+        """Keys and values of every block, filled or not, as views [blocks, kv_heads, block_size, head_dim]."""
+        keys, values = self._parts[layer]
+        return Stored(*keys), Stored(*values)
 
-    def advance(self, count: int) -> None:
-        """`count` more positions are valid."""
-        self.length += count
-
-    def copy_from(self, other: "StaticCache") -> None:
-        """Take over what `other`, a cache of one sequence, holds: for every sequence of this one."""
-        for mine, theirs in zip((*self._data, *self._scales), (*other._data, *other._scales), strict=True):
-            mine[:, :, :, : other.length] = theirs[:, :, :, : other.length]
-        self.length = other.length
-
-    def truncate(self, length: int) -> None:
-        """Forget what lies at and after position `length`."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot cut a cache of length {self.length} to {length}")
-        self.length = length
+    def copy(self, source: int, target: int) -> None:
+        """Make block `target` what `source` is."""
+        for tensor in (*self._data, *self._scales):
+            tensor[:, target] = tensor[:, source]

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.estimate import MemoryPlan, cache_positions, estimate
 from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler
 
 DECODED = 4  # tokens: the first may allocate what the others use again
@@ -98,30 +100,33 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
     )
 
 
-def _touch(cache: StaticCache, runner: ModelRunner) -> None:
+def _touch(cache: KVCache, runner: ModelRunner) -> None:
     """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
-    config = runner.config
+    config, size = runner.config, cache.block_size
     for layer in range(config.layers):
-        heads, head_dim = config.cached(layer)
-        shape = (cache.sequences, heads, min(TOUCHED, cache.capacity), head_dim)
+        shape = min(TOUCHED, size), *config.cached(layer)
         zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
-        for start in range(0, cache.capacity, TOUCHED):
-            part = zeros[:, :, : cache.capacity - start]
-            cache.write(layer, start, part, part)
+        for block in range(cache.blocks):
+            for start in range(0, size, TOUCHED):
+                count = min(TOUCHED, size - start)
+                batch = Batch.of([Chunk([0] * count, start, (block,), 0)], size, runner.device)
+                cache.write(layer, batch, zeros[:count], zeros[:count])
 
 
-def _run(runner: ModelRunner, cache: StaticCache, tokens: int) -> None:
-    """The chunk that ends where the context ends, then `DECODED` tokens over its last places."""
-    start = cache.capacity - tokens - DECODED
-    cache.advance(start)
-    prompt = torch.zeros(cache.sequences, tokens, dtype=torch.int64, device=runner.device)
+def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:
+    """The chunk of one sequence that ends where the context ends, then `DECODED` tokens of all over its last places."""
+    needed = -(-context // cache.block_size)
+    blocks = [
+        tuple((first + one) % cache.blocks for one in range(needed)) for first in range(0, sequences * needed, needed)
+    ]
+    start = context - tokens - DECODED
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-    sampler = Sampler(sampling, runner.config.vocab_size, runner.device, cache.sequences)
-    logits = runner.run(Batch(prompt, start), cache)
-    for _ in range(DECODED):
-        assert logits is not None
-        drawn = sampler.sample(logits[:, -1])
-        logits = runner.run(Batch(drawn, cache.length), cache)
+    samplers = [Sampler(sampling, runner.config.vocab_size, runner.device) for _ in range(sequences)]
+    logits = runner.run([Chunk([0] * tokens, start, blocks[0], 1)], cache).expand(sequences, -1)
+    for place in range(start + tokens, context):
+        drawn = [token for token in sample_rows(logits, samplers) if isinstance(token, int)]
+        chunks = [Chunk([token], place, own, 1) for token, own in zip(drawn, blocks, strict=True)]
+        logits = runner.run(chunks, cache)
 
 
 def measure_memory(
@@ -141,7 +146,7 @@ def measure_memory(
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
     embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
     capacity = cache_positions(plan.context)
-    cache = runner.make_cache(capacity, plan.batch)
+    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch, device))
     exact = [
         MemoryPart("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
         MemoryPart("embeddings and head", predicted.embeddings, embeddings, exact=True),
@@ -150,7 +155,7 @@ def measure_memory(
     _touch(cache, runner)
     loading = meter.highest()
     before = meter.begin()
-    _run(runner, cache, min(plan.chunk, capacity - DECODED))
+    _run(runner, cache, capacity, min(plan.chunk, capacity - DECODED), plan.batch)
     running, outside = meter.highest(), meter.outside()
     runtime = before + outside - sum(part.actual for part in exact)
     return [

@@ -14,7 +14,8 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion, LoadedModel
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
@@ -105,4 +106,5 @@ def golden_reply(pico: ModelFolder, placement: Placement) -> str:
     """What `pico` answers to `QUESTION`, greedily; it must be `ANSWER` on any device in any precision."""
     loaded = LoadedModel.load(pico, placement)
     prompt = loaded.tokenizer.chat([Message("user", QUESTION)])
-    return "".join(Completion(loaded, Session(loaded.runner, 128), prompt, SamplingParams(), limit=32))
+    engine = Engine(loaded.runner, CacheShape.lanes(128), loaded.vocabulary_size)
+    return "".join(Completion(loaded, engine, prompt, SamplingParams(), limit=32))

@@ -1,6 +1,6 @@
 """Is speculation worth it? The same prompts with and without it, and the textbook's numbers from the loop's own code.
 
-Knows sessions, proposers and clocks. Does not print, and does not know where prompts come from.
+Knows engines, proposers and clocks. Does not print, and does not know where prompts come from.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.engine.stats import SpeculationStats
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import (
     AdaptiveDraftLength,
     DraftLengthPolicy,
@@ -22,6 +23,7 @@ from mycli.runtime.speculative.draft_length import (
 )
 from mycli.runtime.speculative.proposers import Proposal, Proposer
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
+from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
 TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
 SIMULATED_PASSES = 1500
@@ -37,18 +39,20 @@ class SpeculationSubject:
     stop: frozenset[int]
     context: int
 
-    def session(self, policy: Callable[[Proposer], DraftLengthPolicy]) -> SpeculativeSession:
-        """A new one, with empty caches, warmed up."""
-        proposer = self.new_proposer()
-        session = SpeculativeSession(self.runner, self.context, proposer, policy(proposer))
-        session.warm_up()
-        return session
+    def engine(self, policy: Callable[[Proposer], DraftLengthPolicy] | None = None) -> Engine:
+        """A new one for one sequence, with empty caches, warmed up; without a policy it does not speculate."""
+        speculator = None
+        if policy is not None:
+            proposer, chosen = self.new_proposer(), policy
+            speculator = ProposerSpeculator(proposer, lambda: chosen(proposer))
+        engine = Engine(self.runner, CacheShape.lanes(self.context), self.vocabulary_size, speculator=speculator)
+        warm_up(engine)
+        return engine
 
-    def reply(self, session: Session, prompt: Sequence[int], limit: int) -> list[int]:
-        """The greedy tokens."""
-        sampler = Sampler(SamplingParams(), self.vocabulary_size, self.runner.device)
-        limit = min(limit, session.context - len(prompt) + 1)
-        return [tokens[0] for tokens in session.generate(prompt, sampler, limit, self.stop)]
+    def reply(self, engine: Engine, prompt: Sequence[int], limit: int) -> tuple[list[int], Timing]:
+        """The greedy tokens, and what they took."""
+        limit = min(limit, engine.context - len(prompt) + 1)
+        return generate(engine, Request(tuple(prompt), limit=limit, stop_ids=self.stop))
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ class _Clock:
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
 
-    def add(self, session: Session) -> None:
-        self.tokens += len(session.timing.token_seconds) - 1
-        self.seconds += sum(session.timing.token_seconds[1:])
+    def add(self, timing: Timing) -> None:
+        self.tokens += len(timing.token_seconds) - 1
+        self.seconds += sum(timing.token_seconds[1:])
 
     @property
     def rate(self) -> float:
@@ -114,18 +118,18 @@ def measure_speculation(
     The policy is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
     """
     notes: list[str] = []
-    plain = Session(subject.runner, subject.context)
-    drafted = subject.session(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
+    plain = subject.engine()
+    drafted = subject.engine(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}
     records = []
     for _ in range(repetitions):
         for prompt in prompts:
-            for session in (plain, drafted):
-                session.forget()
-                subject.reply(session, prompt, limit)
-                clocks[session is drafted].add(session)
-            records.append(drafted.timing.record)
+            for engine in (plain, drafted):
+                engine.forget()
+                _, timing = subject.reply(engine, prompt, limit)
+                clocks[engine is drafted].add(timing)
+            records.append(timing.record)
     fixed = tuple(found for length in lengths for found in _fixed(subject, prompts, limit, length))
     return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
@@ -134,12 +138,8 @@ def _fixed(
     subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[TokensPerPass]:
     """What drafts of one length made; nothing where a lookup found nothing."""
-    session = subject.session(lambda _: FixedDraftLength(length))
-    records = []
-    for prompt in prompts:
-        subject.reply(session, prompt, limit)
-        records.append(session.timing.record)
-    record = _total(records)
+    engine = subject.engine(lambda _: FixedDraftLength(length))
+    record = _total(subject.reply(engine, prompt, limit)[1].record for prompt in prompts)
     if record.passes:
         mean = record.drafted / record.passes  # shorter near the end of a reply
         below, above = (expected_tokens(record.acceptance_rate, int(mean) + more) for more in (0, 1))

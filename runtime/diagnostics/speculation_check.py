@@ -1,6 +1,6 @@
 """Does speculation change nothing? Greedy replies compared token by token, and draws tested against the target.
 
-Knows sessions, proposers and statistics. Does not print, and does not know where prompts come from.
+Knows engines, proposers and statistics. Does not print, and does not know where prompts come from.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.prefix_index import shared
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
@@ -36,16 +40,15 @@ def greedy_divergences(
     subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[ReplyDivergence | None]:
     """For each prompt the first difference between the replies with and without speculation, None for none."""
-    plain = Session(subject.runner, subject.context)
-    drafted = subject.session(lambda proposer: FixedDraftLength(length))
+    plain, after = subject.engine(), Prefix(subject.runner, subject.context)
+    drafted = subject.engine(lambda proposer: FixedDraftLength(length))
     for number, prompt in enumerate(prompts):
-        ours, theirs = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
+        (ours, _), (theirs, _) = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
         if ours == theirs:
             yield None
             continue
         position = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
-        plain.forget()
-        logits = plain.prefill([*prompt, *ours[:position]])[0, : subject.vocabulary_size]
+        logits = after.logits([*prompt, *ours[:position]])[: subject.vocabulary_size]
         first, second = logits.topk(2).values.tolist()
         rounding = float(torch.finfo(subject.runner.dtype).eps) * float(logits.abs().max())
         lead = first - second
@@ -67,22 +70,42 @@ class ChiSquared:
         return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def _rows(session: Session, prompt: Sequence[int]) -> Callable[..., Tensor]:
+class Prefix:
+    """A model that is asked what follows a text; of one text and the next what they share is read once."""
+
+    def __init__(self, runner: ModelRunner, context: int) -> None:
+        self._runner, self._context = runner, context
+        self._cache = runner.make_cache(CacheShape.lanes(context))
+        self._text: list[int] = []
+
+    def logits(self, text: Sequence[int]) -> Tensor:
+        """fp32 [vocab] after `text`, of at least one token and at most the context."""
+        if not 0 < len(text) <= self._context:
+            raise UsageError(f"{len(text)} tokens, room for 1 to {self._context}", code="more-context")
+        start = min(shared(self._text, text), len(text) - 1)
+        chunk = prefill_chunk(self._runner.device.type == "cuda")
+        for begin in range(start, len(text), chunk):
+            logits = self._runner.run([Chunk(text[begin : begin + chunk], begin, (0,), 1)], self._cache)
+        self._text = list(text)
+        return logits[0]
+
+
+def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
     """What gives the logits fp32 [vocab] after `prompt` and a few tokens more, each row computed once."""
 
     @cache
     def row(*tokens: int) -> Tensor:
-        return session.prefill([*prompt, *tokens])[0].clone()
+        return prefix.logits([*prompt, *tokens]).clone()
 
     return row
 
 
 def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The prompt after which most tokens are likely: where a wrong distribution shows."""
-    session = Session(subject.runner, subject.context)
+    prefix = Prefix(subject.runner, subject.context)
 
     def largest(prompt: Sequence[int]) -> float:
-        return float(session.prefill(prompt)[0, : subject.vocabulary_size].softmax(dim=-1).max())
+        return float(prefix.logits(prompt)[: subject.vocabulary_size].softmax(dim=-1).max())
 
     return min(prompts, key=largest)
 
@@ -96,7 +119,8 @@ def chi_squared(
     """
     sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
     sampler.observe(torch.tensor([prompt], device=subject.runner.device))
-    target, guess = _rows(Session(subject.runner, subject.context), prompt), _rows(draft, prompt)
+    target = _rows(Prefix(subject.runner, subject.context), prompt)
+    guess = _rows(Prefix(draft.runner, draft.context), prompt)
     seen = sampler.probabilities
     expected: dict[tuple[int, int], float] = {}
     after: dict[int, Tensor] = {}

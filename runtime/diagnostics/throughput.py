@@ -20,13 +20,12 @@ from mycli.runtime.device.bandwidth import remember, remembered
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics.memory_check import MemoryMeter
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import MemoryPlan
-from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler
 
 MEASURED_BYTES = 1 << 30  # larger than any cache; less where memory is short
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
@@ -110,31 +109,41 @@ def grid(
 
 
 class _Test:
-    """One test on one model: the session with its cache, and synthetic text that no repetition can reuse."""
+    """One test on one model: an engine with a cache of its own, and synthetic text that no repetition can reuse."""
 
     def __init__(self, runner: ModelRunner, trial: Trial, seed: int) -> None:
         self._trial = trial
         self._vocab = runner.config.vocab_size
         self._random = random.Random(seed)
-        self._session = Session(runner, trial.context, trial.sequences)
-        self._sampler = Sampler(SamplingParams(), self._vocab, runner.device, trial.sequences)
-        self._depth = self._tokens(trial.depth)
-        if self._depth:
-            self._session.prefill(self._depth)
-        self._last = -1
+        self._engine = Engine(runner, CacheShape.lanes(trial.context, trial.sequences), self._vocab)
+        self._depths = [self._tokens(trial.depth) for _ in range(trial.sequences)]
+        if trial.depth:
+            self._run(self._depths, 0)
+        self._last: list[int] = []
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self._vocab) for _ in range(count)]
 
+    def _run(self, prompts: Sequence[Sequence[int]], limit: int) -> list[float]:
+        """Seconds of every step, or where it made several tokens of each."""
+        for prompt in prompts:
+            self._engine.submit(Request(tuple(prompt), limit=limit))
+        seconds = []
+        while self._engine.has_work:
+            made = max((len(output.tokens) for output in self._engine.step()), default=0) or 1
+            seconds += [self._engine.step_seconds / made] * made
+        return seconds
+
     def once(self) -> list[float]:
-        """Seconds per token of one repetition; the first holds the prefill of what is not yet in the cache."""
-        fresh = self._tokens(self._trial.prompt or 1)
-        if fresh[0] == self._last:  # an equal token would be taken from the cache
-            fresh[0] = (fresh[0] + 1) % self._vocab
-        self._last = fresh[0]
-        for _ in self._session.generate([*self._depth, *fresh], self._sampler, self._trial.generate or 1):
-            pass
-        return self._session.timing.token_seconds
+        """Seconds per token of one repetition, for a prompt of all of it, with the token after it."""
+        trial = self._trial
+        fresh = [self._tokens(trial.prompt or 1) for _ in self._depths]
+        for new, last in zip(fresh, self._last, strict=False):
+            if new[0] == last:  # an equal token would be taken from the cache
+                new[0] = (new[0] + 1) % self._vocab
+        self._last = [new[0] for new in fresh]
+        seconds = self._run([[*old, *new] for old, new in zip(self._depths, fresh, strict=True)], trial.generate or 1)
+        return [sum(seconds)] if trial.prompt else seconds
 
 
 def run_trial(

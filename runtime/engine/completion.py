@@ -4,26 +4,26 @@ Turns a prompt of ids into text until the model ends, a stop string appears or a
 or several side by side. Knows text; does not know commands, terminals or how the pieces are shown.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import count_step
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import Timing
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import UserError
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.sampling.grammar import Grammar
-from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
+from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-
-FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -54,32 +54,62 @@ class LoadedModel:
         return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
-class Sample:
-    """The text of one reply under way: the ids drawn without the end token, and why it ended, None while it goes on.
+class Completion:
+    """One reply: iterate for its text as it becomes certain, then read what it was.
 
     The pieces joined are the whole `text`: whole characters only, nothing of a stop string, control tokens never shown.
+    `tokens` are the ids drawn without the end token, `logprobs` one for each where they were asked for;
+    `finish_reason` is None while it goes on, `error` what broke it off.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        engine: Engine,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        limit: int | None = None,
+        stops: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        top: int | None = None,
+    ) -> None:
+        """`limit` None fills the context; `top`: logprobs of so many tokens a place, None for no logprobs."""
+        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top)
         self.text = ""
         self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []
-        self._decoder, self._matcher = StreamDecoder(tokenizer), StopMatcher(stops)
+        self.finish_reason: FinishReason | None = None
+        self.error: UserError | None = None
+        self.timing = Timing(prompt=len(prompt))
+        self._engine = engine
+        self._decoder, self._matcher = StreamDecoder(loaded.tokenizer), StopMatcher(stops)
 
-    def add(self, token: int) -> str:
-        """The text that one more token makes certain; a stop string ends the reply."""
-        self.tokens.append(token)
-        return self._feed(self._decoder.feed(token))
+    def begin(self) -> int:
+        """Queue it: the number of its sequence. Raises UsageError for a prompt or a limit that does not fit."""
+        return self._engine.submit(self.request)
 
-    def end(self, reason: FinishReason) -> str:
-        """The text that was held back, now that no more comes; `reason`, unless there was one before."""
-        piece = self._feed(self._decoder.flush())
-        if self.finish_reason is None:
-            self.finish_reason = reason
-            rest = self._matcher.flush()
-            self.text += rest
-            piece += rest
+    def fail(self, error: UserError) -> None:
+        """It ends before it began."""
+        self.error, self.finish_reason = error, "error"
+
+    def take(self, output: SequenceOutput) -> str:
+        """The text that the last step of the engine made certain; after a stop string nothing counts any more."""
+        count_step(self.timing, self._engine, output)
+        self.error, piece = output.error, ""
+        for index, token in enumerate(output.tokens):
+            self.tokens.append(token)
+            self.logprobs += output.logprobs[index : index + 1]
+            piece += self._feed(self._decoder.feed(token))
+            if self.finish_reason is not None:
+                return piece
+        if output.finish_reason is not None:
+            piece += self._feed(self._decoder.flush())
+            if self.finish_reason is None:
+                rest = self._matcher.flush()
+                self.text += rest
+                piece += rest
+                self.finish_reason = output.finish_reason
         return piece
 
     def _feed(self, text: str) -> str:
@@ -89,119 +119,78 @@ class Sample:
             self.finish_reason = "stop"
         return piece
 
-
-class Completion:
-    """One reply, streamed: iterate for its text, then read `finish_reason`, `tokens` and `timing`."""
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        session: Session,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        limit: int | None = None,
-        stops: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        top: int | None = None,
-    ) -> None:
-        """`limit` None fills the context; a limit that does not fit is refused with the numbers. Raises UsageError.
-
-        `top`: logprobs of so many tokens a place, None for no logprobs.
-        """
-        room = session.context - len(prompt) + 1  # the last token drawn needs no place in the cache
-        if limit is not None and limit > room:
-            raise UsageError(
-                f"{len(prompt)} prompt tokens and {limit} more do not fit the context of {session.context}",
-                code="fewer-tokens-or-more-context",
-                data={"tokens": max(room, 0)},
-            )
-        self.timing = Timing()
-        self._sample = Sample(loaded.tokenizer, stops)
-        self._session, self._prompt, self._stop_ids = session, prompt, loaded.stop_ids
-        self._limit = room if limit is None else limit
-        self._full: FinishReason = "context" if limit is None else "length"
-        self._recorder = None if top is None else LogprobRecorder(top)
-        self._sampler = Sampler(
-            sampling,
-            loaded.vocabulary_size,
-            session.device,
-            constraint=None if grammar is None else grammar.start(),
-            recorder=self._recorder,
-        )
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it goes on."""
-        return self._sample.finish_reason
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids drawn, without the end token."""
-        return self._sample.tokens
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        """One for each of `tokens`, where they were asked for."""
-        return [] if self._recorder is None else self._recorder.rows[0][: len(self.tokens)]
-
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they become certain, none empty."""
-        stream = self._session.generate(self._prompt, self._sampler, self._limit, self._stop_ids)
+        """Pieces of text as they become certain, none empty. Raises what `begin` raises, and the error that ends it."""
+        number = self.begin()
         try:
-            for (token,) in stream:
-                if piece := self._sample.add(token):
-                    yield piece
-                if self.finish_reason is not None:
-                    return
-            if rest := self._sample.end("stop" if self._session.stopped else self._full):
-                yield rest
+            while self.finish_reason is None:
+                for output in self._engine.step():
+                    if output.sequence == number and (piece := self.take(output)):
+                        yield piece
+            if self.error is not None:
+                raise self.error
         finally:
-            self.timing = self._session.timing
-            stream.close()
+            self._engine.cancel(number)  # a consumer may leave; the step that tells is the next reply's
 
 
-def draw_samples(
-    loaded: LoadedModel,
-    session: Session,
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    count: int,
-    limit: int,
-    stops: Sequence[str] = (),
-    grammar: Grammar | None = None,
-    top: int | None = None,
-) -> list[Sample]:
-    """`count` replies of at most `limit` tokens, side by side after one prefill; `session` then holds the prompt.
+def complete_all(
+    engine: Engine, groups: Iterable[Sequence[Completion]], together: int
+) -> Iterator[Sequence[Completion]]:
+    """Every group of replies when all of it has ended, in the order given; `together` groups are under way at most.
 
-    Does not stream. `stops`, `grammar` and `top` as for a `Completion`. Raises UsageError for a prompt that does not
-    fit the session.
+    The replies of a group are to one prompt, which is read once for all of them. One that cannot begin, or breaks off,
+    has its `error`.
     """
-    samples = [Sample(loaded.tokenizer, stops) for _ in range(count)]
-    recorder = None if top is None else LogprobRecorder(top, count)
-    session.prefill(prompt)
-    branches = session.branch(count, len(prompt) + limit)
-    sampler = Sampler(
-        sampling,
-        loaded.vocabulary_size,
-        session.device,
-        count,
-        constraint=None if grammar is None else grammar.start(count),
-        recorder=recorder,
-    )
-    for row in branches.generate(prompt, sampler, limit):
-        for sample, token in zip(samples, row, strict=True):
-            if sample.finish_reason is None:
-                if token in loaded.stop_ids:
-                    sample.end("stop")
-                else:
-                    sample.add(token)
-        if all(sample.finish_reason for sample in samples):
-            break
-    for index, sample in enumerate(samples):
-        if sample.finish_reason is None:
-            sample.end("length")
-        if recorder is not None:
-            sample.logprobs = recorder.rows[index][: len(sample.tokens)]
-    return samples
+    source, under_way = iter(groups), dict[int, Completion]()
+    order: deque[Sequence[Completion]] = deque()
+    try:
+        while True:
+            for group in islice(source, together - len(order)):
+                order.append(group)
+                under_way.update(_begin(engine, group))
+            if not order:
+                return
+            if all(reply.finish_reason is not None for reply in order[0]):
+                yield order.popleft()
+            else:
+                _step(engine, under_way)
+    finally:
+        for number in under_way:
+            engine.cancel(number)
+
+
+def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]:
+    """The replies by the numbers of their sequences; none where the first is refused, and then nor are the others."""
+    if group[0].finish_reason is not None:
+        return {}
+    try:
+        number = group[0].begin()
+    except UserError as error:
+        for reply in group:
+            reply.fail(error)
+        return {}
+    return dict(zip((number, *engine.branch(number, len(group) - 1)), group, strict=True))
+
+
+def _step(engine: Engine, under_way: dict[int, Completion]) -> None:
+    """One step for all; those that have ended leave."""
+    for output in engine.step():
+        reply = under_way.get(output.sequence)
+        if reply is None:
+            continue
+        reply.take(output)
+        if reply.finish_reason is not None:
+            del under_way[output.sequence]
+            engine.cancel(output.sequence)  # a stop string is not the engine's
+
+
+def draw_samples(engine: Engine, replies: Sequence[Completion]) -> Sequence[Completion]:
+    """`replies` to one prompt, which is read once, side by side to their ends.
+
+    Raises UsageError for a prompt or a limit that does not fit, and the first error that breaks a reply off.
+    """
+    (drawn,) = complete_all(engine, [replies], 1)
+    for reply in drawn:
+        if reply.error is not None:
+            raise reply.error
+    return drawn

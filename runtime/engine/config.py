@@ -21,9 +21,10 @@ class EngineConfig:
     """How a model is to be run.
 
     device: auto, cpu, cuda or cuda:N; dtype: of activations, None for the model's own; kv: how the cache holds keys and
-    values; context: tokens of a sequence, None for as many as usual and fitting; sequences: at once; draft: the name of
-    a model that drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts;
-    allow_nonfinite: load weights that are NaN or infinite as they are.
+    values; context: tokens of a sequence, None for as many as usual and fitting; sequences: that there is room for at
+    full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
+    drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts; allow_nonfinite: load
+    weights that are NaN or infinite as they are.
     """
 
     device: str = "auto"
@@ -31,6 +32,7 @@ class EngineConfig:
     kv: Kv = "auto"
     context: int | None = None
     sequences: int = 1
+    running: int | None = None
     draft: str | None = None
     dense_prefill_copy: bool = False
     allow_nonfinite: bool = False

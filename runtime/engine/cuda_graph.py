@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.decode_step import DecodeStep
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -36,7 +37,7 @@ class Step(Protocol):
         ...
 
     def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
     ) -> Tensor:
         """The logits."""
         ...
@@ -57,10 +58,11 @@ def cuda_graph(work: Launches) -> Launches:
 
 @dataclass(frozen=True)
 class _Captured:
-    """The buffers that a captured pass reads, and its replay."""
+    """The buffers that a captured pass reads, which are kept with it, and its replay."""
 
     tokens: Tensor
     lengths: Tensor
+    tables: tuple[Tensor, Tensor]
     replay: Launches
 
 
@@ -71,35 +73,39 @@ class Replay:
         self.step = step
         self._capture = capture
         # (sequences, new tokens, last logits only): None after the first pass of this shape.
-        self._graphs: WeakKeyDictionary[StaticCache, dict[tuple[int, int, bool], _Captured | None]]
+        self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int, bool], _Captured | None]]
         self._graphs = WeakKeyDictionary()
 
-    def __call__(self, batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
+    def __call__(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
         """Logits [sequences, 1 or new, vocab], valid until the next call, or None where the plain model is to do it.
 
-        Does not advance the cache.
+        It does passes over sequences that have a block each, neighbours, with as many new tokens, and logits of all of
+        them or of the last.
         """
-        sequences, new = batch.tokens.shape
-        tables = rope.fixed(cache.capacity)
-        fits = batch.start == cache.length and batch.end <= cache.capacity
-        if batch.logits == "none" or tables is None or not fits or not self.step.takes(sequences, new):
+        first, sequences, new = batch.lanes, len(batch.spans), batch.spans[0].count
+        tables, wanted = rope.fixed(cache.block_size), sum(batch.wanted)
+        if (
+            first is None
+            or tables is None
+            or wanted not in (sequences, batch.rows)
+            or not self.step.takes(sequences, new)
+        ):
             return None
-        last = batch.logits == "last"
-        known = self._graphs.setdefault(cache, {})
+        lanes, tokens, last = cache.lanes(first, sequences), batch.tokens.view(sequences, new), wanted < batch.rows
+        known = self._graphs.setdefault(lanes, {})
         shape = (sequences, new, last)
         captured = known.get(shape)
         if captured is None:
-            lengths = torch.full((sequences,), batch.end, dtype=torch.int32, device=batch.tokens.device)
             if self._capture is None or shape not in known:
                 known[shape] = None
-                return self.step(batch.tokens, lengths, tables, cache, last)
+                return self.step(tokens, batch.lengths, tables, lanes, last)
             if len(known) >= MOST_GRAPHS:
                 known.clear()
-            tokens = batch.tokens.clone()
-            replay = self._capture(lambda: self.step(tokens, lengths, tables, cache, last))
-            captured = known[shape] = _Captured(tokens, lengths, replay)
-        captured.tokens.copy_(batch.tokens)
-        captured.lengths.fill_(batch.end)
+            held, lengths = tokens.clone(), batch.lengths.clone()
+            replay = self._capture(lambda: self.step(held, lengths, tables, lanes, last))
+            captured = known[shape] = _Captured(held, lengths, tables, replay)
+        captured.tokens.copy_(tokens)
+        captured.lengths.copy_(batch.lengths)
         return captured.replay()
 
 
@@ -126,23 +132,27 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
 def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None) -> str | None:
     """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
     device, config = model.device, model.config
-    cache = StaticCache(config, _CHECK_CONTEXT, device, cache_dtype(kv, model.dtype))
+    cache = KVCache(config, 1, _CHECK_CONTEXT, device, cache_dtype(kv, model.dtype))
     rope = Rope(config, _CHECK_CONTEXT, device, model.dtype)
     tables = rope.fixed(_CHECK_CONTEXT)
     if tables is None:
         return None
     prefix, most = 9, 4
-    tokens = (torch.arange(prefix + most, device=device) * 7919 % config.vocab_size)[None]
-    model(Batch(tokens[:, :prefix], 0, "none"), rope, cache)
+    tokens = [index * 7919 % config.vocab_size for index in range(prefix + most)]
+
+    def plain(chunk: Chunk) -> Tensor:
+        logits: Tensor = model(Batch.of([chunk], _CHECK_CONTEXT, device), rope, cache)
+        return logits
+
+    plain(Chunk(tokens[:prefix], 0, (0,), 0))
     for count in (1, most):
         if not step.takes(1, count):
             continue
-        new = tokens[:, prefix : prefix + count]
-        expected = model(Batch(new, prefix, "all"), rope, cache)
-        cache.truncate(prefix)
+        drawn = tokens[prefix : prefix + count]
+        expected = plain(Chunk(drawn, prefix, (0,), count))[None]
+        new = torch.tensor([drawn], device=device)
         lengths = torch.full((1,), prefix + count, dtype=torch.int32, device=device)
         found = step(new, lengths, tables, cache, last=False).float()
-        assert expected is not None
         error = float((found - expected).norm() / expected.norm())
         if not error < TOLERANCE:
             return f"their logits differ by {error:.1%} from the plain model's"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.kernels.triton.attention import LayerCache, decode_attention
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
@@ -153,12 +153,12 @@ class DecodeStep:
         return sequences * tokens <= MOST_ROWS and tokens * (config.heads // config.kv_heads) <= MOST_QUERIES
 
     def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
     ) -> Tensor:
         """Logits [sequences, 1 if last else new, vocab] in the model's dtype; keys and values go into the cache.
 
         tokens int64 [sequences, new]; lengths int32 [sequences], the tokens of each once the new ones are there;
-        tables: cosines and sines [capacity, head_dim / 2]. Does not advance the cache.
+        tables: cosines and sines [block_size, head_dim / 2]. `cache` has a block for each sequence.
         """
         sequences, new = tokens.shape
         counters = self._counters

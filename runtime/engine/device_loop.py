@@ -5,8 +5,8 @@ step or `STEPS` of them, captured as a CUDA graph the second time it is wanted f
 temperature lie in buffers that it reads and writes, so the next launch needs nothing from the host: it is under way
 before the tokens of this one are looked at.
 
-Knows caches and choices; not stop tokens: what a launch made too much is for its reader to ignore. It lies beyond the
-length of the cache, which is the reader's to advance, and is written over.
+Knows caches and choices; not stop tokens: what a launch made too much is for its reader to ignore. It lies beyond what
+the reader says is filled, and is written over.
 """
 
 import time
@@ -17,11 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.cuda_graph import Capture, Launches, Step, cuda_graph, make_replay
 from mycli.runtime.engine.model_runner import FastPaths
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
+from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
@@ -36,6 +37,7 @@ class _Held:
     """The buffers of one cache, and what was captured on them; None after the first launch of a kind."""
 
     feedback: SamplingBuffers
+    tables: tuple[Tensor, Tensor]  # kept: a graph holds their addresses
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
@@ -65,28 +67,28 @@ class DeviceLoop:
     def __init__(self, step: Step, capture: Capture | None) -> None:
         self._step = step
         self._capture = capture
-        self._held: WeakKeyDictionary[StaticCache, _Held] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[KVCache, _Held] = WeakKeyDictionary()
 
     def launches(
-        self, token: Tensor, choice: DeviceSampling, rope: Rope, cache: StaticCache, count: int
+        self, batch: Batch, choice: DeviceSampling, rope: Rope, cache: KVCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]] | None:
-        """The `count` tokens after `token` [sequences, 1], by launches: [steps][sequences], and the seconds they took.
+        """The `count` tokens after the one token of each sequence of `batch`, by launches: [steps][sequences], seconds.
 
         `NO_NUMBER` in place of a token, and anything after it, where logits were not numbers. The caller sees to it
         that `count` more tokens fit the cache. None where the model's own passes are to do it.
         """
-        tables = rope.fixed(cache.capacity)
-        if tables is None or not self._step.takes(cache.sequences, 1):
+        tables, first, sequences = rope.fixed(cache.block_size), batch.lanes, len(batch.spans)
+        if first is None or tables is None or batch.rows > sequences or not self._step.takes(sequences, 1):
             return None
-        return self._run(token, choice, tables, cache, count)
+        return self._run(batch, choice, tables, cache.lanes(first, sequences), count)
 
     def _run(
-        self, token: Tensor, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: StaticCache, count: int
+        self, batch: Batch, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: KVCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]]:
         held = self._held.get(cache)
         if held is None:
-            held = self._held[cache] = _Held(SamplingBuffers.make(STEPS, cache.sequences, token.device))
-        self._begin(held.feedback, token, choice, cache.length)
+            held = self._held[cache] = _Held(SamplingBuffers.make(STEPS, cache.blocks, batch.tokens.device), tables)
+        self._begin(held.feedback, batch, choice)
 
         def launch() -> _Launch | None:
             nonlocal count
@@ -104,9 +106,9 @@ class DeviceLoop:
             began = time.perf_counter()
 
     @torch.inference_mode()
-    def _begin(self, to: SamplingBuffers, token: Tensor, choice: DeviceSampling, length: int) -> None:
-        to.tokens.copy_(token)
-        to.lengths.fill_(length + 1)
+    def _begin(self, to: SamplingBuffers, batch: Batch, choice: DeviceSampling) -> None:
+        to.tokens.copy_(batch.tokens[:, None])
+        to.lengths.copy_(batch.lengths)
         to.seed.fill_(choice.seed)
         to.temperature.fill_(choice.temperature)
         to.top_k.fill_(choice.top_k)
@@ -115,7 +117,7 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def _launch(
-        self, held: _Held, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: StaticCache, steps: int
+        self, held: _Held, choice: DeviceSampling, tables: tuple[Tensor, Tensor], cache: KVCache, steps: int
     ) -> _Launch:
         to, drawn = held.feedback, choice.temperature > 0
         filters = Filters(choice.top_k > 0, choice.top_p < 1, choice.min_p > 0)

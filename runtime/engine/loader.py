@@ -79,20 +79,22 @@ def _place_name(placement: Placement) -> str:
 
 def plan_memory(
     folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None = None
-) -> int:
-    """The context in tokens to make caches for, after checking that everything fits the free memory.
+) -> MemoryPlan:
+    """The context and the number of sequences to make caches for, after checking that everything fits the free memory.
 
     `draft` has a cache of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
-    or less where memory is short. Raises ResourceError with what is needed, what is free and the smallest change that
-    fits.
+    or less where memory is short; sequences that share their room then have less of it. Raises ResourceError with what
+    is needed, what is free and the smallest change that fits.
     """
     plan = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
     if engine.context is None:
-        fitting = longest_context(plan, free, started=True)
+        fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
+    while engine.running is not None and plan.batch > 1 and estimate(plan).needed > free:
+        plan = replace(plan, batch=plan.batch // 2)
     preflight(plan, free, _place_name(placement))
-    return plan.context
+    return plan
 
 
 def out_of_memory(

@@ -1,21 +1,23 @@
 """A loaded model and its ways of running: launch by launch, by replayed passes, or several tokens a launch.
 
-Whoever runs a model hands over a `Batch` and a cache, and does not learn which way was taken. Knows the kinds of caches
-and the rotary tables that go with them; does not know text, sampling beyond a `DeviceSampling`, or whom it serves.
+Whoever runs a model hands over the chunks of a pass and a cache, and does not learn which way was taken. Knows the
+kinds of caches and the rotary tables that go with them; does not know text, sampling beyond a `DeviceSampling`, or whom
+it serves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.estimate import SHARED_BLOCK
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.sampling.sampler import DeviceSampling
 
@@ -32,6 +34,39 @@ class FastPaths:
     loop: "DeviceLoop | None" = None
 
 
+@dataclass(frozen=True)
+class CacheShape:
+    """context: tokens of a sequence at most; blocks, block_size: of the cache.
+
+    `lanes` gives every sequence one block as long as the context, which kernels read as it lies; `paged` lets sequences
+    share the cache block by block.
+    """
+
+    context: int
+    blocks: int
+    block_size: int
+
+    @classmethod
+    def lanes(cls, context: int, sequences: int = 1) -> "CacheShape":
+        """Room for `sequences` of any length up to `context`."""
+        return cls(context, sequences, context)
+
+    @classmethod
+    def paged(cls, context: int, tokens: int, block_size: int) -> "CacheShape":
+        """Room for `tokens` of all sequences together."""
+        return cls(context, -(-tokens // block_size), block_size)
+
+
+def cache_shape(context: int, sequences: int, running: int, device: torch.device) -> CacheShape:
+    """Room for `sequences` of `context` tokens, shared by the `running` ones on a CPU.
+
+    One sequence has one lane, which is read as it lies; so has every sequence on a GPU, whose fused pass reads lanes.
+    """
+    if max(sequences, running) == 1 or device.type == "cuda":
+        return CacheShape.lanes(context, sequences)
+    return CacheShape.paged(context, context * sequences, SHARED_BLOCK)
+
+
 class ModelRunner:
     """Runs one model with caches of one kind."""
 
@@ -39,7 +74,8 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.fast = fast or FastPaths()
-        self._ropes: WeakKeyDictionary[StaticCache, Rope] = WeakKeyDictionary()
+        self._rope: Rope | None = None
+        self._positions = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -61,41 +97,72 @@ class ModelRunner:
         """Bytes of the weights."""
         return self.model.nbytes
 
-    def make_cache(self, context: int, sequences: int = 1) -> StaticCache:
-        """An empty cache for `context` tokens of each of `sequences`."""
-        return StaticCache(self.config, context, self.device, cache_dtype(self.kv, self.dtype), sequences)
+    def make_cache(self, shape: CacheShape) -> KVCache:
+        """An empty cache, and the rotary tables of its positions, so that the first pass need not make them."""
+        self.rope(shape.context)
+        dtype = cache_dtype(self.kv, self.dtype)
+        return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype)
 
-    def rope(self, cache: StaticCache) -> Rope:
-        """The rotary tables of a cache's positions, made when they are first wanted and kept as long as the cache."""
-        rope = self._ropes.get(cache)
-        if rope is None:
-            rope = self._ropes[cache] = Rope(self.config, cache.capacity, self.device, self.dtype)
-        return rope
+    def rope(self, context: int) -> Rope:
+        """The rotary tables of `context` positions or more: one for all caches."""
+        if self._rope is None or context > self._positions:
+            self._rope, self._positions = Rope(self.config, context, self.device, self.dtype), context
+        return self._rope
 
-    def run(self, batch: Batch, cache: StaticCache) -> Tensor | None:
-        """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks, None for "none". Advances the cache."""
-        rope = self.rope(cache)
+    def run(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+        """Logits fp32 [rows, vocab] of the tokens whose logits the chunks ask for, in order.
+
+        Keys and values go into the cache. The result is the caller's.
+        """
+        batch = Batch.of(chunks, cache.block_size, self.device)
+        rope = self.rope(max(cache.block_size, *(span.length for span in batch.spans)))
         found = None if self.fast.replay is None else self._replayed(self.fast.replay, batch, rope, cache)
-        if found is None:
-            found = self.model(batch, rope, cache)
-        return found
+        return self.model(batch, rope, cache) if found is None else found
 
     @torch.inference_mode()
-    def _replayed(self, replay: "Replay", batch: Batch, rope: Rope, cache: StaticCache) -> Tensor | None:
+    def _replayed(self, replay: "Replay", batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
         """As `run`, a copy of what a fused pass gives; None where it does not take the batch."""
         found = replay(batch, rope, cache)
-        if found is None:
-            return None
-        cache.advance(batch.count)
-        return found.to(torch.float32, copy=True)
+        return None if found is None else found.flatten(0, 1).to(torch.float32, copy=True)
 
     def launches(
-        self, token: Tensor, choice: DeviceSampling | None, cache: StaticCache, count: int
+        self, chunks: Sequence[Chunk], choice: DeviceSampling | None, cache: KVCache, count: int
     ) -> Iterator[tuple[list[list[int]], float]] | None:
-        """The `count` tokens of each sequence after `token` [sequences, 1], chosen on the device, by launches.
+        """The `count` tokens of each sequence after its chunk of one token, chosen on the device, by launches.
 
         As `DeviceLoop.launches`; None where the tokens are to be made by `run`, one after another.
         """
         if self.fast.loop is None or choice is None:
             return None
-        return self.fast.loop.launches(token, choice, self.rope(cache), cache, count)
+        batch = Batch.of(chunks, cache.block_size, self.device)
+        return self.fast.loop.launches(batch, choice, self.rope(cache.block_size), cache, count)
+
+
+class LaunchesAhead:
+    """Tokens that the device makes ahead, for sequences that are the same from one pass to the next."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._places: tuple[tuple[int, int], ...] = ()
+        self._launches: Iterator[tuple[list[list[int]], float]] | None = None
+
+    def tokens(
+        self,
+        places: tuple[tuple[int, int], ...],
+        chunks: Sequence[Chunk],
+        choice: DeviceSampling,
+        cache: KVCache,
+        left: int,
+    ) -> tuple[list[list[int]], float] | None:
+        """The next tokens [steps][sequences], and the seconds they took; None where the device does not make them.
+
+        places: number and block of each sequence; what was made ahead for others is dropped. chunks: of the token
+        drawn last of each; left: tokens that may be made of each.
+        """
+        found = None
+        if self._launches is not None and places == self._places:
+            found = next(self._launches, None)
+        if found is None:
+            self._places, self._launches = places, self._runner.launches(chunks, choice, cache, left)
+            found = None if self._launches is None else next(self._launches, None)
+        return found

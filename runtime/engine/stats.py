@@ -1,4 +1,4 @@
-"""What a generation did: counts of tokens, seconds, and how its drafts fared.
+"""What a generation and an engine did: counts of tokens, seconds, and how drafts fared.
 
 Numbers only. Does not know models or clocks.
 """
@@ -46,6 +46,14 @@ class Timing:
     cached: int = 0
     token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
     record: SpeculationStats | None = None  # of speculation, where it is used
+    waited: float = 0.0  # seconds since the last token
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step of so many seconds made so many tokens, which share the time since the last one."""
+        self.waited += seconds
+        if tokens:
+            self.token_seconds += [self.waited / tokens] * tokens
+            self.waited = 0.0
 
     @property
     def generated(self) -> int:
@@ -68,3 +76,27 @@ class Timing:
         """Of decoding, by speculation: the time of as many plain steps over the time it took. None if not known."""
         step = self.record.step_seconds if self.record else None
         return step * self.tokens_per_second if step and self.generated > 1 else None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How an engine is doing. Counts since it was made, but for what runs, what waits and what is used, which are now.
+
+    prefix_queries, prefix_hits: tokens of prompts, and those of them that were in the cache; misses: prompts by the
+    reason why not more was.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int
+    cache_used: int  # blocks that sequences hold
+    cache_kept: int  # blocks that are kept for texts that begin alike
+    cache_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    misses: dict[str, int]
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the cache that sequences hold."""
+        return self.cache_used / self.cache_blocks

@@ -1,29 +1,98 @@
 """What one forward pass is asked to do. An argument, never state: two passes cannot disturb each other through it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
+import torch
 from torch import Tensor
+
+from mycli.runtime.cache.block_table import Chunk
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence in a batch: `count` rows from `row` on, `length` tokens once they are there, in `blocks`."""
+
+    row: int
+    count: int
+    length: int
+    blocks: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Position of the first new token."""
+        return self.length - self.count
 
 
 @dataclass(frozen=True)
 class Batch:
-    """New tokens for sequences that advance in step.
+    """New tokens of several sequences, one after another; the only thing a model sees of who is being served.
 
-    tokens: int64 [sequences, new]; start: position of the first new token, which is what the cache already holds;
-    logits: for the last token only (decoding), for all (scoring), or none (a prefill chunk that is not the last).
+    tokens: int64 [T]; spans: what of them belongs to which sequence; wanted: of how many tokens at the end of each the
+    logits are wanted. Tensors of these are made where they are first asked for: few passes need all.
     """
 
     tokens: Tensor
-    start: int
-    logits: Literal["last", "all", "none"] = "last"
+    spans: tuple[Span, ...]
+    wanted: tuple[int, ...]
+    block_size: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> "Batch":
+        """The chunks, each of another sequence, in order. `device`: where the tensors are wanted."""
+        tokens: list[int] = []
+        spans = []
+        for chunk in chunks:
+            count = len(chunk.tokens)
+            spans.append(Span(len(tokens), count, chunk.start + count, chunk.blocks))
+            tokens += chunk.tokens
+        made = torch.tensor(tokens, device=device)
+        return cls(made, tuple(spans), tuple(chunk.logits for chunk in chunks), block_size)
+
+    def _made(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.tokens.device)
 
     @property
-    def count(self) -> int:
-        """New tokens per sequence."""
-        return self.tokens.shape[1]
+    def rows(self) -> int:
+        """T: new tokens of all sequences."""
+        return self.tokens.shape[0]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [T]: where each token's keys and values go, block * block_size + offset."""
+        size = self.block_size
+        places = ((span.blocks, at) for span in self.spans for at in range(span.start, span.length))
+        return self._made([blocks[at // size] * size + at % size for blocks, at in places], torch.int64)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1]."""
+        return self._made([*(span.row for span in self.spans), self.rows], torch.int32)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int32 [S]: of each sequence after this pass."""
+        return self._made([span.length for span in self.spans], torch.int32)
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """int32 [S, blocks], padded with 0."""
+        widest = max(len(span.blocks) for span in self.spans)
+        table = [[*span.blocks, *[0] * (widest - len(span.blocks))] for span in self.spans]
+        return self._made(table, torch.int32)
+
+    @cached_property
+    def logits_at(self) -> Tensor:
+        """int64 [rows]: whose logits are wanted, in order."""
+        ends = ((span.row + span.count, count) for span, count in zip(self.spans, self.wanted, strict=True))
+        return self._made([row for end, count in ends for row in range(end - count, end)], torch.int64)
 
     @property
-    def end(self) -> int:
-        """Length of the sequences after this pass."""
-        return self.start + self.count
+    def lanes(self) -> int | None:
+        """The first block, where each sequence has one block, one after another, and all have as many new tokens."""
+        first, count = self.spans[0].blocks[0], self.spans[0].count
+        for index, span in enumerate(self.spans):
+            if span.blocks != (first + index,) or span.count != count:
+                return None
+        return first

@@ -5,24 +5,21 @@ came out, and returns the stream that leaves. Running a layer multiplies (`compl
 both see the same pass. What a layer is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.cache.kv_cache import KeyValues, Stored
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION
-from mycli.runtime.layers.attention import attend, visible
+from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
-from mycli.runtime.layers.rope import Rope, RopeTables, rotate
-from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.layers.rope import RopeTables, rotate
 from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, PerLayerSpec, RopeSpec
 from mycli.runtime.quantization.scheme import Packing
 
-Masks = Mapping[int | None, Tensor | None]
 Steps = Generator[tuple[Linear, Tensor], Tensor, Tensor]  # yields a product and its input, is sent its output
 
 
@@ -30,23 +27,13 @@ Steps = Generator[tuple[Linear, Tensor], Tensor, Tensor]  # yields a product and
 class PassContext:
     """What all layers of one pass share.
 
-    rope: tables of the new positions by kind of rotation; masks by window: bool [tokens, length] or None, see
-    `visible`; cache: where keys and values go, None to attend to the tokens of this pass alone; told: what a layer
-    is told of the tokens, [sequences, tokens, width], None where none is; lent: keys and values that later layers read
-    too, by layer.
+    rope: tables of the new positions by kind of rotation; attention: what the queries of a layer attend to; told: what
+    a layer is told of the tokens, [sequences, tokens, width], None where none is.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
-    masks: Masks
-    cache: KeyValues | None = None
+    attention: KeysAndValues
     told: Callable[[int], Tensor] | None = None
-    lent: MutableMapping[int, tuple[Stored, Stored]] = field(default_factory=dict)
-
-    @classmethod
-    def make(cls, config: ModelConfig, rope: Rope, start: int, count: int, cache: KeyValues | None) -> "PassContext":
-        """For `count` new tokens from position `start` on."""
-        masks = {window: visible(start, count, window, rope.device) for window in config.distinct_windows}
-        return cls(rope.tables(start, count), masks, cache)
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
@@ -132,23 +119,15 @@ class Attention(LayerPart):
         spec = self.spec
         heads = projected.view(*projected.shape[:2], spec.projected, spec.head_dim)
         query, own = heads[:, :, : spec.heads], heads[:, :, spec.heads :]
-        stored = self._stored(own, context) if spec.shares is None else context.lent[spec.shares]
         query = self._turned(query, self.q_norm, context)
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
-        return attend(query, *stored, context.masks[spec.window], spec.window, spec.scale, spec.softcap)
-
-    def _stored(self, own: Tensor, context: PassContext) -> tuple[Stored, Stored]:
-        """Keys and values of all tokens so far, from those of the new ones, side by side [sequences, tokens, heads,
-        head_dim]."""
-        spec, cache = self.spec, context.cache
+        if spec.shares is not None:
+            return context.attention.attend(self._layer, query, None, spec)
         key = own[:, :, : spec.kv_heads]
-        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key).transpose(1, 2)
-        key = self._turned(key, self.k_norm, context).transpose(1, 2)
-        stored = (Stored(key), Stored(value)) if cache is None else cache.write(self._layer, cache.length, key, value)
-        if spec.lends:
-            context.lent[self._layer] = stored
-        return stored
+        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key)
+        key = self._turned(key, self.k_norm, context)
+        return context.attention.attend(self._layer, query, (key, value), spec)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""

@@ -6,7 +6,7 @@ of Llama 3.1, and Gemma 4's, which turns the first pairs of a head only. Does no
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,23 @@ class Rope:
             long = start + count > self._length(spec)
             found[spec] = (self._table(spec, start + count) if long else tables).rows(start, count)
         return found
+
+
+def joined(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, RopeTables]:
+    """Tables of several runs of positions, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    found = {}
+    for spec, first in parts[0].items():
+        tables = [part[spec] for part in parts]
+        scales = [one.query_scale for one in tables if one.query_scale is not None]
+        found[spec] = RopeTables(
+            torch.cat([one.cos for one in tables]),
+            torch.cat([one.sin for one in tables]),
+            first.interleaved,
+            torch.cat(scales) if scales else None,
+        )
+    return found
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

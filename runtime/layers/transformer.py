@@ -6,22 +6,22 @@ by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or 
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import cpu
+from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
-from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.rope import Rope, joined
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec
@@ -104,27 +104,25 @@ class Transformer(nn.Module):
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
-    def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
-        """The residual stream after the last block and norm: [sequences, new, hidden]. Advances the cache."""
-        if cache is not None and cache.length != batch.start:
-            raise ValueError(f"the batch starts at {batch.start}, the cache holds {cache.length}")
-        context = PassContext.make(self.config, rope, batch.start, batch.count, cache)
-        x = embed_tokens(batch.tokens, self.embedding, self.config)
+    def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        """The residual stream after the last block: [1, T, hidden]. Keys and values go into the cache."""
+        tables = joined([rope.tables(span.start, span.count) for span in batch.spans])
+        tokens, told = batch.tokens[None], None
+        x = embed_tokens(tokens, self.embedding, self.config)
         if self.per_layer is not None:
-            told = self.per_layer(batch.tokens, x)
-            context = replace(context, told=lambda layer: told[..., layer, :])
+            inputs = self.per_layer(tokens, x)
+            told = lambda layer: inputs[..., layer, :]  # noqa: E731  (a name would say no more)
+        context = PassContext(tables, PagedAttention(batch, cache), told)
         for block in self.blocks:
             x = block(x, context)
-        if cache is not None:
-            cache.advance(batch.count)
         return x
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
-        """Logits fp32 [sequences, 1 or new, vocab] as `batch.logits` asks; None for "none"."""
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        """Logits fp32 [rows, vocab] of the rows that the batch wants them of, maybe none."""
         x = self.hidden(batch, rope, cache)
-        if batch.logits == "none":
-            return None
-        if batch.logits == "last":
-            x = x[:, -1:]
-        return finish_logits(self.head(self.norm(x)), self.config)
+        if sum(batch.wanted) < batch.rows:
+            x = x.index_select(1, batch.logits_at)
+        if not x.shape[1]:
+            return torch.empty(0, self.config.vocab_size, device=x.device)
+        return finish_logits(self.head(self.norm(x)), self.config)[0]

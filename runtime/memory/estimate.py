@@ -1,7 +1,7 @@
 """How much memory a model takes, what of it fits, and how fast it could decode at best: numbers in, numbers out.
 
 One small function per part, each with its formula; the preflight of every load (`runtime.memory.fit`) runs the same.
-Sizes are bytes; R is the rows of the largest pass, the tokens of a prefill chunk times the batch. Knows shapes,
+Sizes are bytes; R is the rows of the largest pass, the tokens of a chunk of prompts. Knows shapes,
 packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
 """
 
@@ -18,6 +18,7 @@ from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
 TABLE_PART = 1 << 24  # weights of a table that the CPU decodes at a time
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
+SHARED_BLOCK = 64  # positions of a block that sequences share: small enough to share, and a table is short
 DEFAULT_CONTEXT = 8192
 # What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
 # context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
@@ -63,11 +64,11 @@ class MemoryPlan:
     @property
     def rows(self) -> int:
         """R: rows of the largest pass."""
-        return self.chunk * self.batch
+        return max(self.chunk, self.batch)
 
     @property
     def chunk(self) -> int:
-        """Tokens of the largest pass, of each sequence."""
+        """Tokens of prompts in a pass."""
         return min(self.context, prefill_chunk(self.gpu))
 
 
@@ -195,13 +196,19 @@ def cache_positions(context: int) -> int:
     return -(-context // CACHE_BLOCK) * CACHE_BLOCK
 
 
+def _held_positions(plan: MemoryPlan) -> int:
+    """Of all sequences: several on a CPU share blocks."""
+    positions = cache_positions(plan.context) * plan.batch
+    return positions if plan.gpu or plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
+
+
 def cache_bytes(plan: MemoryPlan) -> int:
     """Positions x batch x bytes of a token in every layer.
 
     A sliding window does not make it smaller: the cache keeps every position.
     """
     token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-    return cache_positions(plan.context) * plan.batch * token
+    return _held_positions(plan) * token
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
@@ -228,11 +235,12 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 
 
 def dense_cache_bytes(plan: MemoryPlan) -> int:
-    """Keys and values of one layer in the dtype of activations: what a prompt's attention makes of another kind."""
-    if plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2):
+    """Keys and values of one layer and sequence: what a prompt's attention makes of another kind, or of blocks."""
+    as_they_lie = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
+    if as_they_lie and (plan.gpu or plan.batch == 1):
         return 0
     largest = max(heads * head_dim for heads, head_dim in map(plan.config.cached, range(plan.config.layers)))
-    return 2 * largest * cache_positions(plan.context) * plan.batch * plan.value_bytes
+    return 2 * largest * cache_positions(plan.context) * plan.value_bytes
 
 
 def logits_bytes(plan: MemoryPlan) -> int:
@@ -248,7 +256,7 @@ def mask_bytes(plan: MemoryPlan) -> int:
     """
     config = plan.config
     capped = [spec.attention for spec in config.layer_specs if spec.attention.softcap is not None]
-    scores = 3 * 4 * plan.batch * max((spec.heads // spec.kv_heads for spec in capped), default=0)
+    scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
     if plan.context == plan.chunk:
         return plan.chunk * plan.context * scores
     return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)

@@ -3,8 +3,10 @@
 The numbers are natural logarithms of the model's own probabilities, before temperature, filters and constraints.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mycli.runtime.errors import UsageError
@@ -32,10 +34,18 @@ class LogprobRecorder:
 
     def record(self, logits: Tensor, tokens: Tensor) -> None:
         """Logits fp32 [sequences, vocab] and the tokens [sequences, 1] drawn after them."""
-        logs = logits.log_softmax(dim=-1)
-        drawn = logs.gather(1, tokens)[:, 0].tolist()
-        best = logs.topk(min(self._top, logs.shape[-1]), dim=-1)
-        values, indices = best.values.tolist(), best.indices.tolist()
-        for row, token in enumerate(tokens[:, 0].tolist()):
-            top = tuple(zip(indices[row], values[row], strict=True))
-            self.rows[row].append(TokenLogprob(token, drawn[row], top))
+        for row, one in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
+            row.append(one)
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """For logits fp32 [rows, vocab] and the token that came after each, with the `top` likeliest."""
+    logs = logits.log_softmax(dim=-1)
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    drawn = logs.gather(1, index)[:, 0].tolist()
+    best = logs.topk(min(top, logs.shape[-1]), dim=-1)
+    values, indices = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, drawn[row], tuple(zip(indices[row], values[row], strict=True)))
+        for row, token in enumerate(tokens)
+    ]

@@ -57,6 +57,16 @@ class DeviceSampling:
     min_p: float = 0.0
 
 
+def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
+    """int64 [rows, 1]: the token of each row of weights [rows, vocab] at which their sum passes a share of the whole.
+
+    `vocab` where the weights of a row are all zero or not numbers. Sums are fp64.
+    """
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    share = torch.tensor(shares, dtype=torch.float64, device=weights.device)
+    return torch.searchsorted(sums, sums[:, -1:] * share[:, None], right=True)
+
+
 def not_numbers() -> ModelError:
     """What is raised where logits cannot be drawn from."""
     return ModelError(
@@ -111,6 +121,25 @@ class Sampler:
         if self._seen is not None:
             self._seen.scatter_(1, tokens.clamp(max=self._vocab_size - 1), True)
 
+    def observe_ids(self, tokens: Sequence[int]) -> None:
+        """As `observe`, of one sequence."""
+        if self._seen is not None:
+            self.observe(torch.tensor([tokens], device=self._device))
+
+    @property
+    def plain(self) -> bool:
+        """Whether a token depends on its logits and the settings alone, and nobody is told."""
+        return self._seen is None and self._constraint is None and self._recorder is None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a seed promises the same draws every time."""
+        return self.sampling.seed is not None and not self.sampling.greedy
+
+    def random(self) -> float:
+        """The next uniform number."""
+        return self._random(1)[0]
+
     def sample(self, logits: Tensor) -> Tensor:
         """One token per row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
 
@@ -139,7 +168,7 @@ class Sampler:
         the same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
         """
         given = self.sampling
-        if self._seen is not None or given.logit_bias or self.constrained or self._recorder is not None:
+        if given.logit_bias or not self.plain:
             return None
         seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
         if given.greedy:
@@ -153,6 +182,11 @@ class Sampler:
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
         return self.sampling.greedy and self._seen is None and not self.sampling.logit_bias
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that may be drawn."""
+        return self._vocab_size
 
     @property
     def constrained(self) -> bool:
@@ -194,8 +228,13 @@ class Sampler:
         else:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
             given = process(real, self.sampling, self._after(1, following))
-            drawn = softmax_draw(given, self._random(1)[0], out)
-            token = int(self.draw(out.copy_(given.softmax(dim=-1)))) if isinstance(drawn, str) else drawn
+            shared = self._peek(len(following)) if self.repeatable else None  # of the token that will stand there
+            drawn = softmax_draw(given, self._random(1)[0] if shared is None else shared, out)
+            if isinstance(drawn, int):
+                token = drawn
+            else:
+                weights = out.copy_(given.softmax(dim=-1))
+                token = int(self.draw(weights) if shared is None else tokens_at(weights, [shared]))
         return token if token < self._vocab_size else None
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
@@ -224,20 +263,28 @@ class Sampler:
         By the inverse of the cumulative sum, in fp64: torch.multinomial draws a number for each token of the vocabulary
         instead, which at 32,000 tokens takes longer than a layer of a small draft.
         """
-        sums = weights.cumsum(dim=-1, dtype=torch.float64)
-        shares = torch.tensor(self._random(len(weights)), dtype=torch.float64, device=weights.device)
-        return torch.searchsorted(sums, sums[:, -1:] * shares[:, None], right=True)
+        return tokens_at(weights, self._random(len(weights)))
 
     def _random(self, count: int) -> list[float]:
         """Uniform numbers, a little below 1 at most: a sum times one does not round up to the sum.
 
         Made many at a time: beside a large model's pass the call costs more than the numbers.
         """
-        if self._used + count > len(self._numbers):
-            numbers = torch.rand(max(count, RANDOM_NUMBERS), generator=self._generator, dtype=torch.float64)
-            self._numbers, self._used = (numbers * (1 - 2**-50)).tolist(), 0
+        self._make(count)
         self._used += count
         return self._numbers[self._used - count : self._used]
+
+    def _peek(self, index: int) -> float:
+        """The number that will be drawn after the next `index` ones."""
+        self._make(index + 1)
+        return self._numbers[self._used + index]
+
+    def _make(self, count: int) -> None:
+        """See to it that `count` numbers are there, which are the same however they are asked for."""
+        while self._used + count > len(self._numbers):
+            numbers = torch.rand(RANDOM_NUMBERS, generator=self._generator, dtype=torch.float64)
+            self._numbers = self._numbers[self._used :] + (numbers * (1 - 2**-50)).tolist()
+            self._used = 0
 
     def accept(self, chances: Tensor) -> int:
         """How many proposals are accepted: each with its chance (of chances [n]), up to the first refused."""

@@ -25,18 +25,21 @@ from torch import Tensor
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan_quantization
 from mycli.quant.recipe import Recipe
+from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import FixedDraftLength, expected_tokens
 from mycli.runtime.speculative.proposers import DraftModel
+from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
 TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 DRAFT = {"hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 8, "num_attention_heads": 12}
@@ -49,8 +52,8 @@ COMMON = {
     "torch_dtype": "bfloat16",
 }
 CPU = Placement(torch.device("cpu"), torch.bfloat16)
-PROMPT = list(range(3, 67))
-CAPACITY = 1024
+PROMPT = tuple(range(3, 67))
+SHAPE = CacheShape.lanes(1024)
 
 
 def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
@@ -74,7 +77,8 @@ class Forced(Sampler):
     """Keeps each proposal with the same probability, whatever the models think."""
 
     def __init__(self, acceptance: float, vocab_size: int, seed: int) -> None:
-        super().__init__(SamplingParams(temperature=1.0, seed=seed), vocab_size, CPU.device)
+        super().__init__(SamplingParams(temperature=1.0), vocab_size, CPU.device)
+        self._generator.manual_seed(seed)  # a seed of the settings would promise the tokens of plain steps
         self._acceptance = acceptance
 
     def accept(self, chances: Tensor) -> int:
@@ -125,43 +129,43 @@ class Trial:
 
     def __init__(self, target: ModelRunner, draft: ModelRunner, clocks: Sequence[Clock], length: int) -> None:
         self.length, self.vocab = length, target.config.vocab_size
-        self.plain = Session(target, CAPACITY)
-        proposer = DraftModel(draft, CAPACITY, target.nbytes)
+        self.plain = Engine(target, SHAPE, self.vocab)
+        self.draft = DraftModel(draft, SHAPE, target.nbytes)
         self.policy = Timed(length, clocks)
-        self.fast = SpeculativeSession(target, CAPACITY, proposer, self.policy)
-        self.fast.warm_up()
-        self.small = Session(draft, CAPACITY)
+        self.fast = Engine(target, SHAPE, self.vocab, speculator=ProposerSpeculator(self.draft, lambda: self.policy))
+        warm_up(self.fast)
 
     def plain_step(self, seed: int) -> float:
         """Seconds of a token without speculation."""
         self.plain.forget()
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), self.vocab, CPU.device)
-        list(self.plain.generate(PROMPT, sampler, 24))
-        return statistics.median(self.plain.timing.token_seconds[2:])
+        _, timing = generate(self.plain, Request(PROMPT, SamplingParams(temperature=1.0, seed=seed), limit=24))
+        return statistics.median(timing.token_seconds[2:])
 
     def passes(self) -> tuple[float, float]:
         """Seconds of a verifying pass over the draft and one token more, and of a drafting pass, nothing drawn."""
         judging, drafting = [], []
-        token = torch.tensor([[5]])
-        self.fast.prefill(PROMPT)
-        self.small.prefill(PROMPT)
+        drafts, judged = ([Chunk([5] * count, len(PROMPT), (0,), count)] for count in (1, self.length + 1))
+        for engine, cache in ((self.draft, self.draft.cache), (self.fast, self.fast.cache)):
+            engine.forget()
+            engine.runner.run([Chunk(PROMPT, 0, (0,), 1)], cache)
         for _ in range(8):
-            drafting += [seconds(lambda: self.small._forward(token, logits=True)) for _ in range(self.length)]
-            judging.append(seconds(lambda: self.fast._verify([5] * (self.length + 1))))
-        self.fast.forget()
-        self.small.forget()
+            drafting += [seconds(lambda: self.draft.runner.run(drafts, self.draft.cache)) for _ in range(self.length)]
+            judging.append(seconds(lambda: self.fast.runner.run(judged, self.fast.cache)))
         return statistics.median(judging), statistics.median(drafting)
 
     def loop(self, acceptance: float, seed: int) -> tuple[float, float, float]:
         """(seconds, seconds beyond the models' passes, tokens) of a step of the real loop."""
         self.fast.forget()
-        self.fast.proposer.truncate(0)
         self.policy.steps.clear()
-        list(self.fast.generate(PROMPT, Forced(acceptance, self.vocab, seed), 200))
-        record = self.fast.timing.record
-        assert record is not None
+        number = self.fast.submit(Request(PROMPT, SamplingParams(temperature=1.0), limit=200))
+        self.fast._live[number].sampler = Forced(acceptance, self.vocab, seed)
+        passes = made = 0
+        while self.fast.has_work:
+            for output in self.fast.step():
+                passes += output.drafted > 0
+                made += (output.accepted + 1) * (output.drafted > 0)
         beyond = statistics.median(step - passes for step, passes in self.policy.steps)
-        return statistics.median(step for step, _ in self.policy.steps), beyond, record.mean_length
+        return statistics.median(step for step, _ in self.policy.steps), beyond, made / max(passes, 1)
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 import fcntl
 import io
 import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from mycli.cli import batch_file as batch
 from mycli.cli.batch_file import Prompt, parse_item, read_items, run_batch
 from mycli.cli.command import Call
 from mycli.cli.output import Output
-from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 
 BAD = {
@@ -45,11 +47,13 @@ class Model:
         self.asked: list[Prompt] = []
         self._fails = fails
 
-    def __call__(self, prompt: Prompt) -> dict[str, Any]:
-        self.asked.append(prompt)
-        if prompt == self._fails:
-            raise ModelError("not a number", "hint")
-        return {"text": f"re: {prompt}"}
+    def __call__(self, prompts: Iterable[Prompt]) -> Iterator[dict[str, Any] | UserError]:
+        ahead = iter(prompts)
+        while waiting := list(islice(ahead, 3)):
+            for prompt in waiting:
+                self.asked.append(prompt)
+                failed = prompt == self._fails
+                yield ModelError("not a number", "hint") if failed else {"text": f"re: {prompt}"}
 
 
 def run(source: Path, out: Path | None, model: Model, code: int = 0) -> tuple[list[dict[str, Any]], str]:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.columns import solve_block
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.cuda_graph import Replay, Step, cuda_graph, difference
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import stream
+from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler
 from tests.support.columns import SHAPES, agree, problem
 from tests.support.decode_models import CAPACITY, CASES, Case, models
 
@@ -61,15 +63,15 @@ def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
     kind = torch.int8 if case.int8 else torch.float16
     found: list[list[Tensor]] = []
     for capture in (cuda_graph, None):
-        cache = StaticCache(plain.config, CAPACITY, plain.device, kind, case.sequences)
+        cache = KVCache(plain.config, case.sequences, CAPACITY, plain.device, kind)
         replay, logits = Replay(step, capture), []
         generator = torch.Generator().manual_seed(1)  # the same twice
         for start in range(0, 8 * case.new, case.new):
-            tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator).cuda()
-            out = replay(Batch(tokens, start, "all"), rope, cache)
+            tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator)
+            chunks = [Chunk(row, start, (lane,), case.new) for lane, row in enumerate(tokens.tolist())]
+            out = replay(Batch.of(chunks, CAPACITY, plain.device), rope, cache)
             assert out is not None and out.isfinite().all()
             logits.append(out.clone())
-            cache.advance(case.new)
         found.append(logits)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
@@ -95,13 +97,11 @@ def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float
         model = models(case, "cuda")[1]
         loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
         runner = ModelRunner(model, fast=FastPaths(Replay(step, None), loop))
-        session, replies = Session(runner, CAPACITY, case.sequences), []
-        for limit, taken in ((20, 20), (40, 7), (30, 30), (99, 99)):
-            sampler = Sampler(
-                SamplingParams(temperature, seed=3), model.config.vocab_size - 2, model.device, case.sequences
-            )
-            replies.append(list(islice(session.generate([1, 5, 9], sampler, limit), taken)))
-            assert session.cache.length == min(2 + taken, CAPACITY) and session.timing.generated == len(replies[-1])
+        engine = Engine(runner, CacheShape.lanes(CAPACITY, case.sequences), model.config.vocab_size - 2)
+        replies = []
+        for limit, taken in ((20, 20), (40, 7), (30, 30), (CAPACITY - 2, 99)):
+            request = Request((1, 5, 9), SamplingParams(temperature, seed=3), limit)
+            replies.append(list(islice(stream(engine, request), taken)))
         found.append(replies)
     assert found[0] == found[1]
     assert temperature or found[0] == found[2]

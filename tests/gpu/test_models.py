@@ -5,15 +5,11 @@ import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.generate import Session
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.kernels.reference import DequantizeKernel
-from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
-from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler
+from tests.support.engines import lanes, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import codes, normal
 
@@ -27,9 +23,7 @@ PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
     model = load_model(ModelFolder.open(PICO), Placement(torch.device(device), dtype)).model
     tokens = torch.arange(3, 203, device=model.device).unsqueeze(0)
-    out = model(Batch(tokens, 0, "all"), Rope(model.config, 256, model.device, model.dtype), None)
-    assert out is not None
-    return out.cpu()
+    return whole(model, tokens).cpu()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"])
@@ -42,9 +36,8 @@ def test_logits_equal_the_cpu(dtype: torch.dtype, bound: float) -> None:
 def test_greedy_tokens_equal_the_cpu() -> None:
     drawn = []
     for device in ("cpu", "cuda"):
-        session = Session(load_model(ModelFolder.open(PICO), Placement(torch.device(device), torch.float32)), 64)
-        sampler = Sampler(SamplingParams(), 4096, session.device)
-        drawn.append(list(session.generate(PROMPT, sampler, 24)))
+        runner = load_model(ModelFolder.open(PICO), Placement(torch.device(device), torch.float32))
+        drawn.append(tokens_of(lanes(runner, 64), PROMPT, 24))
     assert drawn[0] == drawn[1]
 
 

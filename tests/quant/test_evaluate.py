@@ -19,9 +19,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.engines import whole
 from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
@@ -49,9 +48,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
     """float64 [windows, context - 1, vocabulary] from the whole model at once."""
     model = load_model(ModelFolder.open(folder), FP32).model
-    logits = model(Batch(windows, 0, "all"), Rope(model.config, windows.shape[1], FP32.device, FP32.dtype))
-    assert logits is not None
-    return logits[:, :-1].double().log_softmax(-1).numpy()
+    return whole(model, windows)[:, :-1].double().log_softmax(-1).numpy()
 
 
 @pytest.fixture

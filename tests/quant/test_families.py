@@ -17,7 +17,8 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
-from tests.support.families import CASES, make, packed_weights, whole
+from tests.support.engines import whole
+from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
 from tests.support.paths import PICO
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
+from tests.support.engines import whole
 from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
@@ -26,13 +26,10 @@ def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)
     runner = load_model(ModelFolder.open(PICO), placement)
-    whole = runner.model
-    rope = Rope(whole.config, 40, FP32.device, FP32.dtype)
-    expected = whole(Batch(tokens, 0, "all"), rope, runner.make_cache(40, 5))
-    exact = whole(Batch(tokens, 0, "all"), rope)
+    expected = whole(runner.model, tokens, kind=cache_dtype(kv, torch.float32))
+    exact = whole(runner.model, tokens)
     model = StreamedModel(ModelFolder.open(PICO), placement, at_once=80)  # two windows, then one
     logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
-    assert expected is not None and exact is not None
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert kv == "auto" or (logits - exact).abs().max() > 1e-3, "rounding must be seen"
 

@@ -7,8 +7,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 
 TOKENS = 40
@@ -296,10 +294,3 @@ def packed_weights(model: Transformer) -> dict[str, Tensor]:
             parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
             found |= {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
     return found
-
-
-def whole(model: Transformer, tokens: Tensor) -> Tensor:
-    rope = Rope(model.config, TOKENS, model.device, model.dtype)
-    logits = model(Batch(tokens, 0, "all"), rope, None)
-    assert logits is not None
-    return logits

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -54,18 +54,21 @@ class PrefixModel(Transformer):
             self.known[text] = self.function(text)
         return self.known[text]
 
-    def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
-        """Logits in the dtype of the function."""
-        assert cache is not None and cache.length == batch.start
-        stored = batch.tokens.float()[:, None, :, None].expand(-1, 1, -1, 2)
-        keys, _ = cache.write(0, batch.start, stored, stored)
-        cache.advance(batch.count)
-        self.passes.append(batch.count)
-        text = tuple(keys.data[0, 0, :, 0].long().tolist())
-        if batch.logits == "none":
-            return None
-        first = batch.end if batch.logits == "last" else batch.start + 1
-        return torch.stack([self.logits(text[:end]) for end in range(first, batch.end + 1)])[None]
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        """Logits [rows, vocab] in the dtype of the function."""
+        stored = batch.tokens.float()[:, None, None].expand(-1, 1, 2)
+        cache.write(0, batch, stored, stored)
+        self.passes.append(batch.rows)
+        rows = []
+        for span in batch.spans:
+            text = cache.read(0, span.blocks, span.length)[0].data[0, 0, :, 0].long().tolist()
+            places = range(span.row, span.row + span.count)
+            rows += [
+                self.logits(tuple(text[: span.start + row - span.row + 1]))
+                for row in batch.logits_at.tolist()
+                if row in places
+            ]
+        return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size)
 
 
 def random_function(seed: int, vocab_size: int, scale: float = 1.5) -> Function:

@@ -6,14 +6,13 @@ The tokens are pico's, which has bytes for what it has no words for: an emoji ar
 import json
 import os
 import time
-from collections.abc import Generator, Sequence
 from typing import Any
 
 from mycli.cli.main import main
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import LoadedModel
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.stats import Timing
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 
 REPLIES = json.loads(os.environ["MYTEST_REPLIES"])
 SECONDS = float(os.environ.get("MYTEST_SECONDS", "0"))  # between two tokens
@@ -26,15 +25,25 @@ def loading(cls: Any, folder: Any, placement: Placement, **options: Any) -> Load
     return loaded
 
 
-def generate(self: Session, prompt: Sequence[int], *_: Any) -> Generator[list[int], None, None]:
-    self.timing = Timing(prompt=len(prompt))
-    self.stopped = True
-    for token in self.runner.__dict__["said"].pop(0):
-        time.sleep(SECONDS)
-        self.timing.token_seconds.append(0.01)
-        yield [token]
+def said(self: Engine) -> list[SequenceOutput]:
+    """A step that draws the next token of the script, and then the end token."""
+    (number,) = self.__dict__.setdefault("numbers", [])
+    script = self.runner.__dict__["said"]
+    self.step_seconds = 0.01
+    time.sleep(SECONDS)
+    if script[0]:
+        return [SequenceOutput(number, (script[0].pop(0),))]
+    script.pop(0)
+    self.__dict__["numbers"].clear()
+    return [SequenceOutput(number, finish_reason="stop")]
+
+
+def submit(self: Engine, request: Request) -> int:
+    self.__dict__["numbers"] = [0]
+    return 0
 
 
 LoadedModel.load = classmethod(loading)  # type: ignore[method-assign, assignment]  # this program is the test's
-Session.generate = generate  # type: ignore[method-assign, assignment]  # as above
+Engine.step = said  # type: ignore[method-assign]  # as above
+Engine.submit = submit  # type: ignore[method-assign]  # as above
 main()

@@ -11,12 +11,13 @@ from mycli.cli.chat.history import Conversation
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.command import Call
 from mycli.cli.format import compact
-from mycli.cli.load import LoadedSession
+from mycli.cli.load import LoadedEngine
 from mycli.cli.output import Output
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion, LoadedModel
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.sampling.params import SamplingParams
@@ -31,11 +32,11 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def chat(loaded: LoadedModel) -> Chat:
-    opened = LoadedSession(
+    opened = LoadedEngine(
         Source("pico", PICO, None, None),
         Placement(torch.device("cpu"), torch.float32),
         loaded,
-        Session(loaded.runner, 96),
+        Engine(loaded.runner, CacheShape.lanes(96), loaded.vocabulary_size),
     )
     return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, SamplingParams())
 
@@ -106,7 +107,7 @@ def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
     chat.conversation.system = "You are Pico."
     for country in ("Japan", "France", "Italy", "Spain", "Japan", "France"):
         chat.answer(f"What is the capital of {country}?")
-        assert chat.loaded.session.timing.prompt <= 96 - 96 // 4
+        assert chat.last.timing.prompt <= 96 - 96 // 4
     assert chat.conversation.hidden > 0 and len(chat.conversation.turns) == 12
     assert chat.conversation.messages()[0].content == "You are Pico."
     with pytest.raises(UsageError, match="the context room for 96"):

@@ -223,7 +223,7 @@ def test_what_can_be_seen_at_once_is_said_before_loading(
     def load(*_: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(run_command, "load_session", load)
+    monkeypatch.setattr(run_command, "load_engine", load)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     given = arguments if {"--batch", "-f", "Hi"} & {*arguments} else ("Hi", *arguments)
     done = mycli("run", "pico", *given)

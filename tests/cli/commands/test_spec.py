@@ -15,6 +15,7 @@ from mycli.runtime.diagnostics.prompts import prompts
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
 from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
 from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
@@ -36,7 +37,9 @@ def draft() -> LoadedModel:
 
 def subject(target: LoadedModel, draft: LoadedModel | None) -> SpeculationSubject:
     def proposer() -> DraftModel | PromptLookup:
-        return PromptLookup() if draft is None else DraftModel(draft.runner, 300, target.runner.nbytes)
+        return (
+            PromptLookup() if draft is None else DraftModel(draft.runner, CacheShape.lanes(300), target.runner.nbytes)
+        )
 
     return SpeculationSubject(target.runner, proposer, target.vocabulary_size, target.stop_ids, 300)
 
@@ -117,7 +120,7 @@ def test_a_wrong_distribution_is_found(
     both = subject(loaded, draft)
     prompt = least_certain(both, [ids for kind in prompts(loaded.tokenizer).values() for ids in kind])
     drawn = SamplingParams(temperature=1.0, top_k=8, seed=1)
-    guess = DraftModel(draft.runner, 300, 1)
+    guess = DraftModel(draft.runner, CacheShape.lanes(300), 1)
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value > 1e-3
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value < 1e-6

@@ -7,72 +7,92 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.cache.kv_cache import StaticCache, quantize_vectors
-from mycli.runtime.errors import UsageError
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, quantize_vectors
+from mycli.runtime.layers.batch import Batch
 from tests.support.prefix_model import CONFIG as TINY
 
 CONFIG = replace(TINY, hidden_size=8, layers=2, heads=2, head_dim=4, intermediate_size=8, vocab_size=16)
 
 
-@given(steps=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20)), max_size=12), seed=st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
-def test_any_sequence_of_writes_and_cuts(steps: list[tuple[int, int]], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    cache = StaticCache(CONFIG, 20, torch.device("cpu"), torch.float32, sequences=2)
-    expected = torch.zeros(2, 2, 2, 1, 0, 4)
-    for count, cut in steps:
-        cut = min(cut, cache.length)
-        cache.truncate(cut)
-        expected = expected[..., :cut, :]
-        if cut + count > cache.capacity:
-            with pytest.raises(UsageError, match="context is full"):
-                cache.write(0, cut, torch.zeros(2, 1, count, 4), torch.zeros(2, 1, count, 4))
-            continue
-        new = torch.randn(2, 2, 2, 1, count, 4, generator=generator)
-        expected = torch.cat((expected, new), dim=-2)
-        for layer in range(2):
-            keys, values = cache.write(layer, cut, new[layer, 0], new[layer, 1])
-            assert torch.equal(keys.data, expected[layer, 0])
-            assert torch.equal(values.data, expected[layer, 1])
-        cache.advance(count)
-        assert cache.length == expected.shape[-2]
+CPU = torch.device("cpu")
+LAYERS, VECTOR = 2, (1, 4)
+
+
+def make(kind: torch.dtype, blocks: int, block_size: int) -> KVCache:
+    return KVCache(CONFIG, blocks, block_size, CPU, kind)
+
+
+def write(cache: KVCache, parts: list[tuple[int, tuple[int, ...], torch.Tensor]]) -> None:
+    """(start, blocks, values [layers, 2, tokens, kv_heads, head_dim]) of each sequence, in one pass."""
+    count = [values.shape[2] for *_, values in parts]
+    chunks = [Chunk([0] * n, start, blocks, 0) for n, (start, blocks, _) in zip(count, parts, strict=True)]
+    batch = Batch.of(chunks, cache.block_size, CPU)
+    values = torch.cat([one for *_, one in parts], dim=2)
+    for layer in range(LAYERS):
+        cache.write(layer, batch, *values[layer])
 
 
 @given(
-    pieces=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=8), seed=st.integers(0, 999)
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=3),
+        max_size=8,
+    ),
+    block_size=st.sampled_from([1, 3, 4, 20]),
+    kind=st.sampled_from([torch.float32, torch.int8]),
+    seed=st.integers(0, 999),
 )
 @settings(max_examples=60, deadline=None)
-def test_int8_written_in_pieces_and_over_equals_written_at_once(pieces: list[tuple[int, int]], seed: int) -> None:
-    """Guesses that are refused, prefixes that are kept, batches: no trace of how the text came in."""
+def test_any_writes_and_cuts_of_sequences_in_any_blocks(
+    steps: list[list[tuple[int, int, int]]], block_size: int, kind: torch.dtype, seed: int
+) -> None:
+    """Three sequences of up to 20 tokens in shuffled blocks, against lists that are cut and extended."""
     generator = torch.Generator().manual_seed(seed)
-    text = torch.randn(2, 2, 2, 1, 20, 4, generator=generator)
-    wrong = 9 * torch.randn(2, 2, 2, 1, 20, 4, generator=generator)
-    whole = StaticCache(CONFIG, 20, torch.device("cpu"), torch.int8, sequences=2)
-    cache = StaticCache(CONFIG, 20, torch.device("cpu"), torch.int8, sequences=2)
-    for count, guessed in [*pieces, (20, 0)]:
-        start = cache.length
-        for tokens, kept in ((wrong, 0), (text, count)):
-            end = min(start + (guessed if tokens is wrong else count), 20)
-            for layer in range(2):
-                cache.write(layer, start, *tokens[layer, :, :, :, start:end])
-            cache.advance(end - start)
-            cache.truncate(min(start + kept, 20))
-    for layer in range(2):
-        for found, expected in zip(
-            cache.write(layer, 20, *text[layer, :, :, :, :0]), whole.write(layer, 0, *text[layer]), strict=True
-        ):
-            assert found.scales is not None and expected.scales is not None
-            assert torch.equal(found.data, expected.data) and torch.equal(found.scales, expected.scales)
-    twice = StaticCache(CONFIG, 30, torch.device("cpu"), torch.int8, sequences=2)
-    single = StaticCache(CONFIG, 20, torch.device("cpu"), torch.int8)
-    for layer in range(2):
-        single.write(layer, 0, *text[layer, :, :1])
-    single.advance(20)
-    twice.copy_from(single)
-    keys, _ = twice.write(1, 20, *text[1, :, :, :, :0])
-    assert torch.equal(
-        keys.dense(torch.float32)[1], single.write(1, 20, *text[1, :, :1, :, :0])[0].dense(torch.float32)[0]
-    )
+    each = -(-20 // block_size)
+    cache = make(kind, 3 * each, block_size)
+    order = torch.randperm(3 * each, generator=generator).tolist()
+    blocks = [tuple(order[index * each : (index + 1) * each]) for index in range(3)]
+    texts = [torch.zeros(LAYERS, 2, 0, *VECTOR) for _ in range(3)]
+    for step in steps:
+        parts = []
+        for index, count, cut in {one[0]: one for one in step}.values():
+            start = min(cut, texts[index].shape[2], 20 - count)
+            new = torch.randn(LAYERS, 2, count, *VECTOR, generator=generator)
+            texts[index] = torch.cat((texts[index][:, :, :start], new), dim=2)
+            parts.append((start, blocks[index], new))
+        write(cache, parts)
+    for text, own in zip(texts, blocks, strict=True):
+        length = text.shape[2]
+        for layer in range(LAYERS):
+            for found, expected in zip(cache.read(layer, own, length), text[layer].transpose(1, 2), strict=True):
+                assert found.data.shape == (1, *expected.shape)
+                if kind == torch.float32:
+                    assert torch.equal(found.data[0], expected)
+                    continue
+                codes, scales = quantize_vectors(expected)
+                assert found.scales is not None, "no trace of how the text came in"
+                assert torch.equal(found.data[0], codes) and torch.equal(found.scales[0], scales)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=["fp32", "int8"])
+def test_a_copied_block_is_what_its_source_was(kind: torch.dtype) -> None:
+    cache, text = make(kind, 3, 4), torch.randn(LAYERS, 2, 4, *VECTOR)
+    write(cache, [(0, (0,), text)])
+    cache.copy(0, 2)
+    write(cache, [(0, (0,), torch.zeros_like(text))])
+    for layer in range(LAYERS):
+        for found, expected in zip(cache.read(layer, (2,), 4), text[layer].transpose(1, 2), strict=True):
+            torch.testing.assert_close(found.dense(torch.float32)[0], expected, atol=0.05, rtol=0)
+        assert not cache.read(layer, (0,), 4)[0].dense(torch.float32).any()
+
+
+def test_lanes_are_the_same_memory_and_always_the_same_object() -> None:
+    cache = make(torch.int8, 4, 5)
+    lane, text = cache.lanes(1, 2), torch.randn(LAYERS, 2, 5, *VECTOR)
+    write(lane, [(0, (1,), text)])
+    assert lane is cache.lanes(1, 2) and cache.lanes(0, 4) is cache and (lane.blocks, lane.block_size) == (2, 5)
+    for ours, theirs in zip(cache.read(1, (2,), 5), lane.read(1, (1,), 5), strict=True):
+        assert torch.equal(ours.dense(torch.float32), theirs.dense(torch.float32)) and ours.data.any()
 
 
 @given(seed=st.integers(0, 999), magnitude=st.sampled_from([1e-30, 1e-6, 1.0, 1e4, 1e30]))
@@ -95,12 +115,5 @@ def test_what_is_not_finite_is_not_hidden_by_rounding() -> None:
 
 
 def test_memory_is_taken_once_and_is_what_it_says() -> None:
-    cache = StaticCache(CONFIG, 20, torch.device("cpu"), torch.bfloat16, sequences=3)
-    assert cache.nbytes == 2 * CONFIG.layers * 3 * CONFIG.kv_heads * 20 * CONFIG.head_dim * 2
-    cache = StaticCache(CONFIG, 20, torch.device("cpu"), torch.int8, sequences=3)
-    assert cache.nbytes == 2 * CONFIG.layers * 3 * CONFIG.kv_heads * 20 * (CONFIG.head_dim + 4)
-
-
-def test_cannot_be_cut_to_what_it_does_not_hold() -> None:
-    with pytest.raises(ValueError, match="cannot cut"):
-        StaticCache(CONFIG, 20, torch.device("cpu"), torch.float32).truncate(1)
+    assert make(torch.bfloat16, 3, 20).nbytes == 2 * CONFIG.layers * 3 * CONFIG.kv_heads * 20 * CONFIG.head_dim * 2
+    assert make(torch.int8, 12, 5).nbytes == 2 * CONFIG.layers * 60 * CONFIG.kv_heads * (CONFIG.head_dim + 4)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import throughput as bench
@@ -34,12 +34,12 @@ def pico() -> ModelRunner:
 
 @pytest.fixture
 def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
-    """Every pass as (sequences, start, new tokens)."""
+    """Every pass as (sequences, start, new tokens of each)."""
     seen: Passes = []
     forward = Transformer.forward
 
-    def spy(self: Transformer, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> torch.Tensor | None:
-        seen.append((batch.tokens.shape[0], batch.start, batch.count))
+    def spy(self: Transformer, batch: Batch, rope: Rope, cache: KVCache) -> torch.Tensor:
+        seen.append((len(batch.spans), batch.spans[0].start, batch.spans[0].count))
         return forward(self, batch, rope, cache)
 
     monkeypatch.setattr(Transformer, "forward", spy)

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.completion import Completion, LoadedModel
-from mycli.runtime.engine.generate import Session
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
+from tests.support.engines import lanes
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
     prompt = loaded.tokenizer.chat(messages)
-    return Completion(loaded, Session(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
+    return Completion(loaded, lanes(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
 
 
 def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
@@ -60,19 +60,19 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.chat(STORY)
-    full = Completion(pico, Session(pico.runner, len(prompt) + 6), prompt, SamplingParams())
+    full = Completion(pico, lanes(pico.runner, len(prompt) + 6), prompt, SamplingParams())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
-        reply(pico, STORY, limit=500)
+        list(reply(pico, STORY, limit=500))
 
 
-def test_a_consumer_that_leaves_does_not_spoil_the_session(pico: LoadedModel) -> None:
-    session, prompt = Session(pico.runner, 256), pico.tokenizer.chat(STORY)
-    stream = iter(Completion(pico, session, prompt, SamplingParams()))
+def test_a_consumer_that_leaves_does_not_spoil_the_engine(pico: LoadedModel) -> None:
+    engine, prompt = lanes(pico.runner, 256), pico.tokenizer.chat(STORY)
+    stream = iter(Completion(pico, engine, prompt, SamplingParams()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
-    again = Completion(pico, session, prompt, SamplingParams())
+    again = Completion(pico, engine, prompt, SamplingParams())
     assert "".join(again) == "".join(reply(pico, STORY))
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache, cache_dtype
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
@@ -32,20 +33,26 @@ class Sums:
         return sequences * tokens <= 8
 
     def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
     ) -> Tensor:
         self.calls += 1
         found = (tokens * 100 + lengths[:, None])[:, -1:] if last else tokens * 100 + lengths[:, None]
         return found[..., None].expand(-1, -1, 3).half()
 
 
-def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[StaticCache, Rope]:
+def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCache, Rope]:
     config = CONFIG if rope is None else replace(CONFIG, rope=rope)
-    return StaticCache(config, CAPACITY, CPU, torch.float16, sequences), Rope(config, CAPACITY, CPU, torch.float16)
+    return KVCache(config, sequences, CAPACITY, CPU, torch.float16), Rope(config, CAPACITY, CPU, torch.float16)
 
 
-def one(token: int, start: int, logits: str = "last") -> Batch:
-    return Batch(torch.tensor([[token]]), start, logits)  # type: ignore[arg-type]  # one of the three
+def several(tokens: list[list[int]], start: int, logits: int = 1, first: int = 0) -> Batch:
+    """New tokens of each sequence, whose blocks are neighbours from `first` on."""
+    chunks = [Chunk(row, start, (first + place,), logits) for place, row in enumerate(tokens)]
+    return Batch.of(chunks, CAPACITY, CPU)
+
+
+def one(token: int, start: int, logits: int = 1) -> Batch:
+    return several([[token]], start, logits)
 
 
 def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> None:
@@ -63,9 +70,8 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
         assert found is not None and found[0, 0, 0] == token * 100 + start + 1, (
             "tokens and lengths are those of this pass"
         )
-        cache.advance(1)
         assert len(captures) == min(start, 1)
-    assert fast(Batch(torch.tensor([[1, 2]]), 4, "all"), rope, cache) is not None and len(captures) == 1
+    assert fast(several([[1, 2]], 4, 2), rope, cache) is not None and len(captures) == 1
     other, its_rope = session()
     assert fast(one(9, 0), its_rope, other) is not None and len(captures) == 1, "a graph holds addresses of one cache"
 
@@ -81,18 +87,28 @@ def test_launch_by_launch_without_capture() -> None:
 @pytest.mark.parametrize(
     "batch",
     [
-        one(1, 0, "none"),
-        one(1, 4),
-        one(1, CAPACITY),
-        Batch(torch.zeros(1, 9, dtype=torch.int64), 0),
+        one(1, 0, 0),
+        several([[0] * 9], 0),
+        several([[1, 2, 3]], 0, 2),
+        Batch.of([Chunk([1], 0, (0,), 1), Chunk([1, 2], 0, (1,), 1)], CAPACITY, CPU),
+        Batch.of([Chunk([1], 0, (1,), 1), Chunk([1], 0, (0,), 1)], CAPACITY, CPU),
+        Batch.of([Chunk([1], 0, (0, 1), 1)], CAPACITY, CPU),
     ],
-    ids=["no-logits", "elsewhere-than-the-cache-ends", "full", "too-many-tokens"],
+    ids=["no-logits", "too-many-tokens", "some-logits", "ragged", "no-neighbours", "two-blocks"],
 )
 def test_other_passes_are_the_plain_models(batch: Batch) -> None:
-    fast, (cache, rope) = Replay(Sums(), recording), session()
-    if batch.start == CAPACITY:
-        cache.advance(CAPACITY)
+    fast, (cache, rope) = Replay(Sums(), recording), session(sequences=2)
     assert fast(batch, rope, cache) is None
+
+
+def test_sequences_may_have_some_of_the_lanes() -> None:
+    """Lengths are each sequence's own; a graph is of the lanes that it was captured for."""
+    fast, (cache, rope) = Replay(Sums(), recording), session(sequences=4)
+    for first in (0, 2, 2, 2, 0):
+        chunks = [Chunk([5 + place], 3 * place, (first + place,), 1) for place in range(2)]
+        found = fast(Batch.of(chunks, CAPACITY, CPU), rope, cache)
+        assert found is not None and found[:, 0, 0].tolist() == [501, 604]
+    assert len(fast._graphs) == 2
 
 
 def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
@@ -106,12 +122,11 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
         out = work()
         return lambda: out
 
-    fast, (cache, rope) = Replay(Sums(), capture), session()
-    for sequences in range(1, 9):
-        for logits in ("last", "all"):
+    fast, (cache, rope) = Replay(Sums(), capture), session(sequences=1)
+    for new in range(1, 9):
+        for logits in (1, new):
             for _ in range(2):
-                tokens = torch.zeros(sequences, 1, dtype=torch.int64)
-                assert fast(Batch(tokens, 0, logits), rope, cache) is not None  # type: ignore[arg-type]  # as above
+                assert fast(several([[0] * new], 0, logits), rope, cache) is not None
     assert sum(len(known) for known in fast._graphs.values()) <= MOST_GRAPHS
     del cache
     gc.collect()
@@ -121,12 +136,8 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
 class Plain(Transformer):
     """Logits of ones; remembers nothing."""
 
-    def hidden(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor:
-        assert cache is not None
-        if cache.length != batch.start:
-            raise ValueError("the cache holds another number")
-        cache.advance(batch.count)
-        return torch.ones(*batch.tokens.shape, 2)
+    def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        return torch.ones(1, batch.rows, 2)
 
 
 def model(head: Callable[[Tensor], Tensor]) -> Plain:
@@ -141,11 +152,9 @@ def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
     runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), recording)))
     cache, _ = session()
-    kept = [runner.run(one(token, start), cache) for start, token in enumerate([3, 4, 5])]
-    assert [int(logits[0, 0, 0]) for logits in kept if logits is not None] == [301, 402, 503]
-    assert cache.length == 3
-    with pytest.raises(ValueError, match="the cache holds"):
-        runner.run(one(1, 7), cache)
+    kept = [runner.run([Chunk([token], start, (0,), 1)], cache) for start, token in enumerate([3, 4, 5])]
+    assert [int(logits[0, 0]) for logits in kept] == [301, 402, 503]
+    assert runner.run([Chunk([1] * 9, 3, (0,), 2)], cache).tolist() == [[1.0] * 8] * 2, "by the plain model"
 
 
 def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +209,7 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
 
     class Right(Sums):
         def __call__(
-            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
         ) -> Tensor:
             seen.append(cache.all(0)[0].data.dtype)
             return torch.ones(*tokens.shape, 3).half()

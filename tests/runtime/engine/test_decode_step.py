@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -34,13 +35,18 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     config = plain.config
     tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
     kind = torch.int8 if case.int8 else torch.float16
-    caches = [StaticCache(config, CAPACITY, plain.device, kind, case.sequences) for _ in range(2)]
+    caches = [KVCache(config, case.sequences, CAPACITY, plain.device, kind) for _ in range(2)]
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
+
+    def run(cache: KVCache, start: int, rows: torch.Tensor, logits: int) -> torch.Tensor:
+        chunks = [Chunk(row, start, (place,), logits) for place, row in enumerate(rows.tolist())]
+        found: torch.Tensor = plain(Batch.of(chunks, CAPACITY, plain.device), rope, cache)
+        return found
+
     for cache in caches:
-        plain(Batch(tokens[:, :PREFIX], 0, "none"), rope, cache)
+        run(cache, 0, tokens[:, :PREFIX], 0)
     new = tokens[:, PREFIX:]
-    expected = plain(Batch(new, PREFIX, "all"), rope, caches[0])
-    assert expected is not None
+    expected = run(caches[0], PREFIX, new, case.new).view(case.sequences, case.new, -1)
     step = DecodeStep.make(fused)
     assert isinstance(step, DecodeStep) and step.takes(case.sequences, case.new)
     tables = rope.fixed(CAPACITY)
@@ -88,7 +94,7 @@ def early() -> set[tuple[str, bool, bool]]:
     from mycli.runtime.kernels.triton import residual as triton_residual
 
     fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, pdl=True))
-    cache = StaticCache(plain.config, CAPACITY, plain.device, torch.float16, 1)
+    cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)
     tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
     step = DecodeStep.make(fused)
     assert isinstance(step, DecodeStep) and tables is not None

@@ -6,21 +6,21 @@ pass, except in one test; a recording, or nothing, for a CUDA graph.
 
 import gc
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate, stream
+from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler
+from tests.support.engines import in_lane, kept, together
 from tests.support.graphs import recording
 from tests.support.prefix_model import CPU, PrefixModel, random_function
 from tests.support.triton_interpreter import Interpret, interpret
@@ -36,11 +36,11 @@ __all__ = ["interpret"]
 VOCAB, PADDING = 300, 20
 PROMPT = [3, 141, 59, 26]
 CAPTURES: dict[str, Capture | None] = {"none": None, "runs-when-captured": recording, "does-not": lambda work: work}
-Outcome = tuple[list[list[int]], bool, int, list[int], object, int]
+Outcome = tuple[list[list[int]], list[str | None], list[list[int]], list[list[int]], int]
 
 
 class Sequences(PrefixModel):
-    """Other logits for every sequence; the rows that pad the head are the largest. NaN after `broken` tokens."""
+    """Other logits for every text; the rows that pad the head are the largest. NaN after `broken` tokens."""
 
     def __init__(self, seed: int = 0, broken: int = 99) -> None:
         random = random_function(seed, VOCAB + PADDING)
@@ -52,22 +52,10 @@ class Sequences(PrefixModel):
 
         super().__init__(function, VOCAB + PADDING)
 
-    def forward(self, batch: Batch, rope: Rope, cache: StaticCache | None = None) -> Tensor | None:
-        assert cache is not None and cache.length == batch.start
-        stored = batch.tokens.float()[:, None, :, None].expand(-1, 1, -1, 2)
-        cache.write(0, batch.start, stored, stored)
-        cache.advance(batch.count)
-        return None if batch.logits == "none" else self.after(cache, [batch.end] * cache.sequences)
-
-    def after(self, cache: StaticCache, lengths: list[int]) -> Tensor:
-        """Logits [sequences, 1, vocab + padding]."""
-        rows = zip(held(cache), lengths, strict=True)
-        return torch.stack([self.logits((place, *row[:end])) for place, (row, end) in enumerate(rows)])[:, None]
-
-
-def held(cache: StaticCache) -> list[list[int]]:
-    found: list[list[int]] = cache.all(0)[0].data[:, 0, :, 0].long().tolist()
-    return found
+    def after(self, cache: KVCache, lengths: list[int]) -> Tensor:
+        """Logits [sequences, 1, vocab + padding] of what the blocks of `cache` hold."""
+        rows = [in_lane(cache, block, length) for block, length in enumerate(lengths)]
+        return torch.stack([self.logits(tuple(row)) for row in rows])[:, None]
 
 
 class Step:
@@ -80,7 +68,7 @@ class Step:
         return sequences < 5
 
     def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: StaticCache, last: bool
+        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
     ) -> Tensor:
         self.calls += 1
         keys = cache.all(0)[0].data
@@ -89,36 +77,46 @@ class Step:
         return self.model.after(cache, lengths.tolist()).float()
 
 
-def sessions(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 99) -> tuple[Session, Session, Step]:
+def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 99) -> tuple[Engine, Engine, Step]:
     """With the loop and without, of equal models."""
     looped, plain = Sequences(broken=broken), Sequences(broken=broken)
     step = Step(looped)
     fast = FastPaths(loop=DeviceLoop(step, CAPTURES[capture]))
-    ours, theirs = ModelRunner(looped, fast=fast), ModelRunner(plain)
-    return Session(ours, capacity, sequences), Session(theirs, capacity, sequences), step
+    shape = CacheShape.lanes(capacity, sequences)
+    return Engine(ModelRunner(looped, fast=fast), shape, VOCAB), Engine(ModelRunner(plain), shape, VOCAB), step
 
 
 def outcome(
-    session: Session,
+    engine: Engine,
     prompt: list[int],
     limit: int,
     stop: frozenset[int] = frozenset(),
-    take: int | None = None,
+    take: int = 999,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
 ) -> Outcome:
-    """All that a caller sees of a reply of which it reads `take` tokens, and all that the next turn depends on."""
-    sampler = Sampler(sampling, VOCAB, CPU, session.cache.sequences)
-    stream = session.generate(prompt, sampler, limit, stop)
-    tokens = list(islice(stream, take))
-    stream.close()
-    length = session.cache.length
-    rows = [row[:length] for row in held(session.cache)]
-    return tokens, session.stopped, length, list(session._tokens), rows, session.timing.generated
+    """All that a caller sees of replies of which it reads `take` tokens, and all that the next turn depends on."""
+    limit = min(limit, engine.context - len(prompt) + 1)
+    sequences = engine.shape.blocks
+    numbers = [engine.submit(Request((place, *prompt[1:]), sampling, limit, stop)) for place in range(sequences)]
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    reasons: dict[int, str | None] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.sequence] += output.tokens
+            reasons[output.sequence] = output.finish_reason
+            if len(tokens[output.sequence]) >= take:
+                engine.cancel(output.sequence)
+    said = [tokens[number][:take] for number in numbers]
+    held = [in_lane(engine.cache, block, engine.context) for block in range(sequences)]
+    texts = kept(engine)
+    for text in texts:
+        assert text in [row[: len(text)] for row in held], "what the index says is what the cache holds"
+    return said, [reasons[number] for number in numbers] if take == 999 else [], texts, said, engine.stats.preemptions
 
 
 def limits(capture: str, capacity: int, sequences: int) -> int:
     """Every limit, on one session each, whose cache is reused from turn to turn. Steps done."""
-    looped, plain, step = sessions(capture, capacity, sequences)
+    looped, plain, step = engines(capture, capacity, sequences)
     for limit in (*range(11), 60):
         for prompt in (PROMPT, [*PROMPT, 7, limit]):
             assert outcome(looped, prompt, limit) == outcome(plain, prompt, limit), limit
@@ -136,72 +134,99 @@ def test_sequences_that_the_pass_does_not_take(interpret: Interpret) -> None:
     assert interpret(limits, "none", 32, 5) == 0
 
 
-def ends(capture: str, sequences: int) -> list[int]:
+def ends(capture: str, sequences: int) -> int:
     """A stop token, or a consumer that leaves, at every place; then the next turn, which begins with what was said."""
-    looped, plain, _ = sessions(capture, 64, sequences)
-    reply = [row[0] for row in outcome(plain, PROMPT, 14)[0]]
-    found = []
+    looped, plain, _ = engines(capture, 64, sequences)
+    reply = outcome(plain, PROMPT, 14)[0][0]
     for place, token in enumerate(reply):
-        for stop, take in ((frozenset((token,)), None), (frozenset[int](), place + 1)):
-            ours = outcome(looped, PROMPT, 14, stop, take)
-            assert ours == outcome(plain, PROMPT, 14, stop, take), (place, stop)
-            turn = [*PROMPT, *(row[0] for row in ours[0]), 5]
-            assert outcome(looped, turn, 6) == outcome(plain, turn, 6), (place, stop)
-            assert looped.timing.cached == plain.timing.cached
-            found.append(len(ours[0]))
-    return found
+        for stop, take in ((frozenset((token,)), 999), (frozenset[int](), place + 1)):
+            ours, theirs = (outcome(one, PROMPT, 14, stop, take) for one in (looped, plain))
+            assert ours[0] == theirs[0] and ours[1] == theirs[1], (place, stop)
+            turn = [*PROMPT, *ours[0][0], 5]
+            assert outcome(looped, turn, 6)[:2] == outcome(plain, turn, 6)[:2], (place, stop)
+    return len(reply)
 
 
 @pytest.mark.parametrize(("capture", "sequences"), [("none", 1), ("runs-when-captured", 2), ("does-not", 1)])
 def test_stops_and_consumers_that_leave_at_every_place(capture: str, sequences: int, interpret: Interpret) -> None:
-    expected = [count for place in range(14) for count in (place, place + 1)]
-    assert interpret(ends, capture, sequences) == expected
+    assert interpret(ends, capture, sequences) == 14
 
 
 def failures() -> None:
     for broken in range(len(PROMPT) + 1, len(PROMPT) + 12):
         found = []
-        for session in sessions("does-not", broken=broken)[:2]:
-            tokens = []
+        for engine in engines("does-not", broken=broken)[:2]:
+            tokens: list[int] = []
             with pytest.raises(ModelError, match="not a number"):
-                for row in session.generate(PROMPT, Sampler(SamplingParams(), VOCAB, CPU), 20):
-                    tokens.append(row)  # noqa: PERF402  (those before the error count)
-            found.append((tokens, session.cache.length, session._tokens))
-        assert found[0] == found[1] and len(found[0][0]) == broken - len(PROMPT)
+                tokens.extend(stream(engine, Request(tuple(PROMPT), limit=20)))
+            found.append((tokens, kept(engine)))
+        assert found[0][1] == found[1][1] == [], "what they hold is of no use"
 
 
-def test_logits_that_are_no_numbers_end_the_reply_where_they_come(interpret: Interpret) -> None:
+def test_logits_that_are_no_numbers_end_the_reply(interpret: Interpret) -> None:
     interpret(failures)
 
 
-def drawn(capture: str, limit: int, seed: int, sequences: int) -> list[list[int]]:
-    looped, _, step = sessions(capture, 64, sequences)
-    found = outcome(looped, PROMPT, limit, sampling=SamplingParams(temperature=1.0, seed=seed))[0]
+def joined(capture: str) -> int:
+    """Others come and go while one is being answered: the loop begins anew, and nobody is told other words."""
+    looped, plain, step = engines(capture, 64, 3)
+    texts = []
+    for engine in (looped, plain):
+        tokens: dict[int, list[int]] = {}
+        numbers = [engine.submit(Request((1, 2, 3), limit=30))]
+        for round_ in range(200):
+            if round_ in (2, 5):
+                numbers.append(engine.submit(Request((4 + round_, 2), limit=7)))
+            for output in engine.step():
+                tokens.setdefault(output.sequence, []).extend(output.tokens)
+        assert not engine.has_work
+        texts.append([tokens[number] for number in numbers])
+    assert texts[0] == texts[1] and [len(one) for one in texts[0]] == [30, 7, 7]
+    return step.calls
+
+
+def test_others_that_come_and_go(interpret: Interpret) -> None:
+    assert interpret(joined, "runs-when-captured") > 10
+
+
+def drawn(capture: str, limit: int, seed: int) -> list[int]:
+    looped, _, step = engines(capture)
+    found = outcome(looped, PROMPT, limit, sampling=SamplingParams(temperature=1.0, seed=seed))[0][0]
     assert step.calls >= limit - 1
     return found
 
 
 def test_a_seed_is_a_reply_whatever_the_limit(interpret: Interpret) -> None:
     """E9: drawn tokens do not depend on how steps are put into launches."""
-    full = interpret(drawn, "none", 20, 1, 2)
-    assert isinstance(full, list) and len({tuple(row) for row in full}) > 10
-    assert any(first != second for first, second in full), "sequences draw by themselves"
-    assert interpret(drawn, "runs-when-captured", 20, 1, 2) == full
+    full = interpret(drawn, "none", 20, 1)
+    assert isinstance(full, list) and len(set(full)) > 10
+    assert interpret(drawn, "runs-when-captured", 20, 1) == full
     for limit in (3, 6, 8):
-        assert interpret(drawn, "does-not", limit, 1, 2) == full[:limit]
-    other = interpret(drawn, "none", 20, 2, 2)
-    assert other != full
+        assert interpret(drawn, "does-not", limit, 1) == full[:limit]
+    assert interpret(drawn, "none", 20, 2) != full
+
+
+def several_drawn() -> tuple[int, bool]:
+    """Sequences that draw do so from numbers of their own, which the host has."""
+    looped, plain, step = engines("none", sequences=2)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    ours, theirs = (outcome(engine, PROMPT, 9, sampling=sampling)[0] for engine in (looped, plain))
+    return step.calls, ours == theirs
+
+
+def test_several_that_draw_are_the_hosts(interpret: Interpret) -> None:
+    assert interpret(several_drawn) == (0, True)
 
 
 def other_settings() -> int:
-    looped, plain, step = sessions("none")
+    looped, plain, step = engines("none")
     for sampling in (
         SamplingParams(repetition_penalty=1.3),
         SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=1),
     ):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
     dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
-    looped.runner._ropes[looped.cache] = Rope(dynamic, 64, CPU, torch.float32)
+    looped.runner._rope = Rope(dynamic, 64, CPU, torch.float32)
     assert outcome(looped, PROMPT, 9) == outcome(plain, PROMPT, 9)
     return step.calls
 
@@ -212,7 +237,7 @@ def test_other_settings_and_moving_tables_are_the_hosts(interpret: Interpret) ->
 
 def narrowed(capture: str) -> int:
     """Filters that leave the likeliest alone, and between them, in the same launches, some that do not."""
-    looped, plain, step = sessions(capture, sequences=2)
+    looped, plain, step = engines(capture)
     expected = outcome(plain, PROMPT, 9)
     for one, more in (
         ({"top_k": 1}, {"top_k": 90}),
@@ -231,9 +256,8 @@ def test_cuts_are_made_in_the_loop_with_the_values_of_the_reply(capture: str, in
 
 
 def shared_times() -> list[float]:
-    looped, _, _ = sessions("none")
-    outcome(looped, PROMPT, 1 + 2 * STEPS + 1)
-    return looped.timing.token_seconds
+    looped, _, _ = engines("none")
+    return generate(looped, Request(tuple(PROMPT), limit=1 + 2 * STEPS + 1))[1].token_seconds
 
 
 def test_the_tokens_of_a_launch_share_its_time(interpret: Interpret) -> None:
@@ -254,13 +278,13 @@ def graphs() -> tuple[int, int, int]:
 
     model = Sequences()
     loop = DeviceLoop(Step(model), capture)
-    session = Session(ModelRunner(model, fast=FastPaths(loop=loop)), 64)
+    engine = Engine(ModelRunner(model, fast=FastPaths(loop=loop)), CacheShape.lanes(64), VOCAB)
     counts = []
     for limit in (1 + STEPS, 1 + STEPS, 1 + 3 * STEPS):
-        outcome(session, PROMPT, limit)
+        outcome(engine, PROMPT, limit)
         counts.append(len(captures))
     captures.clear()
-    del session
+    del engine
     gc.collect()
     return counts[0], counts[2], len(loop._held)
 
@@ -280,15 +304,14 @@ def fused() -> list[list[list[int]]]:
         step = DecodeStep.make(model)
         assert isinstance(step, DecodeStep)
         fast = FastPaths(loop=DeviceLoop(step, None)) if kind == "loop" else FastPaths(Replay(step, None))
-        session = Session(ModelRunner(model, fast=fast), 32, 2)
-        sampler = Sampler(SamplingParams(), model.config.vocab_size - 3, CPU, 2)
-        found.append(list(session.generate([5], sampler, 6)))
+        engine = Engine(ModelRunner(model, fast=fast), CacheShape.lanes(32, 2), model.config.vocab_size - 3)
+        found.append(together(engine, [Request((token,), limit=6) for token in (5, 9)]))
     return found
 
 
 def test_the_fused_pass_in_a_loop(interpret: Interpret) -> None:
     ours, theirs = interpret(fused)  # type: ignore[misc]  # the pool carries any result
-    assert ours == theirs and len({tuple(row) for row in ours}) > 2
+    assert ours == theirs and len({token for row in ours for token in row}) > 2
 
 
 def accelerated(trouble: str) -> tuple[bool, bool, list[str]]:

@@ -1,19 +1,24 @@
-"""Samples of one prefill are what single replies are; logprobs are the model's own."""
+"""Samples of one prompt, and prompts of one file, are what single replies are; logprobs are the model's own."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion, LoadedModel, draw_samples
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.completion import Completion, LoadedModel, complete_all, draw_samples
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
+from tests.support.engines import lanes
 from tests.support.paths import PICO
 
 
@@ -26,62 +31,69 @@ def prompt(pico: LoadedModel, text: str) -> list[int]:
     return pico.tokenizer.chat([Message("user", text)])
 
 
+def drawn(
+    pico: LoadedModel, engine: Engine, ids: list[int], sampling: SamplingParams, count: int, **options: object
+) -> list[Completion]:
+    replies = [Completion(pico, engine, ids, sampling, **options) for _ in range(count)]  # type: ignore[arg-type]  # named
+    return list(draw_samples(engine, replies))
+
+
+def paged(pico: LoadedModel, tokens: int, context: int = 256) -> Engine:
+    return Engine(pico.runner, CacheShape.paged(context, tokens, 16), pico.vocabulary_size, running=8)
+
+
 def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
-    session = Session(pico.runner, 128)
-    for sample in draw_samples(pico, session, ids, SamplingParams(), count=3, limit=40, top=1):
-        reply = Completion(pico, session, ids, SamplingParams(), limit=40)
-        assert ("".join(reply), reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
+    engine = paged(pico, 1024)
+    samples = drawn(pico, engine, ids, SamplingParams(), 3, limit=40, top=1)
+    reply = Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(), limit=40)
+    text = "".join(reply)
+    for sample in samples:
+        assert (text, reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
         assert [one.token for one in sample.logprobs] == sample.tokens
         assert all(one.top[0] == (one.token, one.logprob) for one in sample.logprobs)
 
 
-def test_the_prompt_is_prefilled_once(pico: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass over more than one token has one sequence; the samples only ever add a token each."""
-    shapes: list[tuple[int, ...]] = []
-    forward = Session._forward
-
-    def counting(self: Session, tokens: torch.Tensor, logits: bool) -> torch.Tensor:
-        shapes.append(tuple(tokens.shape))
-        return forward(self, tokens, logits)
-
-    monkeypatch.setattr(Session, "_forward", counting)
+@pytest.mark.parametrize("tokens", [1024, 208], ids=["room", "preempted"])
+def test_a_sample_is_the_reply_to_its_seed(pico: LoadedModel, tokens: int) -> None:
+    """The first has the seed that was given, the others the ones after it."""
     ids = prompt(pico, "Tell me a story.")
-    draw_samples(pico, Session(pico.runner, 64), ids, SamplingParams(1.0, seed=1), count=4, limit=5)
-    assert shapes == [(1, len(ids))] + [(4, 1)] * 5
+    engine = paged(pico, tokens, 128)
+    samples = drawn(pico, engine, ids, SamplingParams(1.0, seed=(1 << 63) - 2), 4, limit=60)
+    assert (engine.stats.preemptions > 0) == (tokens < 1024)
+    for seed, sample in zip(((1 << 63) - 2, (1 << 63) - 1, -(1 << 63), 1 - (1 << 63)), samples, strict=True):
+        alone = Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60)
+        assert "".join(alone) == sample.text
+    assert len({sample.text for sample in samples}) > 1
 
 
-def test_samples_differ_end_alone_and_repeat_by_seed(pico: LoadedModel) -> None:
+def test_the_prompt_is_read_once(pico: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[list[int]] = []
+    run = ModelRunner.run
+
+    def counting(self: ModelRunner, chunks: Sequence[Chunk], cache: KVCache) -> torch.Tensor:
+        shapes.append([len(chunk.tokens) for chunk in chunks])
+        return run(self, chunks, cache)
+
+    monkeypatch.setattr(ModelRunner, "run", counting)
     ids = prompt(pico, "Tell me a story.")
+    drawn(pico, paged(pico, 1024), ids, SamplingParams(1.0, seed=1), 4, limit=5)
+    assert shapes == [[len(ids)]] + [[1] * 4] * 4
 
-    def draw(seed: int) -> list[tuple[str, str | None]]:
-        samples = draw_samples(
-            pico,
-            Session(pico.runner, 256),
-            ids,
-            SamplingParams(1.0, seed=seed),
-            count=4,
-            limit=60,
-            stops=("was", "had"),
-            top=0,
-        )
-        for sample in samples:
-            assert len(sample.logprobs) == len(sample.tokens) <= 60
-            assert not ("was" in sample.text or "had" in sample.text)
-        return [(sample.text, sample.finish_reason) for sample in samples]
 
-    first = draw(5)
-    assert first == draw(5) != draw(6)
-    assert len({text for text, _ in first}) > 1
+def test_samples_end_alone_at_their_stops(pico: LoadedModel) -> None:
+    ids = prompt(pico, "Tell me a story.")
+    samples = drawn(pico, paged(pico, 1024), ids, SamplingParams(1.0, seed=5), 4, limit=60, stops=("was", "had"), top=0)
+    for sample in samples:
+        assert len(sample.logprobs) == len(sample.tokens) <= 60
+        assert not ("was" in sample.text or "had" in sample.text)
+    assert len({len(sample.tokens) for sample in samples}) > 1
 
 
 def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
     grammar = Grammar.from_regex("(red|green|blue){1,3}", pico.tokenizer, pico.stop_ids)
     ids = prompt(pico, "Name a colour.")
-    samples = draw_samples(
-        pico, Session(pico.runner, 64), ids, SamplingParams(1.0, seed=2), count=5, limit=30, grammar=grammar
-    )
-    for sample in samples:
+    for sample in drawn(pico, paged(pico, 512), ids, SamplingParams(1.0, seed=2), 5, limit=30, grammar=grammar):
         rest = sample.text
         for word in ("red", "green", "blue"):
             rest = rest.replace(word, "")
@@ -91,7 +103,23 @@ def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
 def test_a_prompt_that_does_not_fit_is_refused(pico: LoadedModel) -> None:
     """F1."""
     with pytest.raises(UsageError, match="room for 4"):
-        draw_samples(pico, Session(pico.runner, 4), prompt(pico, "Hello!"), SamplingParams(), count=2, limit=8)
+        drawn(pico, lanes(pico.runner, 4, 2), prompt(pico, "Hello!"), SamplingParams(), 2, limit=8)
+
+
+def test_a_file_of_prompts_goes_through_together_and_comes_out_in_order(pico: LoadedModel) -> None:
+    names = ("Japan", "France", "Egypt", "Peru", "Italy", "Spain")
+    engine = paged(pico, 1024)
+    asked = [prompt(pico, f"What is the capital of {name}?") for name in names]
+    asked.insert(2, [1] * 999)
+    groups = [[Completion(pico, engine, ids, SamplingParams(), limit=30)] for ids in asked]
+    found = [group[0] for group in complete_all(engine, groups, 3)]
+    assert [reply.request.prompt for reply in found] == [tuple(ids) for ids in asked]
+    assert isinstance(found[2].error, UsageError) and found.pop(2).text == ""
+    alone = [
+        Completion(pico, lanes(pico.runner, 64), reply.request.prompt, SamplingParams(), limit=30) for reply in found
+    ]
+    assert [reply.text for reply in found] == ["".join(reply) for reply in alone]
+    assert not engine.has_work or not engine.step(), "nobody is left behind"
 
 
 def test_logprobs_are_of_the_model_before_settings() -> None:

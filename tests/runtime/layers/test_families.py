@@ -1,45 +1,25 @@
 """Every family against transformers in fp32, from the same files: in one go, in chunks, and token by token."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import StaticCache
+from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.models.config import families
-from tests.support.families import CASES, SMALL, TOKENS, make, whole
+from tests.support.engines import whole
+from tests.support.families import CASES, SMALL, TOKENS, make
 
-
-def chunked(sizes: Callable[[int], int]) -> Callable[[Transformer, Tensor], Tensor]:
-    def run(model: Transformer, tokens: Tensor) -> Tensor:
-        rope = Rope(model.config, TOKENS, model.device, model.dtype)
-        cache = StaticCache(model.config, TOKENS, model.device, model.dtype, sequences=tokens.shape[0])
-        parts, start = [], 0
-        while start < TOKENS:
-            new = tokens[:, start : start + sizes(start)]
-            logits = model(Batch(new, start, "all"), rope, cache)
-            assert logits is not None
-            parts.append(logits)
-            start += new.shape[1]
-        return torch.cat(parts, dim=1)
-
-    return run
-
-
-WAYS: dict[str, Callable[[Transformer, Tensor], Tensor]] = {
-    "prefill": whole,
-    "chunks-of-7": chunked(lambda start: 7),
-    "chunks-of-23": chunked(lambda start: 23),
-    "prefill-then-steps": chunked(lambda start: 11 if start == 0 else 1),
-    "steps": chunked(lambda start: 1),
+WAYS: dict[str, list[int]] = {
+    "prefill": [TOKENS],
+    "chunks-of-7": [7] * -(-TOKENS // 7),
+    "chunks-of-23": [23] * -(-TOKENS // 23),
+    "prefill-then-steps": [11] + [1] * (TOKENS - 11),
+    "steps": [1] * TOKENS,
 }
 
 
@@ -51,10 +31,10 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
-    for way, run in WAYS.items():
+    for way, sizes in WAYS.items():
         if model.config.rope.kind == "dynamic" and way != "prefill":
             continue  # its frequencies depend on the length so far: the next test walks step by step
-        actual = run(model, tokens)
+        actual = whole(model, tokens, sizes)
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
@@ -70,7 +50,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
             out = reference(tokens[:, position : position + 1], past_key_values=past, use_cache=True)
             past = out.past_key_values
             parts.append(out.logits)
-    assert (WAYS["steps"](model, tokens) - torch.cat(parts, dim=1)).abs().max() <= 1e-4
+    assert (whole(model, tokens, WAYS["steps"]) - torch.cat(parts, dim=1)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -102,12 +82,12 @@ def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
     reference = make(tmp_path, *CASES[case])
     model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     prompt = torch.randint(4, SMALL["vocab_size"], (1, BEGUN), generator=torch.Generator().manual_seed(2))
-    rope = Rope(model.config, BEGUN + STEPS, model.device, model.dtype)
-    cache = StaticCache(model.config, BEGUN + STEPS, model.device, model.dtype)
-    new, past = prompt, None
+    runner = ModelRunner(model)
+    cache = runner.make_cache(CacheShape.lanes(BEGUN + STEPS))
+    new, past, length = prompt, None, 0
     for step in range(STEPS):
-        logits = model(Batch(new, cache.length), rope, cache)
-        assert logits is not None
+        logits = runner.run([Chunk(new[0].tolist(), length, (0,), 1)], cache)
+        length += new.shape[1]
         with torch.no_grad():
             out = reference(new, past_key_values=past, use_cache=True)
         past, expected = out.past_key_values, out.logits[:, -1:]

@@ -13,15 +13,18 @@ import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
+from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import DRAFT, PICO, ROOT
 
@@ -233,15 +236,16 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
     """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
     runner = load_model(ModelFolder.open(PICO), placement)
+    shape = CacheShape.lanes(128)
     proposer: Proposer = PromptLookup()
     if name == "draft":
-        proposer = load_draft(ModelFolder.open(DRAFT), pico, runner, 128)
-    prompt = pico.encode("abbb abbb abbb a", add_special=True)
+        proposer = load_draft(ModelFolder.open(DRAFT), pico, runner, shape)
+    prompt = tuple(pico.encode("abbb abbb abbb a", add_special=True))
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=3)):
         replies = []
-        for session in (Session(runner, 128), SpeculativeSession(runner, 128, proposer, FixedDraftLength(4))):
+        for speculator in (None, ProposerSpeculator(proposer, lambda: FixedDraftLength(4))):
             grammar = Grammar.from_regex("a(b{3} ab{3}){2}", pico, frozenset(pico.eos))
-            sampler = Sampler(sampling, 4096, placement.device, constraint=grammar.start())
-            replies.append([tokens[0] for tokens in session.generate(prompt, sampler, 40, frozenset(pico.eos))])
+            request = Request(prompt, sampling, 40, frozenset(pico.eos), grammar)
+            replies.append(generate(Engine(runner, shape, 4096, speculator=speculator), request)[0])
             assert re.fullmatch("a(b{3} ab{3}){2}", pico.decode(replies[-1]))
         assert replies[0] == replies[1]

@@ -4,7 +4,6 @@ The complete versions take minutes: `pytest -m slow tests/runtime/speculative/te
 """
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,21 +13,25 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.diagnostics.speculation_check import Prefix
 from mycli.runtime.engine.completion import LoadedModel
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.decode import SpeculativeSession
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
+from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.chat_template import Message
+from tests.support.engines import drain, tokens_of
 from tests.support.paths import PICO
 from tests.support.prefix_model import CPU, PrefixModel
 
 CAPACITY = 256
+SHAPE = CacheShape.lanes(CAPACITY)
 LIMIT = 24
 NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba", "Spain", "Chile")
 
@@ -59,23 +62,23 @@ def prompts(count: int) -> list[list[int]]:
 
 def proposer(kind: str, kv: Kv = "auto") -> Proposer:
     target, draft = loaded("pico").runner, loaded("pico-draft", kv).runner
-    return PromptLookup() if kind == "ngram" else DraftModel(draft, CAPACITY, target.nbytes)
+    return PromptLookup() if kind == "ngram" else DraftModel(draft, SHAPE, target.nbytes)
 
 
-def greedy(session: Session, prompt: list[int]) -> list[int]:
-    size = loaded("pico").vocabulary_size
-    return [tokens[0] for tokens in session.generate(prompt, Sampler(SamplingParams(), size, CPU), LIMIT)]
+def engine(runner: ModelRunner, guess: Proposer | None = None, length: int = 0) -> Engine:
+    speculator = None if guess is None else ProposerSpeculator(guess, lambda: FixedDraftLength(length))
+    return Engine(runner, SHAPE, loaded("pico").vocabulary_size, speculator=speculator)
 
 
 def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
     """Prompt and length of every reply that is not the one without speculation."""
     runner = loaded("pico", kv).runner
-    plain = Session(runner, CAPACITY)
-    wanted = [greedy(plain, prompt) for prompt in prompts(count)]
+    plain = engine(runner)
+    wanted = [tokens_of(plain, prompt, LIMIT) for prompt in prompts(count)]
     found = []
     for length in lengths:
-        session = SpeculativeSession(runner, CAPACITY, proposer(kind, kv), FixedDraftLength(length))
-        replies = [greedy(session, prompt) for prompt in prompts(count)]
+        drafting = engine(runner, proposer(kind, kv), length)
+        replies = [tokens_of(drafting, prompt, LIMIT) for prompt in prompts(count)]
         found += [(index, length) for index in range(count) if replies[index] != wanted[index]]
     return found
 
@@ -97,10 +100,10 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
 def remembered(name: str) -> PrefixModel:
     """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
     runner = loaded(name).runner
-    session = Session(runner, CAPACITY)
+    prefix = Prefix(runner, CAPACITY)
 
     def function(text: tuple[int, ...]) -> Tensor:
-        return session.prefill(list(text))[0].clone()
+        return prefix.logits(text).clone()
 
     return PrefixModel(function, runner.config.vocab_size, CAPACITY)
 
@@ -123,17 +126,16 @@ def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) ->
             for text, before in expected.items()
             for token, chance in following((*prompt, *text)).items()
         }
-    guess: Proposer = (
-        PromptLookup() if kind == "ngram" else DraftModel(ModelRunner(remembered("pico-draft")), CAPACITY, 1)
-    )
-    session = SpeculativeSession(ModelRunner(target), CAPACITY, guess, FixedDraftLength(length))
+    guess: Proposer = PromptLookup() if kind == "ngram" else DraftModel(ModelRunner(remembered("pico-draft")), SHAPE, 1)
+    drafting = engine(ModelRunner(target), guess, length)
     counts: Counter[tuple[int, ...]] = Counter()
     compared = 0
     for seed in range(draws):
-        sampler = Sampler(replace(sampling, seed=seed), size, CPU)
-        counts[tuple(tokens[0] for tokens in session.generate(prompt, sampler, length))] += 1
-        assert session.timing.record is not None
-        compared += session.timing.record.compared
+        number = drafting.submit(Request(tuple(prompt), sampling, length))
+        drafting._live[number].sampler._generator.manual_seed(seed)  # without the promise of a seed
+        outputs = drain(drafting)[number]
+        counts[tuple(token for output in outputs for token in output.tokens)] += 1
+        compared += sum(min(output.accepted + 1, output.drafted) for output in outputs)
     assert compared > draws / 10, "drafts were compared"
     if not set(counts) <= set(expected):  # an impossible reply
         return 0.0

@@ -1,0 +1,157 @@
+"""Which blocks of the cache hold the keys and values of which text, so that a text that begins alike starts from there.
+
+A trie of blocks: a node is a block with its tokens, its children are the blocks that came after the same text. A child
+is found by the hash of its tokens and compared token by token, so that no collision can hand out another text. The
+last block of a text may be filled in part. Blocks that nobody uses are forgotten, the least recently used first.
+
+Plain Python: knows numbers of blocks and tokens; does not know tensors, models or whose a block is.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+COMPARED = 32  # of the texts that part within a block: the latest of them are looked at
+REMEMBERED = 1 << 14  # forgotten blocks whose texts are told apart from texts that never were
+
+
+@dataclass(eq=False)
+class Node:
+    """A block that holds the keys and values of `tokens`, after the text of its parent. The root has no block."""
+
+    block: int
+    tokens: tuple[int, ...]
+    parent: "Node | None"
+    key: int  # hash of the whole text up to here
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is known of a text: whole blocks, then maybe the first `partial[1]` tokens of the block of `partial[0]`.
+
+    `miss`: why it is not more; "" where it is all.
+    """
+
+    nodes: tuple[Node, ...]
+    partial: tuple[Node, int] | None
+    tokens: int
+    miss: str
+
+
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for count, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return count
+    return min(len(first), len(second))
+
+
+class PrefixIndex:
+    """The trie, and which of its blocks are idle. `limit`: at most so many idle blocks are kept."""
+
+    def __init__(self, block_size: int, limit: int | None = None) -> None:
+        self.block_size = block_size
+        self.limit = limit
+        self.root = Node(-1, (), None, 0)
+        self._nodes: dict[int, Node] = {}  # by block
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, the least recently used first
+        self._evicted: OrderedDict[int, None] = OrderedDict()  # keys
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._nodes
+
+    @property
+    def idle(self) -> int:
+        """Blocks that nobody uses."""
+        return len(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        """Whether nobody uses the block."""
+        return block in self._idle
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest known beginning of `tokens`, without the last: it is always run, for its logits."""
+        usable, size = len(tokens) - 1, self.block_size
+        node, nodes, at = self.root, list[Node](), 0
+        while at + size <= usable and (child := node.children.get(tuple(tokens[at : at + size]))) is not None:
+            node, at = child, at + size
+            nodes.append(child)
+        best, count = None, 0
+        rest = tuple(tokens[at : min(at + size, usable)])
+        for child in self._latest(node):
+            if (found := shared(child.tokens, rest)) > count:
+                best, count = child, found
+        partial = None if best is None else (best, count)
+        return Match(tuple(nodes), partial, at + count, self._miss(tokens, node, at, count, usable))
+
+    def _latest(self, node: Node) -> Iterator[Node]:
+        return islice(reversed(node.children.values()), COMPARED)
+
+    def _miss(self, tokens: Sequence[int], node: Node, at: int, count: int, usable: int) -> str:
+        if at + count >= usable:
+            return ""
+        if hash((node.key, tuple(tokens[at : at + self.block_size]))) in self._evicted:
+            return f"evicted from token {at + count + 1} on"
+        if not self._nodes:
+            return "nothing is kept yet"
+        if at + count == 0:
+            return "no text began like this"
+        return f"first difference at token {at + count + 1}"
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], block: int) -> Node:
+        """Note that `block` holds `tokens` after the text of `parent`; the node of that text, maybe of another block.
+
+        A block filled in part is not noted where a longer one is known.
+        """
+        known = parent.children.get(tokens)
+        if known is not None:
+            return known
+        if len(tokens) < self.block_size:
+            for other in self._latest(parent):
+                if shared(other.tokens, tokens) == len(tokens):
+                    return other
+        node = Node(block, tokens, parent, hash((parent.key, tokens)))
+        parent.children[tokens] = node
+        self._nodes[block] = node
+        return node
+
+    def take(self, block: int) -> None:
+        """Somebody uses the block now."""
+        self._idle.pop(block, None)
+
+    def leave(self, block: int) -> list[int]:
+        """Nobody uses the block any more. What is forgotten for it, above the limit."""
+        self._idle[block] = None
+        forgotten: list[int] = []
+        while self.limit is not None and len(self._idle) > self.limit:
+            forgotten += self.evict()
+        return forgotten
+
+    def evict(self) -> list[int]:
+        """Forget the idle block that was used least recently, with what came after it: the blocks that are free now."""
+        block = next(iter(self._idle), None)
+        if block is None:
+            return []
+        self._evicted[self._nodes[block].key] = None
+        while len(self._evicted) > REMEMBERED:
+            self._evicted.popitem(last=False)
+        return self.forget(block)
+
+    def forget(self, block: int) -> list[int]:
+        """Forget a block and what came after it: those of them that were idle, which are free now."""
+        node = self._nodes[block]
+        if node.parent is not None:
+            del node.parent.children[node.tokens]
+        freed, waiting = [], [node]
+        while waiting:
+            one = waiting.pop()
+            waiting += one.children.values()
+            one.children.clear()
+            one.parent = None
+            del self._nodes[one.block]
+            if one.block in self._idle:
+                del self._idle[one.block]
+                freed.append(one.block)
+        return freed

@@ -1,0 +1,327 @@
+"""Many sequences on one model: schedule, run, sample, until everybody has what was asked for.
+
+A reply is `submit` and then `step` until it ends; samples are forks of one, a file of prompts is many of them. Every
+sequence draws from random numbers of its own, so a seeded reply is the same alone or among others. One thread calls
+everything here. Knows ids and logits; does not know text, or who asked.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.block_pool import BlockPool
+from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.engine.model_runner import CacheShape, LaunchesAhead, ModelRunner
+from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
+from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import Sequence as Sequence_
+from mycli.runtime.engine.speculation import Drafted, Speculator
+from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.errors import UserError
+from mycli.runtime.memory.estimate import prefill_chunk
+from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
+from mycli.runtime.sampling.sample_rows import sample_rows
+from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers
+
+
+@dataclass
+class _Live:
+    """What belongs to a sequence beside its tokens. `scored`: tokens of the prompt whose logprobs were given."""
+
+    sampler: Sampler
+    recorder: LogprobRecorder | None
+    told: int = 0  # logprobs that were given
+    scored: int = 1
+
+
+class Engine:
+    """One model, its cache, and everybody who wants something of them."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        shape: CacheShape,
+        vocab_size: int,
+        *,
+        running: int | None = None,
+        chunk: int | None = None,
+        kept_blocks: int | None = None,
+        speculator: Speculator | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """vocab_size: ids that may be drawn; running: sequences at once, None for one for each block; chunk: tokens of
+        prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are.
+        """
+        self.runner, self.shape, self.speculator = runner, shape, speculator
+        self.cache = runner.make_cache(shape)
+        self._vocab_size = vocab_size
+        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks))
+        chunk = chunk or prefill_chunk(runner.device.type == "cuda")
+        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running or shape.blocks), clock)
+        self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
+        self._live: dict[int, _Live] = {}
+        self._ahead = LaunchesAhead(runner)
+        self._cancelled: list[SequenceOutput] = []
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.shape.context
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and caches."""
+        return self.runner.nbytes + self.cache.nbytes + (0 if self.speculator is None else self.speculator.nbytes)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens in the cache, of the sequence that has most: how far a prompt has been read."""
+        return max((one.table.length for one in self.scheduler.running), default=0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do or to tell."""
+        return self.scheduler.has_work or bool(self._cancelled)
+
+    @property
+    def stats(self) -> EngineStats:
+        """How it is doing."""
+        counts, pool = self.scheduler.counts, self.scheduler.pool
+        waiting = len(self.scheduler.waiting) + sum(len(one.branches) for one in self.scheduler.running)
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=waiting,
+            preemptions=counts.preemptions,
+            cache_used=pool.used,
+            cache_kept=pool.index.idle,
+            cache_blocks=pool.blocks,
+            prefix_queries=counts.queries,
+            prefix_hits=counts.hits,
+            misses=dict(counts.misses),
+        )
+
+    def submit(self, request: Request) -> int:
+        """Queue a request: the number of its sequence.
+
+        Raises UsageError for what can never be answered: a prompt that is empty or does not fit, a bias of a token that
+        there is not.
+        """
+        live = self._start(request)
+        number = self.scheduler.submit(request).id
+        self._live[number] = live
+        return number
+
+    def branch(self, sequence: int, count: int) -> list[int]:
+        """`count` more replies to the prompt of a sequence that has not drawn yet; the prompt is read once for all.
+
+        The seed of the first is one more than that of the sequence, and so on. Raises ValueError for a sequence that
+        has drawn or ended.
+        """
+        first = self.scheduler.get(sequence)
+        if first is None:
+            raise ValueError(f"sequence {sequence} has ended")
+        numbers = []
+        for index in range(1, count + 1):
+            sampling = first.request.sampling
+            if sampling.seed is not None:
+                wrapped = (sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
+                sampling = replace(sampling, seed=wrapped)
+            request = replace(first.request, sampling=sampling, prompt_logprobs=False)
+            live = self._start(request)
+            numbers.append(self.scheduler.branch(first, request).id)
+            self._live[numbers[-1]] = live
+        return numbers
+
+    def _start(self, request: Request) -> _Live:
+        recorder = None if request.logprobs is None else LogprobRecorder(request.logprobs)
+        constraint = None if request.grammar is None else request.grammar.start()
+        sampler = Sampler(
+            request.sampling, self._vocab_size, self.runner.device, constraint=constraint, recorder=recorder
+        )
+        sampler.observe_ids(request.prompt)
+        return _Live(sampler, recorder)
+
+    def cancel(self, sequence: int) -> None:
+        """It has no more turns, and its blocks are free now; the next step says so. Nothing where it has ended."""
+        found = self.scheduler.get(sequence)
+        if found is not None:
+            self._cancelled.append(self._end(found, "cancelled"))
+
+    def forget(self) -> None:
+        """Keep nothing of the texts so far, as if the cache were new."""
+        self.scheduler.pool.clear()
+        if self.speculator is not None:
+            self.speculator.forget()
+
+    def step(self) -> list[SequenceOutput]:
+        """One pass: what it did for each of its sequences, and who has ended since the last step."""
+        began = time.perf_counter()
+        outputs, self._cancelled = self._cancelled, []
+        outputs += [self._end(sequence, "deadline") for sequence in self.scheduler.expired()]
+        speculator = self.speculator
+        decoding = 0 if speculator is None else sum(one.decoding for one in self.scheduler.running)
+
+        def drafts(sequence: Sequence_, room: int) -> int:
+            sampler = self._live[sequence.id].sampler
+            if speculator is None or sampler.constrained:
+                return 0
+            return speculator.wanted(sequence.id, sequence.tokens, room, decoding)
+
+        turns = self.scheduler.schedule(drafts)
+        for source, target in self.scheduler.pool.take_copies():
+            self.cache.copy(source, target)
+        self.step_seconds = 0.0
+        if turns:
+            made = self._made_ahead(turns)
+            outputs += self._decoded_ahead(turns, made) if made else self._pass(turns, began)
+        self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
+        return outputs
+
+    def _pass(self, turns: Sequence[Turn], began: float) -> list[SequenceOutput]:
+        """Run the turns, and draw for those who have read all they have; the step `began` at this time."""
+        drafted = self._drafted(turns)
+        chunks = [turn.chunk(drafted.get(turn.sequence.id, [])) for turn in turns]
+        logits = self.runner.run(chunks, self.cache)
+        draws: list[tuple[Turn, Tensor]] = []
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        everyone = list(turns)
+        for turn, part in zip(turns, torch.split(logits, [chunk.logits for chunk in chunks]), strict=True):
+            if turn.scored:
+                scores[turn.sequence.id], part = self._score(turn, part), part[-1:]
+            if turn.completes and turn.sequence.limit:
+                forks = self.scheduler.begin_branches(turn)
+                draws += [(one, part) for one in (turn, *forks)]
+                everyone += forks
+        drawn = self._draw(draws, drafted, logits)
+        outputs = [self._advance(turn, drawn.get(turn.sequence.id, []), scores, drafted) for turn in everyone]
+        if self.speculator is not None and turns[0].decodes:
+            results = [(one.sequence, one.drafted, one.accepted) for one in outputs]
+            self.speculator.observe(results, time.perf_counter() - began)
+        return outputs
+
+    def _drafted(self, turns: Sequence[Turn]) -> dict[int, list[int]]:
+        """Tokens that may come next, by sequence, for those who want some."""
+        if self.speculator is None:
+            return {}
+        asked = [
+            Drafted(turn.sequence.id, turn.sequence.tokens, turn.drafts, self._live[turn.sequence.id].sampler)
+            for turn in turns
+            if turn.drafts
+        ]
+        found = self.speculator.propose(asked) if asked else []
+        return {one.sequence: tokens for one, tokens in zip(asked, found, strict=True)}
+
+    def _score(self, turn: Turn, logits: Tensor) -> tuple[TokenLogprob, ...]:
+        """Logprobs of those tokens of the prompt that come after the rows of `turn` and were not told before."""
+        live, sequence = self._live[turn.sequence.id], turn.sequence
+        first = max(live.scored, turn.start + 1)
+        end = min(turn.start + turn.count + 1, sequence.prompt)
+        if first >= end:
+            return ()
+        live.scored = end
+        rows = logits[first - 1 - turn.start : end - 1 - turn.start, : self._vocab_size]
+        return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
+
+    def _draw(
+        self, draws: Sequence[tuple[Turn, Tensor]], drafted: dict[int, list[int]], logits: Tensor
+    ) -> dict[int, list[int] | UserError]:
+        """What follows in each sequence, or why nothing can: by `logits`, of which each has its rows."""
+        drawn: dict[int, list[int] | UserError] = {}
+        plain = []
+        for turn, part in draws:
+            number = turn.sequence.id
+            if not drafted.get(number):
+                plain.append((number, part))
+                continue
+            assert self.speculator is not None
+            try:
+                drawn[number] = self.speculator.accept(number, part, self._live[number].sampler)
+            except UserError as error:
+                drawn[number] = error
+        if plain:
+            rows = logits if len(plain) == len(logits) else torch.cat([part for _, part in plain])
+            found = sample_rows(rows, [self._live[number].sampler for number, _ in plain])
+            for (number, _), token in zip(plain, found, strict=True):
+                drawn[number] = token if isinstance(token, UserError) else [token]
+        return drawn
+
+    def _advance(
+        self,
+        turn: Turn,
+        drawn: list[int] | UserError,
+        scores: dict[int, tuple[TokenLogprob, ...]],
+        drafted: dict[int, list[int]],
+    ) -> SequenceOutput:
+        sequence, live = turn.sequence, self._live[turn.sequence.id]
+        if isinstance(drawn, UserError):
+            return self._end(sequence, "error", drawn)
+        tokens, reason = self.scheduler.advance(turn, drawn)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if live.recorder is not None:
+            logprobs = tuple(live.recorder.rows[0][live.told : live.told + len(tokens)])
+            live.told += len(tokens)
+        guessed = len(drafted.get(sequence.id, []))
+        output = SequenceOutput(
+            sequence.id,
+            tokens,
+            logprobs,
+            scores.get(sequence.id, ()),
+            reason,
+            sequence.cached,
+            sequence.miss,
+            guessed,
+            len(drawn) - 1 if guessed else 0,
+        )
+        if self.speculator is not None and guessed:
+            self.speculator.keep(sequence.id, sequence.table.length)
+        if reason is not None:
+            self._end(sequence, reason)
+        return output
+
+    def _end(self, sequence: Sequence_, reason: FinishReason, error: UserError | None = None) -> SequenceOutput:
+        """Its place is free. What it leaves in the cache is kept for texts that begin alike, unless it went wrong."""
+        self.scheduler.end(sequence, wrong=error is not None)
+        del self._live[sequence.id]
+        if self.speculator is not None:
+            self.speculator.end(sequence.id, sequence.tokens)
+        return SequenceOutput(
+            sequence.id, finish_reason=reason, cached_tokens=sequence.cached, cache_miss=sequence.miss, error=error
+        )
+
+    def _made_ahead(self, turns: Sequence[Turn]) -> list[list[int]] | None:
+        """Tokens [steps][sequences] that the device made ahead, None where it does not.
+
+        It does where all decode and draw alike. Several sequences draw from random numbers of their own, which the
+        device does not have: they are greedy.
+        """
+        if self.runner.fast.loop is None:
+            return None
+        if any(not turn.decodes or turn.drafts for turn in turns):
+            return None
+        first, *others = [self._live[turn.sequence.id].sampler.device_sampling() for turn in turns]
+        if first is None or any(one is None or replace(one, seed=first.seed) != first for one in others):
+            return None
+        if others and first.temperature:
+            return None
+        left = min(turn.sequence.limit - turn.sequence.drawn for turn in turns)
+        places = tuple((turn.sequence.id, turn.sequence.table.blocks[0]) for turn in turns)
+        found = self._ahead.tokens(places, [turn.chunk([]) for turn in turns], first, self.cache, left)
+        if found is None:
+            return None
+        made, self.step_seconds = found
+        return made
+
+    def _decoded_ahead(self, turns: Sequence[Turn], made: list[list[int]]) -> list[SequenceOutput]:
+        """What tokens [steps][sequences] mean for the turns; one below 0 stands for logits that were not numbers."""
+        outputs = []
+        for turn, column in zip(turns, zip(*made, strict=True), strict=True):
+            drawn = list(column[: leading(token >= 0 for token in column)])
+            output = self._advance(turn, drawn, {}, {}) if drawn else SequenceOutput(turn.sequence.id)
+            if len(drawn) < len(column) and output.finish_reason is None:
+                ended = self._end(turn.sequence, "error", not_numbers())
+                output = replace(ended, tokens=output.tokens)
+            outputs.append(output)
+        return outputs

@@ -1,0 +1,51 @@
+"""A token for each of many sequences, each with its own settings and random numbers, in as few operations as can be.
+
+What a sequence draws is the same as alone. Knows samplers; does not know whose they are.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from mycli.runtime.errors import UserError
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler, not_numbers, tokens_at
+
+
+def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserError]:
+    """The token of `samplers[i]` after row i of logits fp32 [rows, vocab or more], or why it has none.
+
+    The samplers have one vocabulary.
+    """
+    tokens: list[int | UserError] = [0] * len(samplers)
+    alike: defaultdict[SamplingParams, list[int]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        if sampler.plain and len(samplers) > 1:
+            alike[replace(sampler.sampling, seed=None)].append(row)
+            continue
+        try:
+            tokens[row] = int(sampler.sample(logits[row : row + 1]))
+        except UserError as error:
+            tokens[row] = error
+    for sampling, rows in alike.items():
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        found = _sample_alike(chosen, sampling, [samplers[row] for row in rows])
+        for row, token in zip(rows, found, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _sample_alike(logits: Tensor, sampling: SamplingParams, samplers: Sequence[Sampler]) -> list[int | UserError]:
+    """As `sample_rows`, for plain samplers with the same settings."""
+    logits = logits[:, : samplers[0].vocab_size]
+    largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
+    numbers = largest.isfinite()
+    if not samplers[0].plain_greedy:
+        weights = distribution(logits, sampling)
+        shares = [sampler.random() if valid else 0.0 for sampler, valid in zip(samplers, numbers.tolist(), strict=True)]
+        best = tokens_at(weights, shares)[:, 0]
+    found: list[int] = best.tolist()
+    return [token if valid else not_numbers() for token, valid in zip(found, numbers.tolist(), strict=True)]

@@ -1,0 +1,145 @@
+"""What the index finds, why it does not find more, and what it forgets; tables of sequences that share its blocks.
+
+Any history of scheduler and pool together is in tests/runtime/engine/test_scheduler.py.
+"""
+
+import pytest
+
+from mycli.runtime.cache.block_pool import BlockPool
+from mycli.runtime.cache.block_table import BlockTable
+from mycli.runtime.cache.prefix_index import PrefixIndex, shared
+
+TEXT = list(range(10, 21))  # eleven tokens: two blocks of four, and three tokens
+
+
+def pool(blocks: int = 9, kept: int | None = None) -> BlockPool:
+    return BlockPool(blocks, PrefixIndex(4, kept))
+
+
+def written(pool: BlockPool, text: list[int]) -> BlockTable:
+    table = BlockTable(pool)
+    table.match(text)
+    assert table.reserve(len(text))
+    table.fill(text, len(text))
+    return table
+
+
+def test_a_text_is_found_token_by_token_but_for_its_last() -> None:
+    mine = pool()
+    written(mine, TEXT).release(TEXT)
+    for count, expected in ((11, 10), (12, 11), (9, 8), (8, 7), (5, 4), (4, 3), (1, 0)):
+        text = [*TEXT, 99][:count]
+        found = mine.index.match(text)
+        assert (found.tokens, found.miss) == (expected, ""), count
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "miss"),
+    [
+        ([*TEXT[:6], 7, 7, 7], 6, "first difference at token 7"),
+        ([7, *TEXT], 0, "no text began like this"),
+        ([*TEXT, 7, 7], 11, "first difference at token 12"),
+    ],
+    ids=["within", "nothing", "beyond"],
+)
+def test_a_miss_says_why(text: list[int], tokens: int, miss: str) -> None:
+    mine = pool()
+    assert mine.index.match(text).miss == "nothing is kept yet"
+    written(mine, TEXT).release(TEXT)
+    found = mine.index.match(text)
+    assert (found.tokens, found.miss) == (tokens, miss)
+
+
+def test_what_was_forgotten_is_told_from_what_never_was() -> None:
+    mine = pool(3)
+    written(mine, TEXT).release(TEXT)
+    written(mine, [1] * 8).release([1] * 8)
+    assert mine.index.match(TEXT).miss == "evicted from token 5 on"
+    assert mine.index.match([3] * 9).miss == "no text began like this"
+
+
+def test_the_end_of_a_text_is_forgotten_before_its_beginning() -> None:
+    mine = pool(4)
+    written(mine, TEXT).release(TEXT)
+    written(mine, [1, 2]).release([1, 2])  # the free block
+    written(mine, [3, 4]).release([3, 4])
+    assert mine.index.match(TEXT).tokens == 8, "the last block went"
+
+
+def test_equal_hashes_are_told_apart_by_their_tokens() -> None:
+    """G34: a child is compared token by token; keys only tell why something is missing."""
+
+    class Same(tuple):  # type: ignore[type-arg]  # of tokens
+        def __hash__(self) -> int:
+            return 0
+
+    mine = pool()
+    index = mine.index
+    blocks = [mine.allocate() for _ in range(2)]
+    first, second = Same((1, 2, 3, 4)), Same((4, 3, 2, 1))
+    assert hash(first) == hash(second) and None not in blocks
+    for tokens, block in zip((first, second), blocks, strict=True):
+        assert block is not None
+        index.insert(index.root, tokens, block)
+    found = {tokens: node.block for tokens, node in index.root.children.items()}
+    assert [found[first], found[second]] == blocks
+
+
+def test_at_most_so_many_idle_blocks_are_kept() -> None:
+    mine = pool(9, kept=2)
+    written(mine, TEXT).release(TEXT)
+    assert mine.index.idle == 2 and mine.free == 7
+    assert mine.index.match([*TEXT, 1]).tokens == 8
+    written(mine, [5] * 12).release([5] * 12)
+    assert mine.index.idle == 2 and mine.index.match([*TEXT, 1]).tokens == 0
+
+
+def test_a_block_that_others_share_is_copied_before_it_is_written() -> None:
+    mine = pool()
+    first = written(mine, TEXT)
+    second = first.branch()
+    assert second.blocks == first.blocks and mine.used == 3
+    assert second.reserve(12)
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert mine.take_copies() == [(first.blocks[2], second.blocks[2])] and mine.take_copies() == []
+    assert first.reserve(12) and mine.take_copies() == [], "the first is alone with its own now"
+    second.release([*TEXT, 1])
+    first.release()
+    assert mine.used == 0
+
+
+def test_a_fork_that_finds_no_block_says_so_and_keeps_what_it_has() -> None:
+    mine = pool(3)
+    first = written(mine, TEXT)
+    second = first.branch()
+    assert not second.reserve(12) and second.blocks == first.blocks
+    first.release()
+    assert second.reserve(12) and mine.take_copies() == []
+
+
+def test_what_is_wrong_is_found_by_nobody() -> None:
+    mine = pool()
+    table = written(mine, TEXT)
+    table.discard()
+    assert mine.index.match(TEXT).miss == "nothing is kept yet" and mine.free == mine.blocks
+
+
+def test_what_others_rely_on_is_not_cut() -> None:
+    table = written(pool(), TEXT)
+    table.truncate(9)
+    assert table.length == 9
+    with pytest.raises(ValueError, match="2 whole blocks"):
+        table.truncate(7)
+
+
+def test_a_block_is_released_by_its_owners_only() -> None:
+    mine = pool()
+    block = mine.allocate()
+    assert block is not None
+    mine.release([block])
+    with pytest.raises(ValueError, match="more than have it"):
+        mine.release([block])
+
+
+def test_beginnings() -> None:
+    assert [shared([1, 2], [1, 2, 3]), shared([1, 2], [2]), shared([], [1])] == [2, 0, 0]

@@ -1,0 +1,418 @@
+"""Speculation changes nothing: exact output probabilities, the same greedy tokens, the same caches."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate, stream
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.stats import SpeculationStats, Timing
+from mycli.runtime.errors import ModelError
+from mycli.runtime.sampling.logits_processors import distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
+from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposal, Proposer
+from mycli.runtime.speculative.rejection_sampling import rejection_sample
+from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
+from tests.support.engines import drain, in_lane, kept, together, tokens_of
+from tests.support.prefix_model import (
+    CPU,
+    Choose,
+    ChoosingSampler,
+    Function,
+    PrefixModel,
+    all_outcomes,
+    random_function,
+)
+
+VOCAB = 5
+PROMPT = [1, 2, 3, 1, 2]
+PAIRS = [2, 0, 2, 1, 2, 2, 3, 2, 4, 2]  # whatever comes next, the pair occurred before
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "greedy-penalty": SamplingParams(repetition_penalty=1.6),
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.5),
+    "hot": SamplingParams(temperature=1.9),
+    "top-k": SamplingParams(temperature=1.0, top_k=3),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.2),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "bias": SamplingParams(temperature=1.0, logit_bias=((1, -1.5), (3, 0.7))),
+    "greedy-bias": SamplingParams(logit_bias=((2, -0.8),)),
+    "all": SamplingParams(
+        temperature=0.9, top_k=4, top_p=0.9, min_p=0.05, repetition_penalty=1.3, logit_bias=((0, 0.5),)
+    ),
+}
+
+
+def target_model(seed: int = 0) -> PrefixModel:
+    """Its head is padded: rows 5 to 7 have no token, and large logits that must not be drawn."""
+    function, padding = random_function(seed, VOCAB), torch.full((3,), 9.0, dtype=torch.float64)
+
+    def padded(text: tuple[int, ...]) -> Tensor:
+        return torch.cat((function(text), padding))
+
+    return PrefixModel(padded, VOCAB + 3)
+
+
+def proposers(target: PrefixModel, seed: int = 1, max_context: int = 64) -> dict[str, Proposer]:
+    draft = PrefixModel(random_function(seed, VOCAB), VOCAB, max_context)
+    return {"draft": DraftModel(ModelRunner(draft), CacheShape.lanes(64), target.nbytes), "ngram": PromptLookup()}
+
+
+def speculating(
+    target: PrefixModel, proposer: Proposer, policy: DraftLengthPolicy, shape: CacheShape | None = None, **options: int
+) -> Engine:
+    speculator = ProposerSpeculator(proposer, lambda: policy)
+    shape = shape or CacheShape.lanes(64)
+    return Engine(ModelRunner(target), shape, VOCAB, speculator=speculator, **options)
+
+
+def plainly(target: PrefixModel, shape: CacheShape | None = None, **options: int) -> Engine:
+    return Engine(ModelRunner(target), shape or CacheShape.lanes(64), VOCAB, **options)
+
+
+def next_probabilities(model: PrefixModel, text: tuple[int, ...], sampling: SamplingParams) -> Tensor:
+    """By the definition alone."""
+    seen = torch.zeros(1, VOCAB, dtype=torch.bool)
+    seen[0, list(text)] = True
+    return distribution(model.logits(text)[None, :VOCAB], sampling, seen)[0]
+
+
+def exact(model: PrefixModel, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of every output of `length` tokens."""
+    found = {}
+    for output in product(range(VOCAB), repeat=length):
+        found[output] = 1.0
+        for index, token in enumerate(output):
+            if found[output]:
+                found[output] *= float(next_probabilities(model, (*prompt, *output[:index]), sampling)[token])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_outputs_have_exactly_the_probabilities_of_the_target(name: str, kind: str) -> None:
+    """Every random choice of the loop is enumerated: three tokens, the second and third speculated."""
+    check_every_outcome(SETTINGS[name], kind, 3)
+
+
+def test_four_tokens_have_exactly_the_probabilities_of_the_target() -> None:
+    """With refusals at every place of a pass, the bonus, and passes after passes."""
+    check_every_outcome(SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.3), "draft", 4)
+
+
+def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> None:
+    target = target_model()
+    proposer = proposers(target)[kind]
+
+    def run(choose: Choose) -> tuple[int, ...]:
+        engine = speculating(target, proposer, FixedDraftLength(4))
+        number = engine.submit(Request(tuple(PAIRS), sampling, limit=length))
+        engine._live[number].sampler = ChoosingSampler(sampling, VOCAB, choose)
+        engine._live[number].sampler.observe_ids(PAIRS)
+        return tuple(token for output in drain(engine)[number] for token in output.tokens)
+
+    outcomes = all_outcomes(run)
+    for output, probability in exact(target, PAIRS, length, sampling).items():
+        assert outcomes.get(output, 0.0) == pytest.approx(probability, abs=1e-9), output
+    assert length - 1 in target.passes, "drafts were compared"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(name: str) -> None:
+    """Two drafted tokens and the bonus; what a pass leaves open is completed by the definition."""
+    target, sampling = target_model(), SETTINGS[name]
+    proposer = proposers(target)["draft"]
+
+    def run(choose: Choose) -> tuple[int, ...]:
+        sampler = ChoosingSampler(sampling, VOCAB, choose)
+        sampler.observe(torch.tensor([PROMPT]))
+        (proposal,) = proposer.propose([Drafted(0, PROMPT, 2, sampler)])
+        proposer.end(0, PROMPT)
+        rows = [target.logits((*PROMPT, *proposal.tokens[:count])) for count in range(3)]
+        return tuple(rejection_sample(torch.stack(rows), proposal, sampler))
+
+    completed: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for output, probability in all_outcomes(run).items():
+        for rest in product(range(VOCAB), repeat=3 - len(output)):
+            factor, text = probability, output
+            for token in rest:
+                factor *= float(next_probabilities(target, (*PROMPT, *text), sampling)[token])
+                text = (*text, token)
+            completed[text] += factor
+    for output, probability in exact(target, PROMPT, 3, sampling).items():
+        assert completed[output] == pytest.approx(probability, abs=1e-9), output
+
+
+def reply(engine: Engine, prompt: list[int], limit: int, sampling: SamplingParams | None = None) -> list[int]:
+    return tokens_of(engine, prompt, limit, sampling or SamplingParams())
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    length=st.integers(1, 8),
+    kind=st.sampled_from(["draft", "ngram"]),
+    alike=st.booleans(),
+    capacity=st.integers(6, 40),
+    draft_context=st.integers(4, 40),
+    limit=st.integers(0, 40),
+    penalty=st.sampled_from([1.0, 1.5]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_are_the_same_whatever_the_lengths(
+    seed: int,
+    length: int,
+    kind: str,
+    alike: bool,
+    capacity: int,
+    draft_context: int,
+    limit: int,
+    penalty: float,
+    temperature: float,
+) -> None:
+    """F15, F16: greedy ones and those of a seed, with a draft longer than the room left, or of a shorter context."""
+    target = target_model(seed)
+    proposer = proposers(target, seed if alike else seed + 1, draft_context)[kind]
+    shape = CacheShape.lanes(capacity)
+    ours, plain = speculating(target, proposer, FixedDraftLength(length), shape), plainly(target, shape)
+    sampling = SamplingParams(temperature, repetition_penalty=penalty, seed=seed)
+    expected = reply(plain, PROMPT, limit, sampling)
+    assert reply(ours, PROMPT, limit, sampling) == expected
+    assert kept(ours) == kept(plain)
+    # Prefix hit: the next turn goes on from there.
+    turn = [*PROMPT, *expected, 4][:capacity]
+    request = Request(tuple(turn), sampling, limit=min(limit, capacity - len(turn) + 1))
+    (ours_said, ours_timing), (said, timing) = generate(ours, request), generate(plain, request)
+    assert ours_said == said and ours_timing.cached == timing.cached
+    assert len(ours_timing.token_seconds) == len(timing.token_seconds)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    length=st.integers(1, 6),
+    kind=st.sampled_from(["draft", "ngram"]),
+    alike=st.booleans(),
+    blocks=st.integers(8, 30),
+    draft_blocks=st.integers(1, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_many_together_are_the_replies_alone(
+    seed: int, length: int, kind: str, alike: bool, blocks: int, draft_blocks: int
+) -> None:
+    """F16, G43: preempted, after prefix hits, and with a draft model whose cache is full; greedy and seeded."""
+    target = target_model(seed)
+    proposer = proposers(target, seed if alike else seed + 1)[kind]
+    if isinstance(proposer, DraftModel):
+        proposer = DraftModel(proposer.runner, CacheShape(32, draft_blocks, 4), 1)
+    shape = CacheShape(32, blocks, 4)
+    engine = speculating(target, proposer, FixedDraftLength(length), shape, running=6)
+    requests = [
+        Request((*PROMPT[: 1 + place % 5], place % VOCAB), SamplingParams(float(place % 2), seed=seed), limit=3 * place)
+        for place in range(9)
+    ]
+    expected = [generate(plainly(target, CacheShape.lanes(32)), request)[0] for request in requests]
+    assert together(engine, requests) == expected
+    assert together(engine, requests[::-1]) == expected[::-1]
+    assert engine.stats.cache_used == 0
+    if isinstance(proposer, DraftModel):
+        assert proposer._pool.used == 0, "no block of the draft's cache is lost"
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("taken", range(1, 9))
+def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kind: str, taken: int) -> None:
+    target = target_model()
+    proposer = proposers(target, seed=0)[kind]  # always right, so that tokens wait in the middle of a pass
+    engine = speculating(target, proposer, FixedDraftLength(5))
+    consumer: Iterator[int] = stream(engine, Request(tuple(PROMPT), limit=20))
+    start = list(islice(consumer, taken))
+    consumer.close()  # type: ignore[attr-defined]  # a generator
+    (text,) = kept(engine)
+    assert text[: len(PROMPT) + taken - 1] == [*PROMPT, *start][:-1]
+    assert in_lane(engine.cache, 0, len(text)) == text
+    if isinstance(proposer, DraftModel):
+        known = [node for node in proposer._pool.index.root.children.values()]
+        assert all(in_lane(proposer.cache, node.block, len(node.tokens)) == list(node.tokens) for node in known)
+    follow = [*PROMPT, *start[:-1], 4, 4]
+    assert reply(engine, follow, 10) == reply(plainly(target), follow, 10)
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
+    target = target_model(3)
+    ours, plain = speculating(target, proposers(target, seed=3)["draft"], FixedDraftLength(8)), plainly(target)
+    expected = reply(plain, PROMPT, 12)
+    stop = frozenset((expected[place],))
+    found = []
+    for engine in (ours, plain):
+        tokens, timing = generate(engine, Request(tuple(PROMPT), limit=12, stop_ids=stop))
+        assert tokens == expected[: expected.index(expected[place])]
+        found.append(timing.generated)
+    assert kept(ours) == kept(plain) and found[0] == found[1]
+
+
+def test_a_right_draft_saves_passes_and_the_record_says_so() -> None:
+    target = target_model()
+    engine = speculating(target, proposers(target, seed=0)["draft"], FixedDraftLength(4))
+    tokens, timing = generate(engine, Request(tuple(PROMPT), limit=16))
+    assert len(tokens) == 16
+    assert target.passes == [5, 5, 5, 5], "the prompt, then three passes over a token and four drafts"
+    record = recorded(timing)
+    assert (record.passes, record.acceptance_rate, record.mean_length) == (3, 1.0, 5.0)
+
+
+def recorded(timing: Timing) -> SpeculationStats:
+    assert timing.record is not None
+    return timing.record
+
+
+class Watched(DraftLengthPolicy):
+    """Drafts two tokens, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.plain, self.drafts = 0, 0
+
+    def length(self, room: int, lag: int) -> int:
+        return min(room, 2)
+
+    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
+        self.plain += 1
+
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+        self.drafts += 1
+
+
+def test_every_load_has_a_policy_of_its_own() -> None:
+    """So that drafts stop where a batch makes them lose, and go on when it is over."""
+    target, policies = target_model(), list[Watched]()
+
+    def policy() -> Watched:
+        policies.append(Watched())
+        return policies[-1]
+
+    speculator = ProposerSpeculator(proposers(target)["draft"], policy)
+    engine = Engine(ModelRunner(target), CacheShape.lanes(64, 4), VOCAB, speculator=speculator)
+    reply(engine, PROMPT, 12)
+    alone = policies[0].drafts
+    assert alone > 0 and len(policies) == 1
+    together(engine, [Request((token, 1), limit=12) for token in range(4)])
+    assert len(policies) > 1 and sum(one.drafts for one in policies[1:]) > 4 and policies[0].drafts <= alone + 12
+
+
+class Wrong:
+    """A proposer whose proposals are never the next token."""
+
+    relative_cost, nbytes = 0.1, 0
+
+    def __init__(self, target: PrefixModel) -> None:
+        self.target = target
+
+    def lag(self, sequence: int, text: Sequence[int]) -> int:
+        return 1
+
+    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
+        proposals = []
+        for one in asked:
+            best = int(self.target.logits(tuple(one.text))[:VOCAB].argmax())
+            proposals.append(Proposal([(best + 1) % VOCAB] * one.count))
+        return proposals
+
+    def truncate(self, sequence: int, length: int) -> None:
+        pass
+
+    def end(self, sequence: int, text: Sequence[int]) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("capacity", [2, 5, 64])
+def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
+    target = target_model()
+    proposer = proposers(target)["draft"]
+    shape = CacheShape.lanes(capacity)
+    engine = speculating(target, proposer, FixedDraftLength(4), shape)
+    warm_up(engine)
+    assert kept(engine) == [] and proposer.lag(5, [1]) == 1
+    proposer.end(5, [])
+    assert reply(engine, [1, 2], 9) == reply(plainly(target, shape), [1, 2], 9)
+
+
+def test_wrong_drafts_change_nothing() -> None:
+    target = target_model()
+    engine = speculating(target, Wrong(target), FixedDraftLength(4))
+    tokens, timing = generate(engine, Request(tuple(PROMPT), limit=12))
+    assert tokens == reply(plainly(target), PROMPT, 12)
+    assert recorded(timing).acceptance_rate == 0 and recorded(timing).mean_length == 1
+
+
+def broken(function: Function, when: int) -> Function:
+    """NaN after texts of `when` tokens."""
+    return lambda text: function(text) * (math.nan if len(text) == when else 1)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)], ids=["greedy", "sampled"]
+)
+def test_a_draft_that_is_not_a_number_is_skipped(sampling: SamplingParams) -> None:
+    """F15."""
+    target = target_model()
+    runner = ModelRunner(PrefixModel(broken(random_function(0, VOCAB), 9), VOCAB))
+    engine = speculating(target, DraftModel(runner, CacheShape.lanes(64), 1), FixedDraftLength(3))
+    tokens, timing = generate(engine, Request(tuple(PROMPT), sampling, limit=16))
+    assert tokens == reply(plainly(target), PROMPT, 16, sampling)
+    assert recorded(timing).passes >= 3, "it goes on after the bad step"
+    runner = ModelRunner(PrefixModel(lambda text: torch.full((VOCAB,), math.nan), VOCAB))
+    engine = speculating(target, DraftModel(runner, CacheShape.lanes(64), 1), FixedDraftLength(3))
+    tokens, timing = generate(engine, Request(tuple(PROMPT), sampling, limit=16))
+    assert len(tokens) == 16 and recorded(timing).passes == 0
+
+
+@pytest.mark.parametrize("when", range(6, 12))
+def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_speculation(when: int) -> None:
+    target = PrefixModel(broken(random_function(0, VOCAB), when), VOCAB)
+    counts = []
+    for engine in (plainly(target), speculating(target, proposers(target, 0)["draft"], FixedDraftLength(4))):
+        found: list[int] = []
+        with pytest.raises(ModelError, match="not a number"):
+            found.extend(stream(engine, Request(tuple(PROMPT), limit=20)))
+        counts.append(found)
+    assert counts[0] == counts[1] and len(counts[0]) == when - len(PROMPT)
+
+
+def test_adaptive_lengths_change_no_token() -> None:
+    """F16: on, off, and switching between; those of a seed too."""
+    target = target_model()
+    engine = speculating(target, proposers(target, seed=0)["draft"], AdaptiveDraftLength(0.1))
+    for sampling in (SamplingParams(), SamplingParams(1.0, seed=4)):
+        assert reply(engine, PROMPT, 50, sampling) == reply(plainly(target), PROMPT, 50, sampling)
+
+
+def test_lookup_proposes_what_followed_and_goes_round() -> None:
+    lookup, sampler = PromptLookup(), Sampler(SamplingParams(), VOCAB, CPU)
+
+    def after(text: list[int], count: int, sequence: int = 0) -> list[int]:
+        return lookup.propose([Drafted(sequence, text, count, sampler)])[0].tokens
+
+    assert after([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
+    assert after([1, 2, 3, 4, 1, 2, 3], 6) == [4, 1, 2, 3, 4, 1]
+    assert after([1, 2, 3, 4, 1, 2, 3, 0], 6) == []
+    assert after([5, 6, 7, 5, 6, 8, 5, 6], 1, sequence=1) == [8], "the latest occurrence"
+    assert after([1], 1, sequence=2) == []
+    lookup.end(0, [])
+    assert after([9, 1, 2], 1) == [], "of another text nothing is known"

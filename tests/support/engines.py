@@ -1,0 +1,95 @@
+"""Engines as tests want them: short ways to a reply, and a look at what the cache really holds."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.prefix_index import Node
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.sampling.params import SamplingParams
+
+GREEDY = SamplingParams()
+
+
+def lanes(runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> Engine:
+    """An engine whose sequences have a block each."""
+    return Engine(runner, CacheShape.lanes(context, sequences), runner.config.vocab_size, chunk=chunk)
+
+
+def tokens_of(
+    engine: Engine,
+    prompt: Sequence[int],
+    limit: int | None = 12,
+    sampling: SamplingParams = GREEDY,
+    stop: frozenset[int] = frozenset(),
+) -> list[int]:
+    """One reply; a limit that does not fit is as many as fit."""
+    room = engine.context - len(prompt) + 1
+    limit = None if limit is None else max(min(limit, room), 0)
+    return generate(engine, Request(tuple(prompt), sampling, limit, stop))[0]
+
+
+def drain(engine: Engine) -> dict[int, list[SequenceOutput]]:
+    """Every step until nobody has anything to do: the outputs by sequence, those that say nothing left out."""
+    found: dict[int, list[SequenceOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            found.setdefault(output.sequence, []).append(output)
+    return found
+
+
+def together(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of all, submitted at once."""
+    numbers = [engine.submit(request) for request in requests]
+    outputs = drain(engine)
+    return [[token for output in outputs[number] for token in output.tokens] for number in numbers]
+
+
+def text_of(node: Node) -> list[int]:
+    """The whole text up to a node."""
+    return [] if node.parent is None else [*text_of(node.parent), *node.tokens]
+
+
+def kept(engine: Engine) -> list[list[int]]:
+    """The texts that an engine without sequences keeps: the leaves of its index."""
+    assert not engine.scheduler.has_work
+    texts, waiting = [], [engine.scheduler.pool.index.root]
+    while waiting:
+        node = waiting.pop()
+        waiting += node.children.values()
+        if not node.children and node.tokens:
+            texts.append(text_of(node))
+    return sorted(texts)
+
+
+def in_lane(cache: KVCache, block: int, length: int) -> list[int]:
+    """What a cache of a `PrefixModel` holds in one block: it stores tokens."""
+    found: list[int] = cache.all(0)[0].data[block, 0, :length, 0].long().tolist()
+    return found
+
+
+def whole(model: Transformer, tokens: Tensor, sizes: Sequence[int] = (), kind: torch.dtype | None = None) -> Tensor:
+    """Logits [sequences, n, vocab] after every one of tokens [sequences, n], in passes over `sizes` of them each.
+
+    `kind`: of the cache, None for the model's dtype. Without sizes in one pass.
+    """
+    sequences, count = tokens.shape
+    cache = KVCache(model.config, sequences, count, model.device, kind or model.dtype)
+    rope = Rope(model.config, count, model.device, model.dtype)
+    parts, start = [], 0
+    for size in sizes or (count,):
+        rows = [row[start : start + size].tolist() for row in tokens]
+        chunks = [Chunk(row, start, (index,), len(row)) for index, row in enumerate(rows)]
+        batch = Batch.of(chunks, count, model.device)
+        parts.append(model(batch, rope, cache).view(sequences, len(rows[0]), -1))
+        start += size
+    return torch.cat(parts, dim=1)
