@@ -57,6 +57,7 @@ class Engine:
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
         self.cache = runner.make_cache(shape)
+        runner.rope(shape.context)  # made now, not in the time of the first reply
         self._vocab_size = vocab_size
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")

@@ -98,8 +98,7 @@ class ModelRunner:
         return self.model.nbytes
 
     def make_cache(self, shape: CacheShape) -> KVCache:
-        """An empty cache, and the rotary tables of its positions, so that the first pass need not make them."""
-        self.rope(shape.context)
+        """An empty cache."""
         dtype = cache_dtype(self.kv, self.dtype)
         return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype)
 

@@ -144,12 +144,8 @@ MIXED = [
 
 
 @pytest.mark.parametrize("tokens, preempted", [(512, False), (68, True)], ids=["room", "preempted"])
-def test_replies_together_are_the_replies_alone(
-    pico: ModelRunner, tokens: int, preempted: bool, request: pytest.FixtureRequest
-) -> None:
+def test_replies_together_are_the_replies_alone(pico: ModelRunner, tokens: int, preempted: bool) -> None:
     """G22, G40, G43: greedy and seeded, with penalties, after prefix hits and preemptions."""
-    if pico.kv == "int8":
-        request.applymarker(ONE_ARITHMETIC)
     alone = [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
     engine = paged(pico, tokens)
     assert together(engine, MIXED) == alone
