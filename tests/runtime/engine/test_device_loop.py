@@ -281,7 +281,7 @@ def graphs() -> tuple[int, int, int]:
     engine = Engine(ModelRunner(model, fast=FastPaths(loop=loop)), CacheShape.lanes(64), VOCAB)
     counts = []
     for limit in (1 + STEPS, 1 + STEPS, 1 + 3 * STEPS):
-        outcome(engine, PROMPT, limit)
+        generate(engine, Request(tuple(PROMPT), limit=limit))
         counts.append(len(captures))
     captures.clear()
     del engine
