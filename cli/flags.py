@@ -4,7 +4,7 @@ A parameter of a command that is annotated with one of them stands for all of it
 resolves itself to what `runtime` is asked for. This is the one place where flags become settings.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 import typer
@@ -13,7 +13,7 @@ from mycli.cli import options
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.models.config import Kv
 from mycli.runtime.models.generation_config import GenerationDefaults
-from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.utils.dtypes import FLOATS
 
 _OURS = "the model's"
@@ -89,16 +89,8 @@ class SamplingFlags:
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        recommended: dict[str, Any] = {}
-        if defaults.do_sample is not False:
-            recommended = {name: getattr(defaults, name) for name in names}
-            if defaults.temperature is None:  # only top-p or top-k: it samples at temperature 1, as transformers does
-                recommended["temperature"] = float(bool(defaults.do_sample))
-        given = {name: getattr(self, name) for name in (*names, "seed")}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.logit_bias:
             given["logit_bias"] = options.parse_biases(self.logit_bias)
-        chosen = SamplingParams()
-        for values in (recommended, given):
-            chosen = replace(chosen, **{name: value for name, value in values.items() if value is not None})
-        return chosen
+        return recommended(defaults).with_given(given)

@@ -6,7 +6,8 @@ sampling settings or commands: `Sampler` takes a `GrammarState` as its constrain
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ MAX_DEPTH = 64
 LEXER_FUEL = 200_000  # work to begin with: a{100000000} and (a{1000}){1000} take 0.2 s; the usual 1,000,000 take 4 s
 # Between two tokens of JSON: enough to indent, not enough to fill a context with (some models would).
 WHITESPACE = r"[ \t\r\n]{0,40}"
+_STRICT = {"lenient": False, "coerce_one_of": True}
+_FREE = {**_STRICT, "whitespace_pattern": WHITESPACE}
+# Of a call of a tool: as templates write one.
+_COMPACT = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_MODE = '{"type": "object"}'
 
 
@@ -54,22 +59,119 @@ class _Vocabulary:
         return self._tokenizer.encode(whole, add_special=False)
 
 
-class Grammar:
-    """A JSON schema or regular expression, compiled for one tokenizer; `start` begins a text of it.
+@dataclass(frozen=True)
+class Prelude:
+    """Free text before the constrained one: what a model thinks, up to `close`.
 
-    Made by `from_schema` and `from_regex`, which refuse with UsageError what is not valid, not supported, too large or
-    can match nothing.
+    With `opened` the prompt ends inside it; otherwise it may begin with `open`, or be missing.
     """
 
-    def __init__(self, source: str, kind: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
-        """`source` is a grammar of llguidance, `kind` its name in messages."""
-        llguidance = library()
+    open: str
+    close: str
+    opened: bool = False
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer, whose table of tokens is made once: of a large vocabulary it takes half a second.
+
+    What is not valid, not supported, too large or can match nothing is refused with UsageError. `prelude` is free text
+    that comes first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
+        """Raises UsageError where llguidance is missing, ModelError for a model without end token."""
+        self._library = library()
         if not stop_ids:
             raise ModelError("the model has no end token, so it cannot end a constrained reply", "use another model")
-        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
-        table = llguidance.LLTokenizer(
+        vocabulary = self._library.TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
+        self._table = self._library.LLTokenizer(
             vocabulary, n_vocab=len(tokenizer.vocabulary), eos_token=sorted(stop_ids), slices=None
         )
+        self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
+
+    def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
+        """Of a JSON schema. `source` names it in messages. References are not fetched."""
+        return self._compile(self._schema(text, source, _FREE), source, prelude)
+
+    def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
+        """Of a regular expression that the whole reply must match; no look-around and no back-references."""
+        _check_size(pattern, "regular expression")
+        return self._compile(self._library.LLMatcher.grammar_from_regex(pattern), "regular expression", prelude)
+
+    def lark(self, text: str, prelude: Prelude | None = None) -> "Grammar":
+        """Of a grammar in llguidance's dialect of Lark."""
+        _check_size(text, "grammar")
+        return self._compile(self._library.LLMatcher.grammar_from_lark(text), "grammar", prelude)
+
+    def sequence(
+        self, parts: Sequence[tuple[str, str, str]], most: int | None, source: str, prelude: Prelude | None = None
+    ) -> "Grammar":
+        """One to `most` (None: any number) of `parts`: JSON of a schema (text) between two literal strings.
+
+        The JSON has no blanks but one behind each comma and colon.
+        """
+        grammars = []
+        for index, (before, schema, after) in enumerate(parts):
+            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
+            grammars.append(
+                ({**body, "name": f"part{index}"}, f"{self._literal(before)} @part{index} {self._literal(after)}")
+            )
+        one = " | ".join(f"({rule})" for _, rule in grammars)
+        repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
+        rules = f"start: part{repeat}\npart: {one}"
+        return self._compile(
+            json.dumps({"grammars": [{"lark_grammar": rules}, *(body for body, _ in grammars)]}), source, prelude
+        )
+
+    def _schema(self, text: str, source: str, options: Mapping[str, object]) -> str:
+        _check_size(text, source)
+        try:
+            schema = json.loads(text)
+            if not isinstance(schema, dict):
+                raise ValueError(f"a schema is an object, not a {type(schema).__name__}")
+            if _deeper_than(schema, MAX_DEPTH):
+                raise ValueError(f"nested more than {MAX_DEPTH} deep")
+            return str(self._library.LLMatcher.grammar_from_json_schema(schema, overrides=dict(options)))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
+
+    def _literal(self, text: str) -> str:
+        """`text` in Lark: control tokens by their ids, since their characters are other tokens."""
+        pieces, rest = [], text
+        while rest:
+            places = [(at, -len(token), token) for token in self._control if token and (at := rest.find(token)) >= 0]
+            at, _, token = min(places, default=(len(rest), 0, ""))
+            if at:
+                pieces.append(json.dumps(rest[:at], ensure_ascii=False))
+            if token:
+                pieces.append(f"<[{self._control[token]}]>")
+            rest = rest[at + len(token) :]
+        return " ".join(pieces)
+
+    def _compile(self, source: str, kind: str, prelude: Prelude | None) -> "Grammar":
+        return Grammar(self._after(prelude, source), kind, self._library, self._table)
+
+    def _after(self, prelude: Prelude | None, source: str) -> str:
+        if prelude is None:
+            return source
+        given = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+        body = [{**given[0], "name": "body"}, *given[1:]]
+        if prelude.close in self._control:
+            rules = f"thought: TEXT? {self._literal(prelude.close)}\nTEXT: /(.|\\n)+/"
+        else:
+            rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"
+        whole = "thought" if prelude.opened else f"({self._literal(prelude.open)} thought)?"
+        if not prelude.opened:
+            whole = f"SPACE? {whole}"  # before the opening tag
+        lark = f"start: {whole} SPACE? @body\n{rules}\nSPACE: /[ \\t\\r\\n]{{1,4}}/"
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *body]})
+
+
+class Grammar:
+    """A text that replies must be, compiled for one tokenizer; `start` begins one."""
+
+    def __init__(self, source: str, kind: str, llguidance: Any, table: Any) -> None:
+        """`source` is a grammar of llguidance (`llguidance`) for the tokens of `table`, `kind` its name in messages."""
         limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self.kind = kind
         self._start = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
@@ -85,25 +187,13 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, text: str, source: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        """Of a JSON schema. `source` names it in messages. References are not fetched."""
-        _check_size(text, source)
-        try:
-            schema = json.loads(text)
-            if not isinstance(schema, dict):
-                raise ValueError(f"a schema is an object, not a {type(schema).__name__}")
-            if _deeper_than(schema, MAX_DEPTH):
-                raise ValueError(f"nested more than {MAX_DEPTH} deep")
-            options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": True}
-            grammar = library().LLMatcher.grammar_from_json_schema(schema, overrides=options)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
-        return cls(grammar, source, tokenizer, stop_ids)
+        """`GrammarCompiler.schema` of a compiler for this one."""
+        return GrammarCompiler(tokenizer, stop_ids).schema(text, source)
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        """Of a regular expression that the whole reply must match; no look-around and no back-references."""
-        _check_size(pattern, "regular expression")
-        return cls(library().LLMatcher.grammar_from_regex(pattern), "regular expression", tokenizer, stop_ids)
+        """`GrammarCompiler.regex` of a compiler for this one."""
+        return GrammarCompiler(tokenizer, stop_ids).regex(pattern)
 
     def start(self, sequences: int = 1) -> "GrammarState":
         """A constraint for replies from their beginning."""

@@ -1,6 +1,7 @@
-"""The chain from logits to probabilities: bias, repetition penalty, temperature, top-k, top-p, min-p.
+"""The chain from logits to probabilities: bias, penalties, temperature, top-k, top-p, min-p.
 
-Pure functions, in the order and with the formulas of transformers' logits processors. Does not draw, and does not know
+Pure functions, in the order and with the formulas of transformers' logits processors; presence and frequency penalties
+are those of OpenAI's API. Does not draw, and does not know
 models or text.
 """
 
@@ -23,6 +24,11 @@ def add_bias(logits: Tensor, biases: Sequence[tuple[int, float]]) -> Tensor:
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make tokens of `seen` (bool, the shape of logits) less likely: positive logits / penalty, negative * penalty."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def penalize_counts(logits: Tensor, counts: Tensor, presence: float, frequency: float) -> Tensor:
+    """Logits less `frequency` for each time a token came in the reply (`counts`, of their shape), and `presence` once."""
+    return logits - frequency * counts - presence * (counts > 0)
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
@@ -48,12 +54,19 @@ def keep_min_p(logits: Tensor, share: float) -> Tensor:
     return logits.masked_fill(probabilities < floor, -math.inf)
 
 
-def process(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [rows, vocab] after bias, penalty and, unless greedy, temperature, top-k, top-p, min-p, in this order."""
+def process(
+    logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """Logits [rows, vocab] after bias, penalties and, unless greedy, temperature, top-k, top-p, min-p, in this order.
+
+    `seen` are the tokens of prompt and reply, `counts` how often each came in the reply, where penalties ask for them.
+    """
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
     if seen is not None and sampling.repetition_penalty != 1:
         logits = penalize(logits, seen, sampling.repetition_penalty)
+    if counts is not None:
+        logits = penalize_counts(logits, counts, sampling.presence_penalty, sampling.frequency_penalty)
     if sampling.greedy:
         return logits
     if sampling.temperature != 1:
@@ -67,13 +80,15 @@ def process(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None
     return logits
 
 
-def distribution(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
+def distribution(
+    logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
     """Probabilities [rows, vocab] in the dtype of `logits`: of a token drawn with `sampling`.
 
     Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
     with a logit of NaN or infinity is all NaN.
     """
-    logits = process(logits, sampling, seen)
+    logits = process(logits, sampling, seen, counts)
     if not sampling.greedy:
         return logits.softmax(dim=-1)
     largest, best = logits.max(dim=-1, keepdim=True)

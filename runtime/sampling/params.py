@@ -4,9 +4,11 @@ Knows numbers; does not know logits, models or where the values come from.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mycli.runtime.errors import UsageError
+from mycli.runtime.models.generation_config import GenerationDefaults
 
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
 MAX_BIASES = 1024
@@ -15,8 +17,10 @@ MAX_BIAS = 100
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, repetition_penalty 1; temperature 0 is greedy.
+    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, penalties 0, but repetition_penalty 1.
 
+    Temperature 0 is greedy. `repetition_penalty` scales the logits of tokens in the prompt or the reply;
+    `presence_penalty` is taken from those of tokens in the reply, and `frequency_penalty` once for each time they are.
     `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
     Raises UsageError, naming the option, for a value outside its range.
     """
@@ -28,6 +32,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -36,6 +42,8 @@ class SamplingParams:
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
             "repetition_penalty": (0.01, 10.0),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
         }
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
@@ -52,7 +60,27 @@ class SamplingParams:
                     f"a token id, and between -{MAX_BIAS} and {MAX_BIAS}",
                 )
 
+    def with_given(self, values: Mapping[str, object]) -> "SamplingParams":
+        """These settings with those of `values` that are not None. Raises UsageError, as the class does."""
+        return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked as they are set
+
+    @property
+    def counts_replies(self) -> bool:
+        """Whether a token depends on how often it came in the reply."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+
+def recommended(defaults: GenerationDefaults) -> SamplingParams:
+    """What a model recommends, over greedy."""
+    if defaults.do_sample is False:
+        return SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(defaults, name) for name in names}
+    if defaults.temperature is None:  # only top-p or top-k: it samples at temperature 1, as transformers does
+        values["temperature"] = float(bool(defaults.do_sample))
+    return SamplingParams().with_given(values)

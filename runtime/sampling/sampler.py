@@ -115,6 +115,9 @@ class Sampler:
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
+        self._counts: Tensor | None = None  # of the reply alone
+        if sampling.counts_replies:
+            self._counts = torch.zeros(sequences, vocab_size, device=device)
 
     def observe(self, tokens: Tensor) -> None:
         """Count tokens [sequences, n] of the prompt or the reply towards the repetition penalty."""
@@ -129,7 +132,7 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether a token depends on its logits and the settings alone, and nobody is told."""
-        return self._seen is None and self._constraint is None and self._recorder is None
+        return not self._counted and self._constraint is None and self._recorder is None
 
     @property
     def repeatable(self) -> bool:
@@ -139,6 +142,12 @@ class Sampler:
     def random(self) -> float:
         """The next uniform number."""
         return self._random(1)[0]
+
+    def _count(self, tokens: Tensor) -> None:
+        """Count tokens [sequences, n] of the reply towards presence and frequency penalties."""
+        if self._counts is not None:
+            places = tokens.clamp(max=self._vocab_size - 1)
+            self._counts.scatter_add_(1, places, torch.ones_like(places, dtype=self._counts.dtype))
 
     def sample(self, logits: Tensor) -> Tensor:
         """One token per row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
@@ -153,8 +162,9 @@ class Sampler:
             self._require_numbers(best)
         else:
             self._require_numbers(logits.amax(dim=-1))  # NaN and infinity win every maximum
-            token = self.draw(distribution(logits, self.sampling, self._seen))
+            token = self.draw(distribution(logits, self.sampling, self._seen, self._counts))
         self.observe(token)
+        self._count(token)
         if self._constraint is not None:
             self._constraint.follow(token[:, 0].tolist())
         if self._recorder is not None:
@@ -181,7 +191,12 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
-        return self.sampling.greedy and self._seen is None and not self.sampling.logit_bias
+        return self.sampling.greedy and not self._counted and not self.sampling.logit_bias
+
+    @property
+    def _counted(self) -> bool:
+        """Whether a token depends on those before it beyond its own logits."""
+        return self._seen is not None or self._counts is not None
 
     @property
     def vocab_size(self) -> int:
@@ -195,10 +210,11 @@ class Sampler:
 
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
-        if self._seen is None and self._recorder is None:
+        if not self._counted and self._recorder is None:
             return
         rows = torch.tensor([tokens], device=logits.device)
         self.observe(rows)
+        self._count(rows)
         if self._recorder is not None:
             for index in range(len(tokens)):
                 self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
@@ -227,7 +243,7 @@ class Sampler:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
-            given = process(real, self.sampling, self._after(1, following))
+            given = process(real, self.sampling, self._after(1, following), self._counts_after(1, following))
             shared = self._peek(len(following)) if self.repeatable else None  # of the token that will stand there
             drawn = softmax_draw(given, self._random(1)[0] if shared is None else shared, out)
             if isinstance(drawn, int):
@@ -244,7 +260,8 @@ class Sampler:
         after all but the last, and so on. They are not observed.
         """
         seen = self._after(len(logits), following)
-        return distribution(logits[:, : self._vocab_size], self.sampling, seen)
+        counts = self._counts_after(len(logits), following)
+        return distribution(logits[:, : self._vocab_size], self.sampling, seen, counts)
 
     def _after(self, rows: int, following: Sequence[int]) -> Tensor | None:
         """The tokens that count towards the penalty in each of the rows of `probabilities`."""
@@ -254,6 +271,15 @@ class Sampler:
             for index, token in enumerate(following, start=rows - len(following)):
                 seen[max(index, 0) :, token] = True
         return seen
+
+    def _counts_after(self, rows: int, following: Sequence[int]) -> Tensor | None:
+        """How often each token came in the reply, in each of the rows of `probabilities`."""
+        counts = self._counts
+        if counts is not None and following:
+            counts = counts.repeat(rows, 1)
+            for index, token in enumerate(following, start=rows - len(following)):
+                counts[max(index, 0) :, token] += 1
+        return counts
 
     def draw(self, weights: Tensor) -> Tensor:
         """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].

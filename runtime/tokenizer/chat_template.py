@@ -27,14 +27,32 @@ TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. Raises UsageError for a role outside `Role`: a role is markup, not text."""
+    """One turn of a conversation. Raises UsageError for a role outside `Role`: a role is markup, not text.
+
+    `tool_calls` are what the assistant called: objects with type, and function (name, arguments as an object); a tool's
+    answer says by `name` and `tool_call_id` whose it is. `reasoning` is what the assistant thought before it spoke.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    reasoning: str = ""
+    name: str = ""
+    tool_call_id: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise UsageError(f"message role {self.role!r:.40} is unknown", f"one of: {', '.join(get_args(Role))}")
+
+    def fields(self) -> dict[str, Any]:
+        """What a template sees beside the role, by the names that templates use; nothing that is empty but content."""
+        others = {
+            "tool_calls": [dict(call) for call in self.tool_calls],
+            "reasoning_content": self.reasoning,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"content": self.content, **{key: value for key, value in others.items() if value}}
 
 
 def token_texts(settings: Fields) -> dict[str, str]:
@@ -111,7 +129,7 @@ class ChatTemplate:
 
     def render(
         self,
-        conversations: Sequence[Sequence[Mapping[str, str]]],
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
         tools: Sequence[Sequence[Tool]] | None,
         arguments: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,

@@ -98,10 +98,15 @@ class Tokenizer:
         decoder: Any,
         names: Mapping[str, str],
         template: ChatTemplate | None,
+        response_template: Fields | None = None,
     ) -> None:
-        """`decoder` is the section of tokenizer.json, `names` what `token_texts` found; see `load`."""
+        """`decoder` is the section of tokenizer.json, `names` what `token_texts` found; see `load`.
+
+        `response_template` is what the model says of the parts of its replies, as it stands in the file.
+        """
         self.vocabulary = vocabulary
         self.template = template
+        self.response_template = response_template
         self._encoder = encoder
         self._control = ControlText(added, encoder.normalize)
         self._detokenizer = Detokenizer(vocabulary, {token.id for token in added if token.special}, decoder)
@@ -161,7 +166,16 @@ class Tokenizer:
         for token, found in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
             if found != token.id:
                 raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, but its place is {found}")
-        return cls(encoder, vocabulary, added, raw.values.get("decoder"), token_texts(settings), template)
+        parts = settings.values.get("response_template")
+        return cls(
+            encoder,
+            vocabulary,
+            added,
+            raw.values.get("decoder"),
+            token_texts(settings),
+            template,
+            Fields(parts, "tokenizer_config.json: response_template") if isinstance(parts, dict) else None,
+        )
 
     def _id(self, token: str | None) -> int | None:
         return self.vocabulary.index(token) if token is not None and token in self.vocabulary else None
@@ -224,21 +238,18 @@ class Tokenizer:
         template = self._checked_template(messages, tools, arguments)
         spelled = not allow_special and (
             self._control.spelled_in([tools, arguments])
-            or any(self._control.spelled_in(m.content, m.role == "assistant") for m in messages)
+            or any(self._control.spelled_in(m.fields(), m.role == "assistant") for m in messages)
         )
         if not spelled:
             text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
             _check_texts([text])
             return self._encoder.encode(text, False, plain=False, inside=False)
-        contents = [message.content for message in messages]
-        sentinels = Sentinels.absent_from([*contents, *strings([tools, arguments]), template.source(bool(tools))])
+        contents = [message.fields() for message in messages]
+        sentinels = Sentinels.absent_from([*strings([contents, tools, arguments]), template.source(bool(tools))])
         wrap = partial(self._control.wrap, sentinels=sentinels)
         both = (True, False)  # with the spellings, and with nothing in their place
         conversations = [
-            [
-                {"role": m.role, "content": wrap(m.content, special_only=m.role == "assistant", keep=keep)}
-                for m in messages
-            ]
+            [{"role": m.role, **wrap(m.fields(), special_only=m.role == "assistant", keep=keep)} for m in messages]
             for keep in both
         ]
         tool_lists = None if tools is None else [wrap(tools, keep=keep) for keep in both]
@@ -265,7 +276,7 @@ class Tokenizer:
     ) -> str:
         """The text that the template makes of a conversation: to be looked at, `chat` is what a model is given."""
         template = self._checked_template(messages, tools, arguments)
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [{"role": message.role, **message.fields()} for message in messages]
         tool_lists = None if tools is None else [tools]
         return template.render([conversation], tool_lists, [arguments], add_generation_prompt)[0]
 
@@ -277,7 +288,7 @@ class Tokenizer:
         if not messages:
             raise UsageError("a conversation needs at least one message", "write something first")
         check_arguments(arguments)
-        _check_texts([message.content for message in messages] + list(strings([tools, arguments])))
+        _check_texts(list(strings([[message.fields() for message in messages], tools, arguments])))
         return self.template
 
 

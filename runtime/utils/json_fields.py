@@ -112,6 +112,27 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def strict_json(data: bytes) -> Any:
+    """The JSON value of `data`: UTF-8 without a byte-order mark, no duplicate keys, no NaN or infinity.
+
+    Raises ValueError, which is json.JSONDecodeError where the place is known.
+    """
+    text = data.decode("utf-8")
+    if text.startswith("\ufeff"):
+        raise ValueError("starts with a byte-order mark")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Fields:
     """Strict JSON with an object at the top: no duplicate keys, no NaN, no byte-order mark, bounded size.
 
@@ -122,13 +143,7 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
     if not data.strip():
         raise ModelError(f"{source}: the file is empty", code="pull-again")
     try:
-        text = data.decode("utf-8")
-        if text.startswith("\ufeff"):
-            raise ValueError("starts with a byte-order mark")
-        try:
-            value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        value = strict_json(data)
     except json.JSONDecodeError as error:
         raise ModelError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}", code="pull-again") from None
     except ValueError as error:

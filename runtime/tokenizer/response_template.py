@@ -1,0 +1,242 @@
+"""Where the parts of a reply stand in its text, as data: the `response_template` of transformers, read and checked.
+
+A field is a region between two anchors (literals, or patterns that begin with a literal), what its text is (text, json,
+xml-inline, kv-lines) and how the parsed value becomes the field (`transform`). Follows transformers 5.23,
+`utils/chat_parsing`, but for patterns: a stranger's pattern runs only where it cannot take long (`_checked_pattern`).
+Does not know streams (`runtime.tokenizer.tool_parser`) or which model writes which template (`tool_formats`).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields, strict_json
+
+MAX_PATTERN = 256  # characters
+MAX_ANCHOR = 512  # characters that a pattern may match, and that a stream holds back for one
+MAX_REPEATS = 4  # of a pattern: the work grows with the text to this power, and the text is `MAX_ANCHOR` long
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_CONTENTS = ("text", "json", "xml-inline", "kv-lines")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Where a region begins or ends. `starts` are literals, one of which every match begins with."""
+
+    pattern: re.Pattern[str]
+    starts: tuple[str, ...]
+
+    def find(self, text: str, begin: int, final: bool) -> tuple[re.Match[str] | None, int]:
+        """The first match in `text` from `begin`, and up to where there is certainly none before it.
+
+        Unless `final`, more text may come: what could still become a match is not decided.
+        """
+        found = self.pattern.search(text, begin)
+        if final:
+            return found, len(text)
+        open_end = min((self._undecided(text, begin, start) for start in self.starts), default=len(text))
+        if found is not None and (found.start() < open_end or found.end() < len(text)):
+            return found, found.start()
+        return None, open_end
+
+    def _undecided(self, text: str, begin: int, start: str) -> int:
+        """The first place from which `text` may yet become a match that begins with `start`."""
+        at = text.find(start, max(begin, len(text) - MAX_ANCHOR))
+        if at >= 0 and not (self.pattern.pattern == re.escape(start)):
+            return at
+        for length in range(min(len(start) - 1, len(text) - begin), 0, -1):
+            if text.endswith(start[:length]):
+                return len(text) - length
+        return len(text)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One field of a reply. Without `close` it lasts until it opens again, or to the end."""
+
+    name: str
+    open: Anchor
+    close: Anchor | None
+    content: str = "text"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    transform: Any = None
+    each: bool = False
+
+    def parse(self, text: str, captures: Mapping[str, str]) -> list[Any]:
+        """The values that the text of one region stands for. Raises ValueError for text that is not of its kind."""
+        value = parse_content(text, self.content, self.arguments)
+        if self.transform is None:
+            return [value]
+        if not self.each:
+            return [_transform(self.transform, {**captures, "content": value})]
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise ValueError("not a list of objects")
+        return [_transform(self.transform, {**captures, **item}) for item in value]
+
+
+def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
+    """The value of `text`, which is of `kind`. Raises ValueError."""
+    if kind == "json":
+        return _json(text, arguments)
+    if kind == "xml-inline":
+        return _xml(text, arguments)
+    if kind == "kv-lines":
+        separator = str(arguments.get("kv_sep", ":"))
+        lines = (line.split(separator, 1) for line in text.split(arguments.get("line_sep", "\n")) if separator in line)
+        return {key.strip(): _value(value.strip(), arguments) for key, value in lines}
+    return text.strip() if arguments.get("strip", True) else text
+
+
+def _value(text: str, arguments: Mapping[str, Any]) -> Any:
+    inner = arguments.get("value_parser")
+    if not isinstance(inner, dict):
+        return text
+    return parse_content(text, str(inner.get("name", "text")), inner.get("args") or {})
+
+
+def _json(text: str, arguments: Mapping[str, Any]) -> Any:
+    """JSON, after what models write otherwise: strings in delimiters of their own, and keys without quotes."""
+    captured: list[str] = []
+    for opening, closing in arguments.get("string_delims", ()):
+        parts = text.split(opening) if opening == closing else None
+        if parts is not None:
+            captured += parts[1::2]
+            marks = iter(range(len(captured) - len(parts[1::2]), len(captured)))
+            text = "".join(part if index % 2 == 0 else f"\x01{next(marks)}\x02" for index, part in enumerate(parts))
+            continue
+        while (begin := text.find(opening)) >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
+            captured.append(text[begin + len(opening) : end])
+            text = f"{text[:begin]}\x01{len(captured) - 1}\x02{text[end + len(closing) :]}"
+    if arguments.get("unquoted_keys"):
+        text = re.sub(r"(?<=[{,])\s*(\w+):", r'"\1":', text)
+    for index, value in enumerate(captured):
+        text = text.replace(f"\x01{index}\x02", json.dumps(value))
+    try:
+        return strict_json(text.strip().encode())
+    except ValueError:
+        if arguments.get("allow_non_json"):
+            return text.strip()
+        raise
+
+
+def _xml(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat elements as an object; `tag` is what stands before and after a key, and before and after its value."""
+    before_key, after_key, before_value, after_value = arguments["tag"]
+    found: dict[str, Any] = {}
+    at = 0
+    while (begin := text.find(before_key, at)) >= 0:
+        begin += len(before_key)
+        middle = text.find(after_key, begin)
+        opened = text.find(before_value, middle + len(after_key)) if middle >= 0 else -1
+        end = text.find(after_value, opened + len(before_value)) if opened >= 0 else -1
+        if end < 0:
+            raise ValueError("an element is not closed")
+        value = text[opened + len(before_value) : end].removeprefix("\n").removesuffix("\n")
+        found[text[begin:middle].strip()] = _value(value, arguments)
+        at = end + len(after_value)
+    return found
+
+
+def _transform(shape: Any, values: Mapping[str, Any]) -> Any:
+    """`shape` with each string "{name.key}" replaced by that of `values`. Raises ValueError where there is none."""
+    if isinstance(shape, dict):
+        return {key: _transform(inner, values) for key, inner in shape.items()}
+    if isinstance(shape, list):
+        return [_transform(inner, values) for inner in shape]
+    whole = _PLACEHOLDER.fullmatch(shape) if isinstance(shape, str) else None
+    if whole is None:
+        return shape
+    value: Any = values
+    for key in whole[1].split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise ValueError(f"there is no {whole[1]}")
+        value = value[key]
+    return value
+
+
+def literal(*texts: str) -> Anchor:
+    """One of `texts`, the longest first."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return Anchor(re.compile("|".join(map(re.escape, ordered))), tuple(ordered))
+
+
+def pattern(source: str, *starts: str) -> Anchor:
+    """A regular expression of this program, whose matches begin with one of `starts`."""
+    return Anchor(re.compile(source, re.DOTALL), starts)
+
+
+_SAFE = re.compile(
+    r"(?P<start>(?:[^\\\[\](){}*+?.|^$]|\\[^\w\s])+)"  # literal characters
+    r"(?P<rest>(?:[^\\\[\](){}*+?.|^$]|\\[^\w]|\\[swdn][*+?]?|\[\^?(?:[^\\\[\]]|\\.)+\][*+]?|\(\?P<\w+>(?:\[\^?(?:[^\\\[\]]|\\.)+\]|\\[wd])[*+]\))*)"
+)
+
+
+def _checked_pattern(source: str, raw: Fields, key: str) -> Anchor:
+    """A stranger's pattern, taken if it is literals, classes repeated and named groups of one: no nesting to blow up."""
+    safe = _SAFE.fullmatch(source) if len(source) <= MAX_PATTERN else None
+    if safe is None or len(re.findall(r"[^\\][*+]", source)) > MAX_REPEATS:
+        raise raw.fail(key, "is a pattern that cannot be followed", "it may be literals, classes and named groups")
+    start = re.sub(r"\\(.)", r"\1", safe["start"])
+    try:
+        return pattern(source, start)
+    except re.error as error:
+        raise raw.fail(key, f"is not a regular expression: {error}") from None
+
+
+def _anchor(raw: Fields, key: str) -> Anchor | None:
+    value = raw.values.get(key)
+    if value is not None:
+        texts = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(texts, list)
+            or not texts
+            or not all(isinstance(one, str) and 0 < len(one) <= 256 for one in texts)
+        ):
+            raise raw.fail(key, "must be a string or a list of strings, none empty")
+        return literal(*texts)
+    source = raw.values.get(f"{key}_pattern")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise raw.fail(f"{key}_pattern", "must be a string")
+    return _checked_pattern(source, raw, f"{key}_pattern")
+
+
+def read_response_template(raw: Fields) -> Sequence[Region]:
+    """The regions of a `response_template` that are opened by an anchor; the field without one is what is left over.
+
+    Raises ModelError for what is damaged or cannot be followed.
+    """
+    if raw.values.get("version", 1) != 1:
+        raise raw.fail("version", "is not 1")
+    regions = []
+    fields = raw.object("fields")
+    for name in fields.values:
+        given = fields.object(name)
+        opened, content = _anchor(given, "open"), given.text("content", "text")
+        if content not in _CONTENTS:
+            raise given.fail("content", f"{content!r:.40} is not one of {', '.join(_CONTENTS)}")
+        arguments = dict(given.object("content_args").values)
+        if content == "xml-inline":
+            arguments["tag"] = _tag(given, arguments.get("tag_pattern"))
+        if opened is not None:
+            transform, each = given.values.get("transform"), given.boolean("transform_each", False)
+            regions.append(Region(name, opened, _anchor(given, "close"), content, arguments, transform, each))
+    if not regions:
+        raise ModelError(f"{raw.source}: names no region", "the file may be made for another tool")
+    return regions
+
+
+def _tag(raw: Fields, source: object) -> tuple[str, str, str, str]:
+    """A tag pattern such as `<a=(?P<key>\\w+)>(?P<value>.*?)</a>` as its literals; blanks between them may be skipped."""
+    group = r"\(\?P<(?:key|value)>(?:\\w|\.|\[\^?[^\[\]]*\])[*+]\??\)"
+    parts = re.split(group, source) if isinstance(source, str) else []
+    if len(parts) == 3:
+        after_key, _, before_value = parts[1].partition(r"\s*")
+        plain = [re.sub(r"\\([^\w\s])", r"\1", part) for part in (parts[0], after_key, before_value, parts[2])]
+        if plain[0] and plain[1] and plain[3] and "\\" not in "".join(plain):
+            return plain[0], plain[1], plain[2], plain[3]
+    raise raw.fail("tag_pattern", "is a pattern that cannot be followed", "it may be literals, a key and a value")
