@@ -22,6 +22,7 @@ from mycli.runtime.errors import ExitCode, UsageError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit; made for pipes."),
+    "serve": ("serve", "Serve a model over HTTP, with a page to talk with it."),
     "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
     "eval": ("evaluate", "Score a model on a text, alone or against another."),
     "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),

@@ -46,6 +46,10 @@ REMEDIES: Mapping[str, str] = {
     "larger-windows": "take a larger --ctx",
     "more-tokens-or-less-context": "ask for more with --tokens, or for windows of fewer with --ctx",
     "longer-text-or-less-context": "take a longer text or a smaller --ctx",
+    # of a server
+    "choose-port": "choose another with --port; --port 0 takes any free one",
+    "choose-high-port": "choose a --port above 1023",
+    "choose-host": "choose another --host: 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses",
     # what a machine has
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
     "use-cpu-or-pretend-gpu": "use --device cpu, or --gpu SIZE",

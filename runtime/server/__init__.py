@@ -1,0 +1,1 @@
+"""The HTTP application: one engine behind the protocols that clients speak."""

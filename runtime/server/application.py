@@ -1,0 +1,68 @@
+"""The table of routes and the application around them. A new route is one file and one line here."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.routes.chat_completions import chat_completions
+from mycli.runtime.server.routes.completions import completions
+from mycli.runtime.server.routes.messages import count_tokens, messages
+from mycli.runtime.server.routes.models import list_served, show_served
+from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.routes.responses import responses
+from mycli.runtime.server.routes.status import health, metrics
+from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
+from mycli.runtime.server.service import Service
+from mycli.runtime.server.streaming import JsonResponse
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+ROUTES: Sequence[tuple[str, str, Endpoint]] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("GET", "/v1/models", list_served),
+    ("GET", "/v1/models/{name:path}", show_served),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("POST", "/apply-template", apply_template),
+    ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
+    ("GET", "/", page),
+)
+
+
+def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
+    """The whole application; `log` gets a line for each request, without its text."""
+
+    def bound(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def call(request: Request) -> Response:
+            return await endpoint(service, request)
+
+        return call
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return JsonResponse(error.envelope(request.url.path), error.status, headers=error.headers)
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {
+            404: ("there is no such endpoint", "not_found"),
+            405: ("the method is not allowed", "method_not_allowed"),
+        }
+        message, code = words.get(error.status_code, (error.detail, "invalid_request"))
+        return await refused(request, ApiError(error.status_code, message, code, headers=error.headers))
+
+    routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
+    app = Starlette(routes=routes, exception_handlers={ApiError: refused, HTTPException: unrouted})
+    app.router.redirect_slashes = False
+    return Guard(app, service, log)

@@ -1,0 +1,165 @@
+"""What every request passes before its route: who may come, from where, with what; and a line for the log after it.
+
+Refuses foreign Host and Origin (DNS rebinding, other sites' pages), a missing or wrong key, bodies that are not JSON,
+and everything new while the server drains. The log has no prompt and no key. Knows headers; does not know bodies.
+"""
+
+import hmac
+import ipaddress
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.service import Service
+from mycli.runtime.server.streaming import JsonResponse
+from mycli.runtime.utils.sanitize import one_line
+
+OPEN_PATHS = ("/health", "/")  # no key: a probe, and a page that holds nothing
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SECURITY = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version",
+    "access-control-max-age": "600",
+}
+
+
+def host_of(value: str) -> str:
+    """The name or address in a Host header or an origin, without port and brackets; "" for what is neither."""
+    host = value.rpartition("://")[2]
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@]+))(?::[0-9]{1,5})?", host)
+    return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Guard:
+    """The outermost part of the application."""
+
+    def __init__(self, app: ASGIApp, service: Service, log: Callable[[str], None]) -> None:
+        """`log` gets a line for each request."""
+        self._app, self._service, self._log = app, service, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            return
+        began = time.perf_counter()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope["state"]["request_id"] = request_id
+        status, started = 0, False
+
+        async def reply(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                answer = MutableHeaders(scope=message)
+                for name, value in {**_SECURITY, "x-request-id": request_id, **self._sharing(headers)}.items():
+                    answer.setdefault(name, value)
+            await send(message)
+
+        try:
+            self._check_source(scope, headers)
+            if scope["method"] == "OPTIONS" and "origin" in headers:  # a browser asks whether a page may ask
+                await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, reply)
+                return
+            self._check(scope, headers)
+            await self._app(scope, receive, reply)
+        except ApiError as error:
+            await self._refuse(error, scope, receive, reply)
+        except Exception as error:
+            self._log(f"{request_id} {type(error).__name__}: {one_line(str(error))}")
+            if started:
+                raise
+            await self._refuse(internal_error(), scope, receive, reply)
+        finally:
+            seconds = time.perf_counter() - began
+            path = one_line(scope["path"], 100)
+            self._log(f"{request_id} {scope['method']} {path} {status} {seconds:.3f} s")
+
+    @staticmethod
+    async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        response = JsonResponse(error.envelope(scope["path"]), error.status, headers=error.headers)
+        await response(scope, receive, send)
+
+    def _check_source(self, scope: Scope, headers: Headers) -> None:
+        """Raises ApiError for a request from where none may come."""
+        limits = self._service.settings.limits
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > limits.headers or size > limits.header_bytes:
+            message = f"more than {limits.headers} headers or {limits.header_bytes} bytes of them"
+            raise ApiError(431, message, "headers_too_large")
+        self._check_host(headers)
+        self._check_origin(scope, headers)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raises ApiError for a request of whom may not come, or that no route takes."""
+        limits = self._service.settings.limits
+        if scope["path"] not in OPEN_PATHS:
+            self._check_key(headers)
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                message = f"the body must be application/json, not {kind[:60]!r}"
+                raise ApiError(415, message, "unsupported_media_type")
+            length = headers.get("content-length", "0")
+            if not length.isdecimal() or int(length[:20]) > limits.body_bytes:
+                raise ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "request_too_large")
+            if self._service.draining:
+                retry = {"retry-after": "10"}
+                raise ApiError(503, "the server is shutting down", "shutting_down", headers=retry)
+
+    def _check_host(self, headers: Headers) -> None:
+        """A page of another site whose name was made to point here still says that name."""
+        hosts = headers.getlist("host")
+        host = host_of(hosts[0]) if len(hosts) == 1 else ""
+        known = host == "localhost" or host.endswith(".localhost") or host in self._service.settings.hosts
+        if not known and not _is_address(host):
+            raise ApiError(403, f"the host {host[:100]!r} is not served here", "host_not_allowed")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or origin in self._service.settings.origins:
+            return
+        if origin != f"{scope['scheme']}://{headers.get('host', '')}":
+            raise ApiError(403, f"pages of {origin[:100]!r} may not use this server", "origin_not_allowed")
+
+    def _check_key(self, headers: Headers) -> None:
+        key = self._service.settings.key
+        if key is None:
+            return
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode("latin-1"), key):
+            message = "a key is needed: Authorization: Bearer KEY, or x-api-key" if not given else "the key is wrong"
+            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def _sharing(self, headers: Headers) -> Mapping[str, str]:
+        """What lets a listed page of another site read the answer."""
+        origin = headers.get("origin")
+        if origin is None or origin not in self._service.settings.origins:
+            return {}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "x-request-id",
+            "vary": "origin",
+            "cross-origin-resource-policy": "cross-origin",
+        }

@@ -1,0 +1,99 @@
+"""What is counted for Prometheus: vLLM's names with our own prefix, so that its dashboards need one substitution.
+
+No label and no value comes from a request. Does not know routes or engines beyond their `EngineStats`.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mycli.runtime.server.engine_protocol import EngineStats
+
+PREFIX = "mycli:"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_COUNTS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+
+
+class _Load(Collector):
+    """The engine's own numbers, asked for when they are scraped."""
+
+    def __init__(self, load: Callable[[], EngineStats]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterable[Metric]:
+        load = self._load()
+        gauges = {
+            "num_requests_running": ("Sequences running.", float(load.running)),
+            "num_requests_waiting": ("Sequences waiting.", float(load.waiting)),
+            "kv_cache_usage_perc": ("Share of the cache in use, 0 to 1.", load.cache_usage),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        counters = {
+            "prefix_cache_queries": ("Tokens of prompts looked up in the cache.", load.prefix_queries),
+            "prefix_cache_hits": ("Tokens of prompts found there.", load.prefix_hits),
+            "num_preemptions": ("Sequences put back to be computed again.", load.preemptions),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+class Metrics:
+    """Counters and histograms of one server; methods may be called from any thread."""
+
+    def __init__(self, load: Callable[[], EngineStats]) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        registry.register(_Load(load))
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=_SECONDS, registry=registry)
+
+        def counts(name: str, text: str) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=_COUNTS, registry=registry)
+
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._generated = Counter(PREFIX + "generation_tokens", "Tokens of replies.", registry=registry)
+        self._success = Counter(
+            PREFIX + "request_success", "Sequences that ended.", ["finished_reason"], registry=registry
+        )
+        self._corrupted = Counter(PREFIX + "corrupted_requests", "Sequences that failed.", registry=registry)
+        self._first = seconds("time_to_first_token_seconds", "From the request to its first token.")
+        self._between = seconds("inter_token_latency_seconds", "Between two tokens of a sequence.")
+        self._whole = seconds("e2e_request_latency_seconds", "From the request to its end.")
+        self._decode = seconds("request_decode_time_seconds", "From the first token to the last.")
+        self._per_token = seconds("request_time_per_output_token_seconds", "Mean time of a token after the first.")
+        self._prompt_size = counts("request_prompt_tokens", "Tokens of a prompt.")
+        self._reply_size = counts("request_generation_tokens", "Tokens of a reply.")
+
+    def stepped(self, asked: float, first: float | None, last: float | None, now: float, tokens: int) -> None:
+        """A sequence asked for at `asked` got `tokens`; its first and last before came at `first` and `last`."""
+        self._generated.inc(tokens)
+        if first is None:
+            self._first.observe(now - asked)
+        elif last is not None and tokens:
+            for _ in range(tokens):
+                self._between.observe((now - last) / tokens)
+
+    def ended(
+        self, asked: float, first: float | None, last: float | None, prompt: int, tokens: int, reason: str
+    ) -> None:
+        """A sequence ended for `reason`, one of a few words."""
+        self._success.labels(reason).inc()
+        if reason == "error":
+            self._corrupted.inc()
+        if first is None or last is None:
+            return
+        self._prompt.inc(prompt)
+        self._whole.observe(last - asked)
+        self._decode.observe(last - first)
+        if tokens > 1:
+            self._per_token.observe((last - first) / (tokens - 1))
+        self._prompt_size.observe(prompt)
+        self._reply_size.observe(tokens)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)

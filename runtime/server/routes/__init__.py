@@ -1,0 +1,1 @@
+"""One file for each endpoint, or for those that belong together."""

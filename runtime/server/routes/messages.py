@@ -1,0 +1,263 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's chat over the same engine."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.reply_reader import Piece
+from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
+from mycli.runtime.server.routes.wire import new_id, text_of
+from mycli.runtime.server.schemas import ContentPart, Name, Sampling, Strict, Text, validated
+from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import JsonResponse, answer, event, off_loop, parse_body, read_body
+from mycli.runtime.tokenizer.chat_template import Message, Tool
+
+STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Block(ContentPart):
+    """A block of a message: text, a tool's call or answer, or what was thought."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    name: Annotated[str, Field(max_length=256)] = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: Annotated[str, Field(max_length=256)] = ""
+    content: Text | list[ContentPart] | None = None
+    thinking: Text | None = None
+
+
+class Turn(Strict):
+    """A message of a person or of the assistant."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+
+class InputTool(Strict):
+    """A tool with the schema of its input."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    description: Text | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Strict):
+    """Which tools may be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """Whether the model reasons first, where its template lets it choose."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(Strict):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: Name
+    messages: list[Turn] = Field(min_length=1, max_length=4096)
+    system: Text | list[ContentPart] | None = None
+    tools: list[InputTool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=1 << 31)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(None, max_length=16)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=1 << 31)
+
+
+def _turns(given: CountRequest) -> list[Message]:
+    """The conversation as templates read it: what a tool answered is a message of its own."""
+    found = [] if given.system is None else [Message("system", text_of(given.system, "system"))]
+    names: dict[str, str] = {}
+    for index, turn in enumerate(given.messages):
+        place = f"messages.{index}.content"
+        blocks: Sequence[Block] = (
+            [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        )
+        texts: list[ContentPart] = []
+        thought, calls = "", []
+        for number, block in enumerate(blocks):
+            if block.type == "tool_use":
+                names[block.id] = block.name
+                function = {"name": block.name, "arguments": block.input or {}}
+                calls.append({"type": "function", "id": block.id, "function": function})
+            elif block.type == "tool_result":
+                content = text_of(block.content, f"{place}.{number}.content")
+                name = names.get(block.tool_use_id, "")
+                found.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
+            elif block.type == "thinking":
+                thought += block.thinking or ""
+            elif block.type != "redacted_thinking":
+                texts.append(block)
+        if texts or calls or thought or not blocks:
+            found.append(Message(turn.role, text_of(texts, place), tuple(calls), thought))
+    return found
+
+
+def _tools(given: CountRequest) -> list[Tool]:
+    found: list[Tool] = []
+    for tool in given.tools or ():
+        described = {} if tool.description is None else {"description": tool.description}
+        found.append(
+            {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+        )
+    return found
+
+
+def _arguments(given: CountRequest) -> dict[str, Any]:
+    return {} if given.thinking is None else {"enable_thinking": given.thinking.type != "disabled"}
+
+
+def _ask(given: MessagesRequest) -> ChatAsk:
+    choice = given.tool_choice or ToolChoice(type="auto")
+    if choice.type in ("any", "tool") and not given.tools:
+        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
+    if choice.type == "tool" and choice.name is None:
+        raise ApiError(400, "tool_choice.name: Field required", "missing_required_parameter", param="tool_choice.name")
+    drawn = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    sampling = Sampling.model_validate({**drawn, "stop": given.stop_sequences or None})
+    return ChatAsk(
+        messages=_turns(given),
+        sampling=sampling,
+        tools=_tools(given),
+        choice="required" if choice.type == "any" else choice.type,
+        named=choice.name if choice.type == "tool" else None,
+        parallel=not choice.disable_parallel_tool_use,
+        arguments=_arguments(given),
+        limit=given.max_tokens,
+    )
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """Continue a conversation."""
+    body = await read_body(service, request)
+
+    def prepare() -> tuple[MessagesRequest, Prepared]:
+        given = validated(MessagesRequest, parse_body(body))
+        service.check_model(given.model)
+        return given, prepare_chat(service, _ask(given))
+
+    given, prepared = await off_loop(service, prepare)
+    return await answer(service, request, prepared, MessageRendering(service, prepared), bool(given.stream))
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """How many tokens a conversation is."""
+    body = await read_body(service, request)
+
+    def count() -> int:
+        given = validated(CountRequest, parse_body(body))
+        service.check_model(given.model)
+        none = given.tool_choice is not None and given.tool_choice.type == "none"
+        return len(service.chat_prompt(_turns(given), [] if none else _tools(given), _arguments(given)))
+
+    return JsonResponse({"input_tokens": await off_loop(service, count)})
+
+
+class MessageRendering:
+    """A reply as message, or as the events of its blocks."""
+
+    def __init__(self, service: Service, prepared: Prepared) -> None:
+        self._prompt = prepared.prompt_tokens
+        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.name}
+        self._block, self._kind = -1, ""  # the block that is open, "" for none
+        self._made = self._cached = 0
+        self._end: dict[str, Any] = {}
+
+    def _usage(self) -> dict[str, int]:
+        cached = min(self._cached, self._prompt)
+        counts = {"input_tokens": self._prompt - cached, "output_tokens": self._made}
+        return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+
+    def begin(self) -> Iterable[bytes]:
+        """An empty message."""
+        empty: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+        yield _event("message_start", message=empty)
+
+    def add(self, piece: Piece) -> Iterable[bytes]:
+        """What is new, in its block."""
+        self._count(piece)
+        if piece.reasoning:
+            yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.content:
+            yield from self._enter("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": piece.content})
+        for call in piece.calls:
+            yield from self._leave()
+            block = {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}}
+            yield from self._enter("tool_use", block)
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._leave()
+
+    def finish(self) -> Iterable[bytes]:
+        """Why it ended, and counts."""
+        yield from self._leave()
+        yield _event("message_delta", delta=self._end, usage=self._usage())
+        yield _event("message_stop")
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """The error."""
+        yield _event("error", error=error.fields())
+
+    def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
+        """message."""
+        (reply,) = replies
+        self._count(reply)
+        content: list[dict[str, Any]] = []
+        if reply.reasoning:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+        if reply.content:
+            content.append({"type": "text", "text": reply.content})
+        for call in reply.calls:
+            values = json.loads(call.arguments)
+            content.append({"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": values})
+        return {**self._head, "content": content, **self._end, "usage": self._usage()}
+
+    def _count(self, piece: Piece) -> None:
+        self._made += piece.tokens
+        self._cached = max(self._cached, piece.cached_tokens)
+        if piece.end is not None:
+            self._end = {"stop_reason": STOP_REASONS.get(piece.end, "end_turn"), "stop_sequence": piece.stop}
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
+        if self._kind != kind:
+            yield from self._leave()
+            self._block, self._kind = self._block + 1, kind
+            yield _event("content_block_start", index=self._block, content_block=block)
+
+    def _leave(self) -> Iterable[bytes]:
+        if self._kind:
+            self._kind = ""
+            yield _event("content_block_stop", index=self._block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

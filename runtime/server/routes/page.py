@@ -1,0 +1,36 @@
+"""GET /: the page, one file of this package, which may load nothing from anywhere."""
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.server.service import Service
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The page, and a policy under which only its own script and style run."""
+    text = files("mycli.runtime.server").joinpath("page.html").read_text(encoding="utf-8")
+    hashes = {
+        tag: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        for tag in ("script", "style")
+        if (found := re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL))
+    }
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return text, policy
+
+
+async def page(service: Service, request: Request) -> Response:
+    """The page for a browser."""
+    text, policy = _page()
+    headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-frame-options": "DENY"}
+    return Response(text, media_type="text/html", headers=headers)

@@ -1,0 +1,21 @@
+"""GET /health and /metrics: whether requests are taken, and what was counted."""
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.server.service import Service
+from mycli.runtime.server.streaming import JsonResponse, off_loop
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 while requests are taken; 503 while the server drains, and after the engine has failed."""
+    state = "draining" if service.draining else "failed" if service.worker.failed else "ok"
+    load = service.worker.stats
+    counts = {"running": load.running, "waiting": service.worker.waiting, "cache": round(load.cache_usage, 4)}
+    return JsonResponse({"status": state, **counts}, 200 if state == "ok" else 503)
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(await off_loop(service, service.worker.metrics.text), media_type=CONTENT_TYPE_LATEST)

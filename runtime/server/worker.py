@@ -1,0 +1,251 @@
+"""The threads between requests and engine: one makes tokens, one makes text of them, and nobody waits for a client.
+
+The engine's thread owns the engine: submissions and cancellations reach it between steps. The text thread feeds each
+`ReplyReader` and hands what is new to the event loop of whoever asked, for all sequences of a step at once. Does not
+know protocols.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mycli.runtime.errors import UserError
+from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
+from mycli.runtime.server.engine_protocol import EngineOutput, EngineRequest, ServedEngine
+from mycli.runtime.server.metrics import Metrics
+from mycli.runtime.server.reply_reader import Piece, ReplyReader
+
+MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so long
+
+
+class Delivery:
+    """The pieces of one request on their way to its handler. `put` from any thread, the rest from the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pieces: deque[Piece | ApiError] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, pieces: Sequence[Piece | ApiError]) -> None:
+        """Hand over; dropped where the loop is gone."""
+        try:
+            self._loop.call_soon_threadsafe(self._take, pieces)
+        except RuntimeError:  # closed: the server has ended
+            return
+
+    def fail(self, error: ApiError) -> None:
+        """End the request, from its own loop: its client has gone."""
+        self._take([error])
+
+    def _take(self, pieces: Sequence[Piece | ApiError]) -> None:
+        self._pieces.extend(pieces)
+        if len(self._pieces) > MAX_BEHIND:
+            self._pieces.clear()
+            self._pieces.append(ApiError(503, "the reader of this reply is too slow", "slow_reader"))
+        self._arrived.set()
+
+    async def next(self) -> list[Piece]:
+        """All that has come, at least one. Raises ApiError for a request that failed as a whole."""
+        while not self._pieces:
+            self._arrived.clear()
+            await self._arrived.wait()
+        found: list[Piece] = []
+        while self._pieces:
+            one = self._pieces.popleft()
+            if isinstance(one, ApiError):
+                raise one
+            found.append(one)
+        return found
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One sequence that was asked for, with the times of its life on the clock of time.perf_counter."""
+
+    request: EngineRequest
+    reader: ReplyReader
+    delivery: Delivery
+    asked: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float | None = None
+    sequence: int | None = None  # the engine's number, once it has one
+    over: bool = False
+    tokens: int = 0
+
+
+class EngineWorker:
+    """Runs an engine for many requests at once; `log` is told what went wrong inside."""
+
+    def __init__(self, engine: ServedEngine, most_waiting: int, log: Callable[[str], None]) -> None:
+        self.engine = engine
+        self.metrics = Metrics(lambda: self.stats)
+        self._most_waiting, self._log = most_waiting, log
+        self._lock = threading.Lock()
+        self._tickets: set[Ticket] = set()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[list[tuple[Ticket, EngineOutput | ApiError]] | None] = queue.SimpleQueue()
+        self._by_sequence: dict[int, Ticket] = {}  # the engine thread's
+        self._threads = [
+            threading.Thread(target=self._run_engine, name="engine", daemon=True),
+            threading.Thread(target=self._run_text, name="text", daemon=True),
+        ]
+        self.stats = engine.stats  # after the last step: the engine itself belongs to its thread
+        self.failed = ""  # why no request can be served any more
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End both threads; what is under way is left."""
+        self._orders.put(None)
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    @property
+    def underway(self) -> int:
+        """Sequences that were asked for and have not ended."""
+        return len(self._tickets)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences of which nothing has come yet."""
+        with self._lock:
+            return sum(ticket.first is None for ticket in self._tickets)
+
+    def submit(self, wanted: Sequence[tuple[EngineRequest, ReplyReader]], delivery: Delivery) -> list[Ticket]:
+        """Ask for sequences. Raises ApiError where too many wait, or none can be served."""
+        if self.failed:
+            raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
+        tickets = [Ticket(request, reader, delivery) for request, reader in wanted]
+        with self._lock:
+            waiting = sum(ticket.first is None for ticket in self._tickets)
+            if waiting and waiting + len(tickets) > self._most_waiting:
+                message = f"{waiting} sequences are waiting, the most that may"
+                raise ApiError(429, message, "queue_full", headers={"retry-after": "5"})
+            self._tickets.update(tickets)
+        self._orders.put(lambda: self._enter(tickets))
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Forget sequences whose client has gone."""
+        left = [ticket for ticket in tickets if not ticket.over]
+        if left:
+            self._orders.put(lambda: self._leave(left))
+
+    def cancel_all(self) -> None:
+        """Forget everything: the server ends."""
+        with self._lock:
+            tickets = list(self._tickets)
+        error = ApiError(503, "the server is shutting down", "shutting_down")
+        self._orders.put(lambda: self._fail(tickets, error))
+
+    # The engine's thread
+
+    def _run_engine(self) -> None:
+        while True:
+            orders = [] if self.engine.has_work else [self._orders.get()]
+            orders += [self._orders.get() for _ in range(self._orders.qsize())]  # no more: a step must come, too
+            for order in orders:
+                if order is None:
+                    self._steps.put(None)
+                    return
+                order()
+            if self.engine.has_work:
+                self._step()
+            self.stats = self.engine.stats
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # a bug, or a lost device: these replies have failed, the server lives
+            self._log(f"the engine failed: {type(error).__name__}: {error}")
+            if type(error).__name__ == "AcceleratorError":  # of torch: nothing works after it
+                self.failed = str(error).splitlines()[0][:200]
+            self._fail(list(self._by_sequence.values()), internal_error())
+            return
+        found: list[tuple[Ticket, EngineOutput | ApiError]] = []
+        for output in outputs:
+            ticket = self._by_sequence.get(output.sequence)
+            if ticket is not None:
+                found.append((ticket, output))
+                if output.finish_reason is not None:
+                    del self._by_sequence[output.sequence]
+        if found:
+            self._steps.put(found)
+
+    def _enter(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.over:
+                continue
+            try:
+                ticket.sequence = self.engine.submit(ticket.request)
+                self._by_sequence[ticket.sequence] = ticket
+            except UserError as error:
+                self._fail([ticket], from_user_error(error))
+            except Exception as error:  # a bug; the thread must live
+                self._log(f"the engine failed: {type(error).__name__}: {error}")
+                self._fail([ticket], internal_error())
+
+    def _leave(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
+                self.engine.cancel(ticket.sequence)
+            self._end(ticket, "cancelled")
+
+    def _fail(self, tickets: Sequence[Ticket], error: ApiError) -> None:
+        """End sequences with an error, through the text thread, so that it comes after what was made."""
+        for ticket in tickets:
+            if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
+                self.engine.cancel(ticket.sequence)
+        self._steps.put([(ticket, error) for ticket in tickets])
+
+    def _end(self, ticket: Ticket, reason: str) -> None:
+        with self._lock:
+            if ticket.over:
+                return
+            ticket.over = True
+            self._tickets.discard(ticket)
+        self.metrics.ended(ticket.asked, ticket.first, ticket.last, len(ticket.request.prompt), ticket.tokens, reason)
+
+    # The text thread
+
+    def _run_text(self) -> None:
+        while (step := self._steps.get()) is not None:
+            news: dict[Delivery, list[Piece | ApiError]] = {}
+            for ticket, output in step:
+                if not ticket.over:
+                    news.setdefault(ticket.delivery, []).append(self._read(ticket, output))
+            for delivery, pieces in news.items():
+                delivery.put(pieces)
+
+    def _read(self, ticket: Ticket, output: EngineOutput | ApiError) -> Piece | ApiError:
+        """What one output means to the client."""
+        if isinstance(output, ApiError):
+            self._end(ticket, "error")
+            return output
+        now = time.perf_counter()
+        if output.tokens or output.finish_reason is not None:
+            self.metrics.stepped(ticket.asked, ticket.first, ticket.last, now, len(output.tokens))
+            ticket.first, ticket.last = ticket.first or now, now
+            ticket.tokens += len(output.tokens)
+        try:
+            piece = ticket.reader.feed(output)
+        except Exception as error:  # a bug in reading one reply is no reason to lose the others
+            self._log(f"a reply could not be read: {type(error).__name__}: {error}")
+            self.cancel([ticket])
+            return internal_error()
+        if piece.end is not None:
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self._orders.put(lambda: self._forget(ticket))
+            self._end(ticket, "stop" if piece.end == "stop_string" else piece.end)
+        return piece
+
+    def _forget(self, ticket: Ticket) -> None:
+        if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
+            self.engine.cancel(ticket.sequence)
