@@ -1,0 +1,46 @@
+"""A server of pico for all tests of this folder, and one whose replies are scripted."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.generate import Session
+from mycli.runtime.server.session_engine import SessionEngine
+from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.utils.dtypes import FLOATS
+from tests.support.paths import PICO
+from tests.support.served import ScriptedEngine, Served, serving
+
+Scripted = Callable[..., AbstractContextManager[Served]]
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    folder = ModelFolder.open(PICO)
+    return LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(folder.config))
+
+
+@pytest.fixture(scope="session")
+def served(loaded: LoadedModel) -> Iterator[Served]:
+    """Pico, as `mycli serve pico` serves it, under a second name, too."""
+    engine = SessionEngine(loaded, Session(loaded.runner, 512))
+    with serving(loaded, engine, ServerSettings(("pico", "alias/of-it"))) as found:
+        yield found
+
+
+@pytest.fixture
+def scripted(loaded: LoadedModel) -> Scripted:
+    """A server that answers with a given text: scripted(text, engine=..., settings=...)."""
+
+    def start(
+        text: str = "", *, model: LoadedModel | None = None, settings: ServerSettings | None = None, **engine: object
+    ) -> AbstractContextManager[Served]:
+        chosen = model or loaded
+        ids = chosen.tokenizer.encode(text, add_special=False, allow_special=True)
+        return serving(chosen, ScriptedEngine(lambda request: ids, **engine), settings)  # type: ignore[arg-type]  # passed on
+
+    return start

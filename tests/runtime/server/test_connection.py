@@ -1,0 +1,105 @@
+"""Sockets that are slow, idle or too many."""
+
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.server.connection import listen
+from mycli.runtime.server.settings import Limits, ServerSettings
+from tests.runtime.server.conftest import Scripted
+from tests.support.served import Served
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+
+
+def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
+    """Send `begin`, then a byte now and then; what the server says before it closes."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
+        link.sendall(begin)
+        end = time.monotonic() + seconds
+        link.settimeout(0.05)
+        while time.monotonic() < end:
+            try:
+                if part := link.recv(4096):
+                    return part
+                return b"closed"
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                return b"closed"
+            try:
+                link.sendall(drop)
+            except ConnectionError:
+                return b"closed"
+    return b""
+
+
+@pytest.mark.parametrize(
+    "begin, drop", [(b"", b"G"), (b"GET / HTTP/1.1\r\n", b"x"), (HEAD, b" ")], ids=["line", "head", "body"]
+)
+def test_g8_a_slow_request_is_given_up(scripted: Scripted, begin: bytes, drop: bytes) -> None:
+    """A byte now and then does not extend the deadline."""
+    limits = Limits(header_seconds=0.4, body_seconds=0.4)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
+        answer = dribble(served, begin, drop, 15)
+        assert answer.startswith(b"HTTP/1.1 408") or answer == b"closed"
+        assert served.ask("GET", "/health").status == 200
+
+
+def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scripted) -> None:
+    limits = Limits(header_seconds=0.4)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.port), timeout=15) as link:
+            for _ in range(3):  # it may rest between whole requests for longer than a head may take
+                link.sendall(request)
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += link.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200")
+                time.sleep(0.5)
+            link.sendall(b"GET /he")
+            parts = b""
+            while part := link.recv(4096):
+                parts += part
+            assert parts == b"" or parts.startswith(b"HTTP/1.1 408")
+
+
+def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
+    """The deadlines are for what a client sends, not for what it waits for."""
+    limits = Limits(header_seconds=0.2, body_seconds=0.2)
+    with scripted("a b c d e f g h i j k l", settings=ServerSettings(("pico",), limits=limits), pause=0.05) as served:
+        assert served.chat().status == 200 and served.chat(stream=True).body.endswith(b"[DONE]\n\n")
+
+
+def test_g35_idle_sockets_do_not_keep_others_out_for_good(scripted: Scripted) -> None:
+    """One too many is told so; when the idle ones are gone, or given up, it is let in."""
+    limits = Limits(connections=20, header_seconds=1.0)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served, ExitStack() as links:
+        for _ in range(20):
+            links.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+        time.sleep(0.2)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as late:
+            assert late.recv(4096).startswith(b"HTTP/1.1 503")
+        end = time.monotonic() + 20
+        while True:
+            try:
+                if served.ask("GET", "/health").status == 200:
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_g29_a_place_that_cannot_be_listened_at() -> None:
+    with listen("127.0.0.1", 0) as first, pytest.raises(ResourceError, match="is in use") as busy:
+        listen("127.0.0.1", first.getsockname()[1])
+    assert busy.value.code == "choose-port"
+    with pytest.raises(UsageError, match="not an address"):
+        listen("no such host", 0)
+    with pytest.raises(ResourceError, match="not an address of this machine"):
+        listen("192.0.2.1", 0)

@@ -1,0 +1,373 @@
+"""Requests that are wrong, hostile or from elsewhere: each is refused with an error that says what is at fault."""
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from mycli.runtime.server.application import ROUTES
+from mycli.runtime.server.guard import OPEN_PATHS, host_of
+from mycli.runtime.server.settings import Limits, ServerSettings
+from tests.runtime.server.conftest import Scripted
+from tests.support.served import JSON, Served
+
+CHAT = "/v1/chat/completions"
+KEY = "s3cret-key"
+
+
+def raw(served: Served, data: bytes, seconds: float = 20) -> bytes:
+    """What comes back for bytes on a socket, to its end."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
+        link.sendall(data)
+        link.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := link.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "host, allowed",
+    [
+        ("localhost", True),
+        ("127.0.0.1:8080", True),
+        ("[::1]:80", True),
+        ("192.168.1.7", True),
+        ("page.localhost:1", True),
+        ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8080", False),
+        ("user@127.0.0.1", False),
+        ("127.0.0.1:8080, evil.example", False),
+        ("", False),
+        ("a" * 5000, False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_g2_a_foreign_host_is_refused(served: Served, host: str, allowed: bool) -> None:
+    answer = served.ask("GET", "/v1/models", headers={"Host": host})
+    assert answer.status == (200 if allowed else 403)
+    assert allowed or answer.error["code"] == "host_not_allowed"
+
+
+def test_g2_two_hosts_are_none(served: Served) -> None:
+    data = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    assert raw(served, data).split()[1] in (b"400", b"403")
+
+
+@pytest.mark.parametrize("origin", ["null", "http://evil.example", "http://localhost", "https://127.0.0.1"])
+def test_g3_g37_a_foreign_page_may_not_ask_nor_read(served: Served, origin: str) -> None:
+    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("OPTIONS", CHAT)):
+        answer = served.ask(method, path, b"{}" if method == "POST" else None, {"Origin": origin})
+        assert answer.status == 403 and answer.error["code"] == "origin_not_allowed"
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
+    with scripted("Hi", settings=ServerSettings(("pico",), origins=("https://a.example",))) as served:
+        listed = {"Origin": "https://a.example"}
+        asked = served.ask("OPTIONS", CHAT, None, {**listed, "Access-Control-Request-Method": "POST"})
+        assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        answer = served.ask("GET", "/v1/models", None, listed)
+        assert answer.status == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "access-control-allow-credentials" not in answer.headers
+        assert served.ask("GET", "/v1/models", None, {"Origin": "https://b.example"}).status == 403
+        own = {"Origin": f"http://127.0.0.1:{served.port}"}
+        assert served.ask("GET", "/v1/models", None, own).status == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_g4_a_form_of_another_site_is_no_json(served: Served, kind: str) -> None:
+    answer = served.ask("POST", CHAT, b"{}", {"content-type": kind})
+    assert answer.status == 415 and answer.error["code"] == "unsupported_media_type"
+
+
+@pytest.fixture
+def keyed(scripted: Scripted) -> Any:
+    with scripted("Hi", settings=ServerSettings(("pico",), key=KEY.encode())) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {KEY}"},
+        {"x-api-key": ""},
+        {"x-api-key": KEY + "x"},
+        {"x-api-key": "clé".encode().decode("latin-1")},
+        {"authorization": "Bearer " + "k" * 30_000},
+    ],
+    ids=lambda headers: json.dumps(headers)[:30],
+)
+def test_g5_without_the_key_nobody_comes_in(keyed: Served, headers: dict[str, str]) -> None:
+    answer = keyed.ask("GET", "/v1/models", headers=headers)
+    assert answer.status == 401 and answer.error["type"] == "authentication_error"
+    assert answer.headers["www-authenticate"] == "Bearer" and KEY not in answer.body.decode()
+
+
+def test_g5_the_key_is_taken_in_both_forms(keyed: Served) -> None:
+    for headers in ({"authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
+        assert keyed.ask("GET", "/v1/models", headers=headers).status == 200
+    assert KEY not in "\n".join(keyed.log)
+
+
+def test_g6_the_key_covers_every_route(keyed: Served) -> None:
+    """But the probe, and the page, which holds nothing and asks for the key."""
+    for method, path, _ in ROUTES:
+        answer = keyed.ask(method, path.replace("{name:path}", "pico"), b"{}" if method == "POST" else None)
+        assert answer.status == (200 if path in OPEN_PATHS else 401), path
+    assert keyed.ask("GET", "/nowhere").status == 401
+    assert set(OPEN_PATHS) == {"/health", "/"}
+
+
+def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> None:
+    limits = Limits(body_bytes=10_000)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        told = raw(served, f"{head}Content-Length: 99999999\r\n\r\n{{".encode())
+        assert told.split()[1] == b"413"
+        chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+        assert raw(served, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5).split()[1] == b"413"
+        assert served.chat(max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"Connection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+        b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: localhost\n bad\r\n\r\n",
+    ],
+    ids=["many", "long", "chunk", "lengths", "negative", "tls", "version", "h2", "fold"],
+)
+def test_g10_what_is_no_request_is_refused(served: Served, data: bytes) -> None:
+    answer = raw(served, data)
+    assert answer.split()[1] in (b"400", b"403", b"404", b"413", b"415", b"431", b"405"), answer[:200]
+    assert served.ask("GET", "/health").status == 200
+
+
+def test_g10_a_second_request_is_not_smuggled(served: Served) -> None:
+    """Both lengths given: one request, refused or read one way, and never two answers."""
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    data = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        + str(5 + len(inner)).encode()
+        + b"\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n0\r\n\r\n"
+        + inner
+    )
+    assert raw(served, data).count(b"HTTP/1.1 ") <= 1
+
+
+BODIES: dict[str, bytes] = {
+    "empty": b"",
+    "blank": b"  ",
+    "broken": b'{"model": "pico"',
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep-object": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "long-integer": b'{"model": "pico", "n": ' + b"9" * 5000 + b"}",
+    "not-utf8": b'{"model": "\xff"}',
+    "bom": b'\xef\xbb\xbf{"model": "pico"}',
+    "twice": b'{"model": "pico", "model": "pico"}',
+    "nan": b'{"model": "pico", "temperature": NaN}',
+    "infinity": b'{"model": "pico", "temperature": -Infinity}',
+    "huge-float": b'{"model": "pico", "temperature": 1e999}',
+    "nan-inside": b'{"model": "pico", "metadata": {"a": NaN}}',
+    "list": b"[]",
+    "null": b"null",
+    "string": b'"x"',
+}
+PATHS = [path for method, path, _ in ROUTES if method == "POST"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", BODIES)
+def test_g11_g12_what_is_no_json_object_is_refused(served: Served, path: str, name: str) -> None:
+    answer = served.ask("POST", path, BODIES[name])
+    assert answer.status == 400, answer.body[:300]
+    if path.startswith("/v1/messages"):
+        assert answer.json["type"] == "error"
+    assert answer.error["type"] == "invalid_request_error" and len(answer.body) < 1000
+
+
+def good(**fields: Any) -> dict[str, Any]:
+    return {"model": "pico", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **fields}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"model": "pico", "prompt": "Hi", "max_tokens": 1, **fields}
+
+
+SCHEMA_OF = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bool-as-int": (CHAT, good(n=True), "n"),
+    "bool-as-number": (CHAT, good(temperature=True), "temperature"),
+    "string-as-number": (CHAT, good(temperature="0.5"), "temperature"),
+    "float-as-int": (CHAT, good(max_tokens=1.5), "max_tokens"),
+    "n-0": (CHAT, good(n=0), "n"),
+    "n-large": (CHAT, good(n=10**9), "n"),
+    "top-logprobs": (CHAT, good(logprobs=True, top_logprobs=21), "top_logprobs"),
+    "top-logprobs-alone": (CHAT, good(top_logprobs=2), "top_logprobs"),
+    "logprobs": ("/v1/completions", text(logprobs=10**6), "logprobs"),
+    "best-of": ("/v1/completions", text(best_of=5), "best_of"),
+    "suffix": ("/v1/completions", text(suffix="x"), "suffix"),
+    "max-tokens-negative": (CHAT, good(max_tokens=-1), "max_tokens"),
+    "max-tokens-0": ("/v1/completions", text(max_tokens=0), "max_tokens"),
+    "temperature-3": (CHAT, good(temperature=3), "temperature"),
+    "top-p-2": (CHAT, good(top_p=2), "top_p"),
+    "seed-large": (CHAT, good(seed=1 << 64), "seed"),
+    "stop-empty": (CHAT, good(stop=""), "stop"),
+    "stop-many": (CHAT, good(stop=["a"] * 17), ""),
+    "stop-long": (CHAT, good(stop="a" * 300), "stop"),
+    "bias-infinite-key": (CHAT, good(logit_bias={"x": 1}), "logit_bias"),
+    "bias-large": (CHAT, good(logit_bias={"1": 1000}), "logit_bias"),
+    "bias-unknown": (CHAT, good(logit_bias={"4097": 1}), "logit_bias"),
+    "bias-many": (CHAT, good(logit_bias={str(i): 1 for i in range(2000)}), "logit_bias"),
+    "no-messages": (CHAT, {"model": "pico"}, "messages"),
+    "empty-messages": (CHAT, good(messages=[]), "messages"),
+    "no-model": (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, "model"),
+    "role": (CHAT, good(messages=[{"role": "root", "content": "Hi"}]), "messages.0.role"),
+    "surrogate": (CHAT, good(messages=[{"role": "user", "content": "\ud800"}]), "messages.0.content"),
+    "image": (CHAT, good(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages.0.content.0.type"),
+    "file": (CHAT, good(messages=[{"role": "user", "content": [{"type": "file"}]}]), "messages.0.content.0.type"),
+    "template": (CHAT, good(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs"),
+    "tokenize": (CHAT, good(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
+    "choice-without-tools": (CHAT, good(tool_choice="required"), "tool_choice"),
+    "options-without-stream": (CHAT, good(stream_options={"include_usage": True}), "stream_options"),
+    "functions": (CHAT, good(functions=[]), "functions"),
+    "no-schema": (CHAT, good(response_format={"type": "json_schema"}), "response_format"),
+    "ids": ("/v1/completions", text(prompt=[[4096]]), "prompt"),
+    "ids-negative": ("/v1/completions", text(prompt=[-1]), "prompt"),
+    "ids-mixed": ("/v1/completions", text(prompt=[1, "a"]), "prompt"),
+    "empty-prompt": ("/v1/completions", text(prompt=[]), "prompt"),
+    "empty-ids": ("/v1/completions", text(prompt=[[]]), "prompt"),
+    "long": (CHAT, good(messages=[{"role": "user", "content": "Hello! " * 2000}]), "messages"),
+    "stored": ("/v1/responses", {"model": "pico", "input": "x", "previous_response_id": "r"}, "previous_response_id"),
+    "detokenize": ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    "both": ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, ""),
+    "anthropic-limit": (
+        "/v1/messages",
+        {"model": "pico", "messages": [{"role": "user", "content": "x"}]},
+        "max_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_g13_g14_g18_what_cannot_be_is_refused_by_name(served: Served, name: str) -> None:
+    path, body, param = WRONG[name]
+    answer = served.ask("POST", path, json.dumps(body).encode())
+    assert answer.status == 400, answer.body[:300]
+    assert (answer.error["param"] or "").startswith(param) and len(answer.body) < 1000
+
+
+def test_g13_fields_that_nobody_knows_are_ignored(served: Served) -> None:
+    assert served.ask("POST", CHAT, good(some_field={"a": [1]}, user="me", store=False)).status == 200
+
+
+def test_g15_a_model_that_is_not_served(served: Served) -> None:
+    for name in ("gpt-5", "../pico", "pico ", "PICO"):
+        assert served.ask("POST", CHAT, good(model=name)).error["code"] == "model_not_found"
+    assert served.ask("GET", "/v1/models/other").status == 404
+    assert served.ask("GET", "/v1/models/alias/of-it").status == 200
+
+
+def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", "/..%2f..%2fetc/passwd", 404),
+    ):
+        answer = served.ask(method, path, b"{}" if method == "POST" else None)
+        assert answer.status == status and answer.error
+
+
+SCHEMAS: dict[str, Any] = {
+    "remote-ref": {"$ref": "http://127.0.0.1:1/schema.json"},
+    "file-ref": {"$ref": "file:///etc/passwd"},
+    "missing-ref": {"$ref": "#/$defs/none"},
+    "type": {"type": "nothing"},
+    "unsatisfiable": {"type": "integer", "minimum": 5, "maximum": 1},
+    "false": {"not": {}},
+    "redos": {"type": "string", "pattern": "(a+)+$(b"},
+    "look-around": {"type": "string", "pattern": "(?=a)b"},
+    "required-huge": {"type": "object", "properties": {"a": {"const": "x" * 70_000}}},
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_g17_a_hostile_schema_is_refused_before_anything_runs(served: Served, name: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+    answer = served.ask("POST", CHAT, good(response_format=form), seconds=30)
+    assert answer.status == 400 and answer.error["param"] == "response_format", answer.body[:300]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": SCHEMAS[name]}}}}
+    called = served.ask("POST", CHAT, good(tools=[tool], tool_choice="required"), seconds=30)
+    assert called.status in (200, 400)
+    served.idle()
+
+
+def test_g17_a_deep_schema_is_refused(served: Served) -> None:
+    deep = '{"type":"object","properties":{"a":' * 300 + "{}" + "}}" * 300
+    body = json.dumps(good(response_format=SCHEMA_OF)).replace('{"type": "object"}', deep)
+    answer = served.ask("POST", CHAT, body.encode())
+    assert answer.status == 400 and answer.error["code"] in ("invalid_value", "invalid_json")
+
+
+@pytest.mark.parametrize("name", ["quotes", "long", "unicode", "empty"])
+def test_g38_odd_tools_are_answered_or_refused(served: Served, name: str) -> None:
+    text = {"quotes": "\"'\\<|im_end|>{{ x }}", "long": "d" * 100_000, "unicode": "日本👩‍👩‍👧\u2028", "empty": ""}[name]
+    function = {
+        "name": "f",
+        "description": text,
+        "parameters": {"type": "object", "properties": {text: {"enum": [text]}}},
+    }
+    answer = served.ask("POST", CHAT, good(tools=[{"type": "function", "function": function}], tool_choice="auto"))
+    assert answer.status in (200, 400)
+    named = {"type": "function", "function": {"name": text}}
+    assert served.ask("POST", CHAT, good(tools=[named])).status == 400
+    assert served.ask("GET", "/health").status == 200
+
+
+def test_g31_a_request_id_is_kept_if_it_is_one(served: Served) -> None:
+    assert served.ask("GET", "/health", headers={"x-request-id": "abc-1.2_3"}).headers["x-request-id"] == "abc-1.2_3"
+    for bad in ("a" * 200, "a b", "é".encode().decode("latin-1"), "<script>"):
+        given = served.ask("GET", "/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert given != bad and given.startswith("req_")
+
+
+def test_g30_g32_neither_the_log_nor_the_metrics_hold_a_prompt(served: Served) -> None:
+    secret = "zanzibar-4711"
+    served.ask("POST", CHAT, good(messages=[{"role": "user", "content": secret}], user=secret))
+    served.ask("POST", CHAT, good(messages=[{"role": "user", "content": secret}], temperature=9))
+    served.ask("GET", f"/v1/models/{secret[:4]}%0aforged")
+    metrics = served.ask("GET", "/metrics").body.decode()
+    assert secret not in metrics and secret not in "\n".join(served.log)
+    assert not [line for line in served.log if "\n" in line]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"):
+        assert f"mycli:{name}" in metrics
+    assert "mycli:time_to_first_token_seconds_bucket" in metrics
+    assert 'mycli:request_success_total{finished_reason="length"}' in metrics
+
+
+def test_the_host_of_a_header_is_read() -> None:
+    assert [host_of(one) for one in ("A.b:1", "[::1]", "x.", "a/b", "http://c:80", "a:b", "[x]")] == [
+        "a.b", "::1", "x", "", "c", "", "",
+    ]  # fmt: skip
+
+
+def test_answers_are_not_sniffed_nor_cached_by_others(served: Served) -> None:
+    headers = served.ask("GET", "/v1/models").headers
+    assert headers["x-content-type-options"] == "nosniff" and headers["content-type"] == JSON["content-type"]

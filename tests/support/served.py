@@ -1,0 +1,202 @@
+"""A server for tests, on a port of its own, in threads of this process; and an engine whose replies are scripted.
+
+Knows how the parts of the server are put together, as `mycli serve` does it. Does not know what is tested.
+"""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.server.application import application
+from mycli.runtime.server.connection import DrainingServer, listen
+from mycli.runtime.server.engine_protocol import EngineOutput, EngineRequest, EngineStats, ServedEngine
+from mycli.runtime.server.service import Service
+from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.worker import EngineWorker
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Answer:
+    """Status, headers in lower case and body of a response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as a value."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in the body, which has all four fields."""
+        found: dict[str, Any] = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"} and found["message"]
+        return found
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream of events, without the mark of the end."""
+        lines = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    port: int
+    service: Service
+    server: DrainingServer
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, seconds: float = 60
+    ) -> Answer:
+        """One request; `body` bytes as they are, anything else as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, {**(JSON if data is not None else {}), **(headers or {})})
+            response = connection.getresponse()
+            given = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, given, response.read())
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "What is the capital of Japan?", **fields: Any) -> Answer:
+        """A question to the model, drawn greedily unless said otherwise."""
+        messages = [{"role": "user", "content": text}]
+        return self.ask(
+            "POST", "/v1/chat/completions", {"model": "pico", "messages": messages, "temperature": 0, **fields}
+        )
+
+    def idle(self, seconds: float = 20) -> None:
+        """Wait until nothing is under way, in the worker and in its engine."""
+        end = time.monotonic() + seconds
+        while self.service.worker.underway or self.service.worker.stats.running or self.service.worker.stats.waiting:
+            assert time.monotonic() < end, "something is still under way"
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(loaded: LoadedModel, engine: ServedEngine, settings: ServerSettings | None = None) -> Iterator[Served]:
+    """A server of `engine` while the context lasts."""
+    settings = settings or ServerSettings(("pico",))
+    listener = listen("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # one who does not read shows at once
+    lines: list[str] = []
+    worker = EngineWorker(engine, settings.limits.waiting, lines.append)
+    service = Service(settings, loaded, worker, 1_700_000_000)
+
+    def drain() -> None:
+        service.draining = True
+
+    app = application(service, lines.append)
+    server = DrainingServer(app, settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all)
+    worker.start()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield Served(listener.getsockname()[1], service, server, lines)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        worker.stop()
+        service.close()
+        assert not thread.is_alive()
+
+
+Script = Callable[[EngineRequest], Sequence[int]]
+
+
+@dataclass
+class _Turn:
+    sequence: int
+    request: EngineRequest
+    left: list[int]
+
+
+class ScriptedEngine:
+    """An engine whose replies are known before: `script` gives the tokens, one of which a step takes.
+
+    `pause`: seconds of a step; `fails`: a step of a sequence that raises.
+    """
+
+    def __init__(self, script: Script, context: int = 2048, running: int = 8, pause: float = 0.0) -> None:
+        self.context, self._most, self.pause = context, running, pause
+        self._script = script
+        self._waiting: list[_Turn] = []
+        self._running: list[_Turn] = []
+        self._next = 0
+        self.cancelled: list[int] = []
+        self.error: Exception | None = None
+        self.held = threading.Event()
+        self.held.set()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy it is."""
+        return EngineStats(len(self._running), len(self._waiting), 0.0)
+
+    def submit(self, request: EngineRequest) -> int:
+        """Take a sequence."""
+        self._next += 1
+        self._waiting.append(_Turn(self._next, request, list(self._script(request))))
+        return self._next
+
+    def cancel(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.cancelled.append(sequence)
+        self._waiting = [one for one in self._waiting if one.sequence != sequence]
+        self._running = [one for one in self._running if one.sequence != sequence]
+
+    def step(self) -> Sequence[EngineOutput]:
+        """One token for everybody who runs."""
+        self.held.wait(30)
+        if self.pause:
+            time.sleep(self.pause)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        while self._waiting and len(self._running) < self._most:
+            self._running.append(self._waiting.pop(0))
+        outputs = []
+        for one in list(self._running):
+            limit = one.request.limit
+            token, end = one.left[:1], len(one.left) <= 1
+            del one.left[:1]
+            if limit is not None:
+                one.request = _with_limit(one.request, limit - len(token))
+            reason: Any = "stop" if end else "length" if one.request.limit == 0 else None
+            outputs.append(EngineOutput(one.sequence, tuple(token), finish_reason=reason))
+            if reason is not None:
+                self._running.remove(one)
+        return outputs
+
+
+def _with_limit(request: EngineRequest, limit: int) -> EngineRequest:
+    return EngineRequest(request.prompt, request.sampling, limit, request.stop_ids, request.grammar)
