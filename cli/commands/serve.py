@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "mycli serve pico",
-    "mycli serve pico --port 9000 --alias gpt-4o-mini",
-    "mycli serve pico --host 0.0.0.0 --api-key-file key.txt",
-    "curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' "
-    '-d \'{"model": "pico", "messages": [{"role": "user", "content": "Hello!"}]}\'',
+    "mycli serve pico --port 9000 --alias gpt-4o-mini --ctx 1k",
 )
 KEY_VARIABLE = "MYCLI_API_KEY"
 MAX_KEY_BYTES = 4096

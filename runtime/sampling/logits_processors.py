@@ -27,7 +27,7 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def penalize_counts(logits: Tensor, counts: Tensor, presence: float, frequency: float) -> Tensor:
-    """Logits less `frequency` for each time a token came in the reply (`counts`, of their shape), and `presence` once."""
+    """Logits less `frequency` as often as a token came in the reply (`counts`, of their shape) and `presence` once."""
     return logits - frequency * counts - presence * (counts > 0)
 
 

@@ -1,7 +1,7 @@
 """Sockets: what a client may do to one, and a server that ends in order.
 
-uvicorn gives no deadline to a request's head or body, no bound on connections and no way to answer while it drains; here
-they are. Does not know what is served.
+uvicorn gives no deadline to a request's head or body, no bound on connections and no way to answer while it drains;
+here they are. Does not know what is served.
 """
 
 import asyncio

@@ -52,7 +52,7 @@ class EngineOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How busy an engine is: sequences running and waiting, the share of its cache in use, and counts since it began."""
+    """How busy an engine is: sequences running and waiting, the share of its cache in use, counts since it began."""
 
     running: int = 0
     waiting: int = 0

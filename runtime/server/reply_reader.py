@@ -69,7 +69,7 @@ class ReplyReader:
         tools: ToolParser | None = None,
         form: ToolFormat | None = None,
     ) -> None:
-        """`prompt_end`: the end of a conversation's prompt, after which a reply may begin by reasoning; None for a text.
+        """`prompt_end`: the end of a conversation's prompt, after which a reply may reason first; None for a text.
 
         `tools` reads calls, written in `form`.
         """

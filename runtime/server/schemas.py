@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mycli.runtime.server.api_error import ApiError
 
-Text = Annotated[str, Field(max_length=1 << 22)]
+LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -77,7 +77,7 @@ class FunctionSpec(Strict):
     """A function that a model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-    description: Text | None = None
+    description: LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -106,7 +106,7 @@ class CalledFunction(Strict):
     """What was called, with its arguments as text of JSON."""
 
     name: Name
-    arguments: Text
+    arguments: LongText
 
 
 class CalledTool(Strict):
@@ -121,10 +121,10 @@ class ContentPart(Strict):
     """A part of a message; only text is known, and nothing is ever fetched."""
 
     type: Annotated[str, Field(max_length=64)]
-    text: Text | None = None
+    text: LongText | None = None
 
 
-Content = Text | list[ContentPart] | None
+Content = LongText | list[ContentPart] | None
 
 
 class ChatMessage(Strict):
@@ -135,8 +135,8 @@ class ChatMessage(Strict):
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: list[CalledTool] | None = Field(None, max_length=128)
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    reasoning: Text | None = None
-    reasoning_content: Text | None = None
+    reasoning: LongText | None = None
+    reasoning_content: LongText | None = None
 
 
 class SchemaFormat(Strict):
@@ -152,8 +152,8 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: SchemaFormat | None = None
-    regex: Text | None = None
-    lark: Text | None = None
+    regex: LongText | None = None
+    lark: LongText | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> "ResponseFormat":
@@ -190,7 +190,7 @@ class CompletionRequest(Sampling):
     """The body of POST /v1/completions."""
 
     model: Name
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: LongText | list[LongText] | list[TokenId] | list[list[TokenId]]
     n: int | None = Field(None, ge=1, le=64)
     best_of: Literal[1] | None = None
     echo: bool | None = None
@@ -206,7 +206,7 @@ class TokenizeRequest(Strict):
     """The body of POST /tokenize: a text, or a conversation as its template writes it."""
 
     model: Name | None = None
-    prompt: Text | None = None
+    prompt: LongText | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[ToolSpec] | None = Field(None, max_length=128)
     add_special_tokens: bool = True

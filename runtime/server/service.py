@@ -6,8 +6,8 @@ not know HTTP.
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -128,7 +128,7 @@ class Service:
         return whole.decode("utf-8", "replace")
 
     def prelude(self, prompt_end: str) -> Prelude | None:
-        """What may come before a constrained reply: the reasoning of a model that reasons, unless the prompt closed it."""
+        """What may come before a constrained reply: reasoning, of a model that reasons, if the prompt left it open."""
         if prompt_end.rstrip().endswith(OPEN):
             return Prelude(OPEN, CLOSE, opened=True)
         if OPEN in self._template and not prompt_end.rstrip().endswith(CLOSE):

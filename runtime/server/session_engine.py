@@ -104,11 +104,10 @@ class SessionEngine:
         )
         room = self.context - len(request.prompt) + 1
         limit = room if request.limit is None else min(request.limit, room)
-        made, first = 0, True
+        first = True
         stream = session.generate(request.prompt, sampler, limit, request.stop_ids)
-        for (token,) in stream:
+        for made, (token,) in enumerate(stream):
             logprobs = () if recorder is None else (recorder.rows[0][made],)
-            made += 1
             self._count(first)
             yield EngineOutput(sequence, (token,), logprobs, scored if first else (), None, session.timing.cached)
             first = False

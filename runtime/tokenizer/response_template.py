@@ -45,7 +45,7 @@ class Anchor:
     def _undecided(self, text: str, begin: int, start: str) -> int:
         """The first place from which `text` may yet become a match that begins with `start`."""
         at = text.find(start, max(begin, len(text) - MAX_ANCHOR))
-        if at >= 0 and not (self.pattern.pattern == re.escape(start)):
+        if at >= 0 and self.pattern.pattern != re.escape(start):
             return at
         for length in range(min(len(start) - 1, len(text) - begin), 0, -1):
             if text.endswith(start[:length]):
@@ -168,14 +168,15 @@ def pattern(source: str, *starts: str) -> Anchor:
     return Anchor(re.compile(source, re.DOTALL), starts)
 
 
+_LITERAL = r"[^\\\[\](){}*+?.|^$]|\\[^\w\s]"
+_CLASS = r"\[\^?(?:[^\\\[\]]|\\.)+\]"
 _SAFE = re.compile(
-    r"(?P<start>(?:[^\\\[\](){}*+?.|^$]|\\[^\w\s])+)"  # literal characters
-    r"(?P<rest>(?:[^\\\[\](){}*+?.|^$]|\\[^\w]|\\[swdn][*+?]?|\[\^?(?:[^\\\[\]]|\\.)+\][*+]?|\(\?P<\w+>(?:\[\^?(?:[^\\\[\]]|\\.)+\]|\\[wd])[*+]\))*)"
+    rf"(?P<start>(?:{_LITERAL})+)(?:{_LITERAL}|\\[swdn][*+?]?|{_CLASS}[*+]?|\(\?P<\w+>(?:{_CLASS}|\\[wd])[*+]\))*"
 )
 
 
 def _checked_pattern(source: str, raw: Fields, key: str) -> Anchor:
-    """A stranger's pattern, taken if it is literals, classes repeated and named groups of one: no nesting to blow up."""
+    """A stranger's pattern, if it is literals, repeated classes and named groups of one: nothing nested blows up."""
     safe = _SAFE.fullmatch(source) if len(source) <= MAX_PATTERN else None
     if safe is None or len(re.findall(r"[^\\][*+]", source)) > MAX_REPEATS:
         raise raw.fail(key, "is a pattern that cannot be followed", "it may be literals, classes and named groups")
@@ -231,7 +232,7 @@ def read_response_template(raw: Fields) -> Sequence[Region]:
 
 
 def _tag(raw: Fields, source: object) -> tuple[str, str, str, str]:
-    """A tag pattern such as `<a=(?P<key>\\w+)>(?P<value>.*?)</a>` as its literals; blanks between them may be skipped."""
+    """A tag pattern such as `<a=(?P<key>\\w+)>(?P<value>.*?)</a>` as its literals; blanks in between are skipped."""
     group = r"\(\?P<(?:key|value)>(?:\\w|\.|\[\^?[^\[\]]*\])[*+]\??\)"
     parts = re.split(group, source) if isinstance(source, str) else []
     if len(parts) == 3:

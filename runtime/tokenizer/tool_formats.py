@@ -1,6 +1,6 @@
 """How models write calls of tools, and which model writes which way: by what its chat template spells.
 
-A new way is an entry of `FORMATS`, data for `runtime.tokenizer.tool_parser`. The formats are those of the templates on
+An entry of `TOOL_FORMATS` is a way, data for `runtime.tokenizer.tool_parser`. The formats are those of the templates on
 the hub (Hermes, Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma). A model whose tokenizer_config.json has
 a `response_template` says itself.
 """
@@ -48,7 +48,7 @@ HERMES = ToolFormat(
     (Region("tool_calls", literal("<tool_call>"), literal("</tool_call>"), "json", transform=_CALL),),
     written=("<tool_call>\n", "\n</tool_call>", "name", "arguments"),
 )
-FORMATS = (
+TOOL_FORMATS = (
     ToolFormat(
         "qwen-xml",
         ("<function=", "<parameter="),
@@ -157,7 +157,7 @@ def find_format(template: str) -> ToolFormat | None:
     """The way of the model whose chat template is `template`; None for one that knows no tools."""
     if "tools" not in template:
         return None
-    return next((one for one in FORMATS if all(mark in template for mark in one.marks)), None)
+    return next((one for one in TOOL_FORMATS if all(mark in template for mark in one.marks)), None)
 
 
 def declared(regions: Sequence[Region]) -> ToolFormat | None:

@@ -93,6 +93,7 @@ class ToolParser:
         self._opening = ""
         self._begun = False  # whether anything but blanks came
         self._called = False
+        self._behind = False  # a call, whose following blanks mean nothing
 
     @property
     def called(self) -> bool:
@@ -164,7 +165,7 @@ class ToolParser:
             self._give(found, self._opening + body + closing)
         else:
             found += calls
-            self._called = True
+            self._called = self._behind = True
             self._blanks = ""
         self._text = self._text[len(body) + len(closing) :]
         return bool(self._text)
@@ -201,4 +202,5 @@ class ToolParser:
             return
         whole = self._blanks + kept
         self._blanks = text[len(kept) :]
-        found.append(whole.lstrip() if self._called and not found else whole)
+        found.append(whole.lstrip() if self._behind else whole)
+        self._behind = False

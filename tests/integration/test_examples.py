@@ -46,6 +46,16 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
         signal.signal(number, handler)
 
 
+def serve(words: list[str]) -> None:
+    """Start a server, at a free port, and end it when it is ready."""
+    line = [sys.executable, "-m", "mycli.cli", *words, "--port", "0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("http://127.0.0.1:")
+        server.terminate()
+        assert server.wait(30) == 143
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.usefixtures("terminal")
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +65,9 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         if "--verify" in words:  # measures what a process of its own takes
             done = subprocess.run([sys.executable, "-m", "mycli.cli", *words], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
+            continue
+        if words[0] == "serve":  # until it is told to end
+            serve(words)
             continue
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
         with pytest.raises(SystemExit) as end:

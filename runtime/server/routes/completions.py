@@ -35,9 +35,7 @@ async def completions(service: Service, request: Request) -> Response:
 def _prompts(service: Service, given: CompletionRequest) -> list[list[int]]:
     """The prompts as ids: a text, texts, ids, or lists of ids."""
     prompt: Any = given.prompt
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    elif prompt and isinstance(prompt[0], int):
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     if not prompt:
         raise ApiError(400, "prompt: is empty", "invalid_value", param="prompt")

@@ -12,7 +12,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.wire import new_id, text_of
-from mycli.runtime.server.schemas import ContentPart, Name, Sampling, Strict, Text, validated
+from mycli.runtime.server.schemas import ContentPart, LongText, Name, Sampling, Strict, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import JsonResponse, answer, event, off_loop, parse_body, read_body
 from mycli.runtime.tokenizer.chat_template import Message, Tool
@@ -20,22 +20,22 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Block(ContentPart):
+class MessageBlock(ContentPart):
     """A block of a message: text, a tool's call or answer, or what was thought."""
 
     id: Annotated[str, Field(max_length=256)] = ""
     name: Annotated[str, Field(max_length=256)] = ""
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] = ""
-    content: Text | list[ContentPart] | None = None
-    thinking: Text | None = None
+    content: LongText | list[ContentPart] | None = None
+    thinking: LongText | None = None
 
 
 class Turn(Strict):
     """A message of a person or of the assistant."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: LongText | list[MessageBlock]
 
 
 class InputTool(Strict):
@@ -43,7 +43,7 @@ class InputTool(Strict):
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-    description: Text | None = None
+    description: LongText | None = None
     input_schema: dict[str, Any]
 
 
@@ -66,7 +66,7 @@ class CountRequest(Strict):
 
     model: Name
     messages: list[Turn] = Field(min_length=1, max_length=4096)
-    system: Text | list[ContentPart] | None = None
+    system: LongText | list[ContentPart] | None = None
     tools: list[InputTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -89,8 +89,8 @@ def _turns(given: CountRequest) -> list[Message]:
     names: dict[str, str] = {}
     for index, turn in enumerate(given.messages):
         place = f"messages.{index}.content"
-        blocks: Sequence[Block] = (
-            [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        blocks: Sequence[MessageBlock] = (
+            [MessageBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
         )
         texts: list[ContentPart] = []
         thought, calls = "", []

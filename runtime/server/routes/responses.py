@@ -12,13 +12,22 @@ from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.wire import call_fields, new_id, now, text_of
-from mycli.runtime.server.schemas import Content, Name, ResponseFormat, Sampling, SchemaFormat, Strict, Text, validated
+from mycli.runtime.server.schemas import (
+    Content,
+    LongText,
+    Name,
+    ResponseFormat,
+    Sampling,
+    SchemaFormat,
+    Strict,
+    validated,
+)
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 
-class Item(Strict):
+class InputItem(Strict):
     """A message, a call, the answer to one, or what was thought."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -26,7 +35,7 @@ class Item(Strict):
     content: Content = None
     call_id: Annotated[str, Field(max_length=256)] = ""
     name: Annotated[str, Field(max_length=256)] = ""
-    arguments: Text = ""
+    arguments: LongText = ""
     output: Content = None
 
 
@@ -35,7 +44,7 @@ class FunctionTool(Strict):
 
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-    description: Text | None = None
+    description: LongText | None = None
     parameters: dict[str, Any] | None = None
 
 
@@ -68,8 +77,8 @@ class ResponsesRequest(Strict):
     """The body of POST /v1/responses."""
 
     model: Name
-    input: Text | list[Item]
-    instructions: Text | None = None
+    input: LongText | list[InputItem]
+    instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

@@ -100,7 +100,10 @@ def test_what_a_model_writes_never_runs(browser: Browser, scripted: Scripted) ->
 
 
 def test_markup_is_shown(browser: Browser, scripted: Scripted) -> None:
-    text = "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/)\n\n- x\n- y\n  - z\n\n1. p\n\n> q\n\n```\na < b\n```\n\n|h|\n|-|\n|v|\n"
+    text = (
+        "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/)\n\n- x\n- y\n  - z\n\n1. p\n\n"
+        "> q\n\n```\na < b\n```\n\n|h|\n|-|\n|v|\n"
+    )
     with scripted(text) as served:
         meet(browser, served)
         ask(browser, "Go")

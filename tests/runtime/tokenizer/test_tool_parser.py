@@ -1,0 +1,251 @@
+"""Calls are read from what models write, however the text is cut; what is no call stays the text it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer.response_template import read_response_template
+from mycli.runtime.tokenizer.tool_formats import HERMES, TOOL_FORMATS, declared, find_format
+from mycli.runtime.tokenizer.tool_parser import ToolCall, ToolParser
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.paths import ROOT
+
+TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates"
+BY_NAME = {form.name: form for form in TOOL_FORMATS}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "string"},
+                    "c": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    "d": {"type": ["array", "string"]},
+                }
+            },
+        },
+    }
+]
+# format -> (text, what is in it)
+WRITTEN: dict[str, tuple[str, list[Any]]] = {
+    "hermes": (
+        'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>{"name": "f", "arguments": {"b": "</tool>"}}</tool_call>\n',
+        ["Sure.", ("f", {"a": 1}), ("f", {"b": "</tool>"})],
+    ),
+    "qwen-xml": (
+        "Hi <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\nx <y>\n</parameter>\n"
+        "<parameter=c>\nTrue\n</parameter>\n<parameter=d>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+        ["Hi", ("f", {"a": 1, "b": "1\nx <y>", "c": True, "d": [1, 2]})],
+    ),
+    "glm": (
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>c</arg_key>\n<arg_value>none</arg_value>\n"
+        "</tool_call>",
+        [("f", {"a": 1, "c": None})],
+    ),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 2}}]',
+        [("f", {"a": 1}), ("f", {"a": 2})],
+    ),
+    "mistral-named": (
+        'x[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 2}',
+        ["x", ("f", {"a": 1}), ("f", {"a": 2})],
+    ),
+    "granite": ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', [("f", {"a": 1})]),
+    "deepseek": (
+        'ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ["ok", ("f", {"a": 1})],
+    ),
+    "deepseek-v3.1": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [("f", {"a": 1}), ("f", {"a": 2})],
+    ),
+    "function-gemma": (
+        '<start_function_call>call:f{a:1,b:<escape>x "q", {y:1}<escape>}<end_function_call>',
+        [("f", {"a": 1, "b": 'x "q", {y:1}'})],
+    ),
+    "llama": ('{"name": "f", "parameters": {"a": "1"}}', [("f", {"a": 1})]),
+}
+
+
+def parse(form: Any, text: str, step: int, tools: Any = TOOLS) -> list[Any]:
+    """What is found when `text` comes `step` characters at a time; neighbouring texts joined."""
+    parser, found = ToolParser(form, tools), list[Any]()
+    pieces = [text[at : at + step] for at in range(0, len(text), step)]
+    for one in [one for piece in pieces for one in parser.feed(piece)] + parser.flush():
+        if isinstance(one, ToolCall):
+            found.append((one.name, json.loads(one.arguments)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += one
+        else:
+            found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 10_000])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_read_however_they_are_cut(name: str, step: int) -> None:
+    text, expected = WRITTEN[name]
+    assert parse(BY_NAME[name], text, step) == expected
+
+
+def test_every_format_is_written_here() -> None:
+    assert set(WRITTEN) == set(BY_NAME)
+
+
+MALFORMED = {
+    "not-json": "<tool_call>\n{oops\n</tool_call> after",
+    "no-name": '<tool_call>{"arguments": {}}</tool_call>',
+    "name-no-text": '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+    "arguments-list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    "never-closed": '<tool_call>{"name": "f", "argu',
+    "deep": "<tool_call>" + "[" * 5000 + "</tool_call>",
+    "list": "<tool_call>[1]</tool_call>",
+    "only-open": "text <tool_call>",
+    "half-open": "text <tool_c",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_call_stays_text(name: str) -> None:
+    for step in (1, 5, 10_000):
+        assert "".join(parse(HERMES, MALFORMED[name], step)) == MALFORMED[name]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "unknown", "parameters": {}}', '{"a": 1}', "{ not json", "[1, 2]", 'Look: {"name": "f"}']
+)
+def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
+    assert parse(BY_NAME["llama"], text, 3) == [text]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_plain_text_comes_through_whole(data: st.DataObject) -> None:
+    """Any text of fragments that look like markup, without a whole call: the same text, but for blanks at its end."""
+    form = data.draw(st.sampled_from(TOOL_FORMATS))
+    parts = ["<", "tool", "_call", " ", "\n", "x", "{", "}", '"', "[TOOL", "|>", "<|", "</", "=", "é", "<tool_cal", "["]
+    text = "x" + "".join(data.draw(st.lists(st.sampled_from(parts), max_size=30)))
+    step = data.draw(st.integers(1, 9))
+    if not any(region.open.pattern.search(text) for region in form.regions):
+        for one in form.ignored:
+            text = text.replace(one, "")
+        assert "".join(parse(form, text, step)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_cuts_do_not_matter(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(WRITTEN)))
+    noise = data.draw(st.sampled_from(["", "a ", "<tool_call>", "\n\n", "[TOOL_CALLS]", "{"]))
+    text = noise + WRITTEN[name][0] + data.draw(st.sampled_from(["", " b", "<", "\n"]))
+    step = data.draw(st.integers(1, 40))
+    assert parse(BY_NAME[name], text, step) == parse(BY_NAME[name], text, 10_000)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("Qwen-Qwen3-0.6B", "hermes"),
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "hermes"),
+        ("meta-llama-Llama-3.2-3B-Instruct", "llama"),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "mistral"),
+        ("ibm-granite-granite-3.3-2B-Instruct", "granite"),
+        ("google-gemma-2-2b-it", None),
+    ],
+)
+def test_a_template_shows_the_way(name: str, expected: str | None) -> None:
+    path = TEMPLATES / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip("the templates are not beside this checkout")
+    form = find_format(Path(path).read_text("utf-8"))
+    assert (form and form.name) == expected
+
+
+DECLARED: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"<call name=(?P<name>\w+)>",
+            "close": "</call>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<s>", "</s>"]]},
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+TEXTS = [
+    "Hi <call name=f>{a:1,b:<s>x:y,z</s>}</call>",
+    '<call name=f>{"a": 1}</call><call name=g>{}</call>',
+    "no call",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_declared_template_is_read_as_transformers_reads_it(text: str) -> None:
+    form = declared(read_response_template(Fields(DECLARED, "t")))
+    assert form is not None
+    theirs = parse_response(text, DECLARED, prefix="", tools=TOOLS)
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in theirs.get("tool_calls", [])]
+    for step in (1, 4, 1000):
+        found = parse(form, text, step)
+        assert [one for one in found if isinstance(one, tuple)] == calls
+        assert "".join(one for one in found if isinstance(one, str)) == theirs.get("content", "")
+
+
+def test_declared_elements_are_read_as_transformers_reads_them() -> None:
+    field = {
+        **DECLARED["fields"]["tool_calls"],
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<arg=(?P<key>\w+)>(?P<value>.*?)</arg>"},
+    }
+    spec = {**DECLARED, "fields": {"content": {}, "tool_calls": field}}
+    text = "<call name=f><arg=a>1</arg> <arg=b>x</arg></call>"
+    theirs = parse_response(text, spec, prefix="", tools=TOOLS)
+    form = declared(read_response_template(Fields(spec, "t")))
+    assert form is not None
+    assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"open_pattern": "(a+)+b"},
+        {"open_pattern": "x(?:a|a)*"},
+        {"open_pattern": ".*"},
+        {"open_pattern": r"x\w+\w+\w+\w+\w+y"},
+        {"open_pattern": "x" * 1000},
+        {"open_pattern": r"x(?=y)"},
+        {"open_pattern": "x["},
+        {"open": ""},
+        {"open": 3},
+        {"open": []},
+        {"open": "x", "content": "python"},
+        {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "(a|b)+"}},
+        {"open": "x", "content": "xml-inline"},
+    ],
+    ids=lambda field: json.dumps(field)[:40],
+)
+def test_a_hostile_template_is_refused(field: dict[str, Any]) -> None:
+    """A stranger's pattern never runs where it could take long."""
+    with pytest.raises(ModelError):
+        read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
+
+
+def test_a_template_without_fields_is_refused() -> None:
+    for spec in ({}, {"fields": {}}, {"fields": {"content": {}}}, {"version": 2, "fields": {}}, {"fields": 3}):
+        with pytest.raises(ModelError):
+            read_response_template(Fields(spec, "t"))
