@@ -12,7 +12,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import load_session
+from mycli.cli.load import load_engine
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import Limits, ServerSettings
 from mycli.runtime.utils.json_fields import read_bytes
@@ -20,7 +20,7 @@ from mycli.runtime.utils.json_fields import read_bytes
 if TYPE_CHECKING:
     from socket import socket
 
-    from mycli.cli.load import LoadedSession
+    from mycli.cli.load import LoadedEngine
 
 EXAMPLES = (
     "mycli serve pico",
@@ -28,6 +28,7 @@ EXAMPLES = (
 )
 KEY_VARIABLE = "MYCLI_API_KEY"
 MAX_KEY_BYTES = 4096
+FULL_LENGTH = 8  # contexts that replies share: they are rarely as long
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def serve(
     call: Call,
     model: options.Model,
     address: AddressFlags,
+    together: Annotated[
+        int, typer.Option("--max-sequences", min=1, max=4096, help="Replies made at once; they share the cache.")
+    ] = 32,
     *,
     loading: LoadFlags,
 ) -> None:
@@ -123,10 +127,10 @@ def serve(
 
     listener = listen(address.host, address.port)  # before anything is loaded
     try:
-        loaded = load_session(call, model, loading.resolve())
+        loaded = load_engine(call, model, loading.resolve(min(together, FULL_LENGTH), together))
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
-        _run(call, settings, loaded, listener, url)
+        _run(call, settings, loaded, together, listener, url)
     finally:
         listener.close()
 
@@ -142,15 +146,17 @@ def _require() -> None:
         ) from None
 
 
-def _run(call: Call, settings: ServerSettings, loaded: "LoadedSession", listener: "socket", url: str) -> None:
+def _run(
+    call: Call, settings: ServerSettings, loaded: "LoadedEngine", together: int, listener: "socket", url: str
+) -> None:
     from mycli.runtime.server.application import application
     from mycli.runtime.server.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
-    from mycli.runtime.server.session_engine import SessionEngine
     from mycli.runtime.server.worker import EngineWorker
 
     settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name))
-    engine, sequences = SessionEngine(loaded.model, loaded.session), 1
+    engine = loaded.engine
+    sequences = engine.shape.blocks * engine.shape.block_size // engine.context
     worker = EngineWorker(engine, settings.limits.waiting, call.out.warn)
     service = Service(settings, loaded.model, worker, int(time.time()))
 
@@ -160,12 +166,18 @@ def _run(call: Call, settings: ServerSettings, loaded: "LoadedSession", listener
             call.out.note(f"stopping: {worker.underway} replies are finished first; again to stop at once")
 
     def ready() -> None:
-        together = "one reply at a time" if sequences == 1 else f"{sequences} replies at once"
-        answer = {"url": url, "model": service.name, "context": engine.context, "sequences": sequences}
+        room = f"room for {sequences} of {engine.context} tokens"
+        answer = {
+            "url": url,
+            "model": service.name,
+            "context": engine.context,
+            "sequences": together,
+            "full_length": sequences,
+        }
         if call.out.json_mode:
             call.out.json_record(answer)
         else:
-            call.out.result(f"{url} · {service.name} · {together} of {engine.context} tokens")
+            call.out.result(f"{url} · {service.name} · {together} replies at once, {room}")
 
     server = DrainingServer(
         application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mycli.runtime.engine.sequence import FinishReason, Output
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.engine_protocol import EndReason, EngineOutput
 from mycli.runtime.tokenizer.reasoning_parser import CLOSE, OPEN, ReasoningSplitter
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class ReplyReader:
         self._reasoned, self._thought, self._spoke = False, False, False
         self.ended = False
 
-    def feed(self, output: EngineOutput) -> Piece:
+    def feed(self, output: Output) -> Piece:
         """What one output of the engine makes certain; nothing after the end."""
         text = "".join([self._decoder.feed(token) for token in output.tokens])
         end = output.finish_reason
@@ -121,7 +121,7 @@ class ReplyReader:
         places = ((at + len(stop), -len(stop), stop) for stop in self._stops if (at := whole.find(stop)) >= 0)
         return min(places, default=(0, 0, ""))[2]
 
-    def _reason(self, end: EndReason | None, found: bool) -> ReplyEnd:
+    def _reason(self, end: FinishReason | None, found: bool) -> ReplyEnd:
         if found:
             return "stop_string"
         if end in (None, "stop"):

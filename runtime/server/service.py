@@ -14,11 +14,11 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, from_user_error
-from mycli.runtime.server.engine_protocol import EngineRequest
 from mycli.runtime.server.reply_reader import ReplyReader
 from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.settings import ServerSettings
@@ -33,7 +33,7 @@ from mycli.runtime.tokenizer.tool_formats import HERMES, ToolFormat, declared, f
 class Prepared:
     """Sequences ready for the engine, each with what reads its reply; `prompts` in the order of the request."""
 
-    wanted: Sequence[tuple[EngineRequest, ReplyReader]]
+    wanted: Sequence[tuple[Request, ReplyReader]]
     prompts: Sequence[Sequence[int]]
 
     @property
@@ -205,7 +205,7 @@ class Service:
         grammar: Grammar | None,
         top: int | None,
         prompt_logprobs: bool = False,
-    ) -> EngineRequest:
+    ) -> Request:
         """One sequence for the engine.
 
         Of a prompt that is scored a single token is always told, be it an end token: evaluations count on it.
@@ -213,4 +213,4 @@ class Service:
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if given.ignore_eos or scored else self.loaded.stop_ids
         sampling = self.sampling(given, choice)
-        return EngineRequest(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs)
+        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs)

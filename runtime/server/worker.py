@@ -12,14 +12,56 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
 
+from mycli.runtime.engine.sequence import Output, Request
+from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
-from mycli.runtime.server.engine_protocol import EngineOutput, EngineRequest, ServedEngine
 from mycli.runtime.server.metrics import Metrics
 from mycli.runtime.server.reply_reader import Piece, ReplyReader
 
 MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so long
+
+
+class ServedEngine(Protocol):
+    """What is asked of `runtime.engine.engine.Engine`; all of it from one thread."""
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence, prompt and reply."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy it is."""
+        ...
+
+    def submit(self, request: Request) -> int:
+        """Take a sequence and give it a number. Raises UserError for one that can never run."""
+        ...
+
+    def fork(self, sequence: int, count: int) -> list[int]:
+        """So many more replies to the prompt of a sequence that has not drawn yet, each with the next seed."""
+        ...
+
+    def forget(self) -> None:
+        """Keep nothing of the texts so far."""
+        ...
+
+    def cancel(self, sequence: int) -> None:
+        """Forget a sequence; its last output may still come. Of one that has ended: nothing."""
+        ...
+
+    def step(self) -> Sequence[Output]:
+        """Make the next tokens. A failure of one sequence is an output of it, not an exception."""
+        ...
 
 
 class Delivery:
@@ -66,7 +108,7 @@ class Delivery:
 class Ticket:
     """One sequence that was asked for, with the times of its life on the clock of time.perf_counter."""
 
-    request: EngineRequest
+    request: Request
     reader: ReplyReader
     delivery: Delivery
     asked: float = field(default_factory=time.perf_counter)
@@ -87,7 +129,7 @@ class EngineWorker:
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._steps: queue.SimpleQueue[list[tuple[Ticket, EngineOutput | ApiError]] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[list[tuple[Ticket, Output | ApiError]] | None] = queue.SimpleQueue()
         self._by_sequence: dict[int, Ticket] = {}  # the engine thread's
         self._threads = [
             threading.Thread(target=self._run_engine, name="engine", daemon=True),
@@ -118,7 +160,7 @@ class EngineWorker:
         with self._lock:
             return sum(ticket.first is None for ticket in self._tickets)
 
-    def submit(self, wanted: Sequence[tuple[EngineRequest, ReplyReader]], delivery: Delivery) -> list[Ticket]:
+    def submit(self, wanted: Sequence[tuple[Request, ReplyReader]], delivery: Delivery) -> list[Ticket]:
         """Ask for sequences. Raises ApiError where too many wait, or none can be served."""
         if self.failed:
             raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
@@ -168,8 +210,9 @@ class EngineWorker:
             if type(error).__name__ == "AcceleratorError":  # of torch: nothing works after it
                 self.failed = str(error).splitlines()[0][:200]
             self._fail(list(self._by_sequence.values()), internal_error())
+            self.engine.forget()  # what the pass left in the cache is not known
             return
-        found: list[tuple[Ticket, EngineOutput | ApiError]] = []
+        found: list[tuple[Ticket, Output | ApiError]] = []
         for output in outputs:
             ticket = self._by_sequence.get(output.sequence)
             if ticket is not None:
@@ -180,17 +223,21 @@ class EngineWorker:
             self._steps.put(found)
 
     def _enter(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            if ticket.over:
-                continue
+        """Submit sequences; of those with one prompt the first, which the others then begin with."""
+        for _, same in groupby(tickets, key=_shared):
+            group = [ticket for ticket in same if not ticket.over]
             try:
-                ticket.sequence = self.engine.submit(ticket.request)
-                self._by_sequence[ticket.sequence] = ticket
+                if group:
+                    first = self.engine.submit(group[0].request)
+                    numbers = [first, *(self.engine.fork(first, len(group) - 1) if len(group) > 1 else ())]
+                    for ticket, number in zip(group, numbers, strict=True):
+                        ticket.sequence = number
+                        self._by_sequence[number] = ticket
             except UserError as error:
-                self._fail([ticket], from_user_error(error))
+                self._fail(group, from_user_error(error))
             except Exception as error:  # a bug; the thread must live
                 self._log(f"the engine failed: {type(error).__name__}: {error}")
-                self._fail([ticket], internal_error())
+                self._fail(group, internal_error())
 
     def _leave(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
@@ -224,7 +271,7 @@ class EngineWorker:
             for delivery, pieces in news.items():
                 delivery.put(pieces)
 
-    def _read(self, ticket: Ticket, output: EngineOutput | ApiError) -> Piece | ApiError:
+    def _read(self, ticket: Ticket, output: Output | ApiError) -> Piece | ApiError:
         """What one output means to the client."""
         if isinstance(output, ApiError):
             self._end(ticket, "error")
@@ -249,3 +296,8 @@ class EngineWorker:
     def _forget(self, ticket: Ticket) -> None:
         if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
             self.engine.cancel(ticket.sequence)
+
+
+def _shared(ticket: Ticket) -> object:
+    """Equal for the replies of one request to one prompt; one whose prompt is scored stands alone."""
+    return ticket if ticket.request.prompt_logprobs else ticket.request.prompt

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.sequence import Output, Request
+from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.server.application import application
 from mycli.runtime.server.connection import DrainingServer, listen
-from mycli.runtime.server.engine_protocol import EngineOutput, EngineRequest, EngineStats, ServedEngine
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.settings import ServerSettings
-from mycli.runtime.server.worker import EngineWorker
+from mycli.runtime.server.worker import EngineWorker, ServedEngine
 
 JSON = {"content-type": "application/json"}
 
@@ -125,13 +126,13 @@ def serving(loaded: LoadedModel, engine: ServedEngine, settings: ServerSettings 
         assert not thread.is_alive()
 
 
-Script = Callable[[EngineRequest], Sequence[int]]
+Script = Callable[[Request], Sequence[int]]
 
 
 @dataclass
 class _Turn:
     sequence: int
-    request: EngineRequest
+    request: Request
     left: list[int]
 
 
@@ -160,13 +161,21 @@ class ScriptedEngine:
     @property
     def stats(self) -> EngineStats:
         """How busy it is."""
-        return EngineStats(len(self._running), len(self._waiting), 0.0)
+        return EngineStats(len(self._running), len(self._waiting), 0, 0, 0, 1, 0, 0, {})
 
-    def submit(self, request: EngineRequest) -> int:
+    def submit(self, request: Request) -> int:
         """Take a sequence."""
         self._next += 1
         self._waiting.append(_Turn(self._next, request, list(self._script(request))))
         return self._next
+
+    def fork(self, sequence: int, count: int) -> list[int]:
+        """More of the same."""
+        request = next(one.request for one in self._waiting if one.sequence == sequence)
+        return [self.submit(request) for _ in range(count)]
+
+    def forget(self) -> None:
+        """Nothing is kept anyway."""
 
     def cancel(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -174,7 +183,7 @@ class ScriptedEngine:
         self._waiting = [one for one in self._waiting if one.sequence != sequence]
         self._running = [one for one in self._running if one.sequence != sequence]
 
-    def step(self) -> Sequence[EngineOutput]:
+    def step(self) -> Sequence[Output]:
         """One token for everybody who runs."""
         self.held.wait(30)
         if self.pause:
@@ -192,11 +201,11 @@ class ScriptedEngine:
             if limit is not None:
                 one.request = _with_limit(one.request, limit - len(token))
             reason: Any = "stop" if end else "length" if one.request.limit == 0 else None
-            outputs.append(EngineOutput(one.sequence, tuple(token), finish_reason=reason))
+            outputs.append(Output(one.sequence, tuple(token), finish_reason=reason))
             if reason is not None:
                 self._running.remove(one)
         return outputs
 
 
-def _with_limit(request: EngineRequest, limit: int) -> EngineRequest:
-    return EngineRequest(request.prompt, request.sampling, limit, request.stop_ids, request.grammar)
+def _with_limit(request: Request, limit: int) -> Request:
+    return Request(request.prompt, request.sampling, limit, request.stop_ids, request.grammar)

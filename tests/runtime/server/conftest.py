@@ -8,8 +8,8 @@ import pytest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.generate import Session
-from mycli.runtime.server.session_engine import SessionEngine
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.paths import PICO
@@ -27,7 +27,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="session")
 def served(loaded: LoadedModel) -> Iterator[Served]:
     """Pico, as `mycli serve pico` serves it, under a second name, too."""
-    engine = SessionEngine(loaded, Session(loaded.runner, 512))
+    engine = Engine(loaded.runner, CacheShape.paged(512, 2048, 16), loaded.vocabulary_size, running=8)
     with serving(loaded, engine, ServerSettings(("pico", "alias/of-it"))) as found:
         yield found
 

@@ -9,7 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from mycli.runtime.engine.completion import Completion, LoadedModel
-from mycli.runtime.engine.generate import Session
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.served import Served
@@ -47,8 +48,8 @@ def question(text: str = JAPAN) -> list[dict[str, str]]:
 def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: LoadedModel) -> None:
     """Whole and streamed, token by token what a plain completion gives."""
     prompt = loaded.tokenizer.chat([Message("user", JAPAN)])
-    session = Session(loaded.runner, 512)
-    alone = Completion(loaded, session, prompt, SamplingParams(), limit=40)
+    engine = Engine(loaded.runner, CacheShape.lanes(512), loaded.vocabulary_size)
+    alone = Completion(loaded, engine, prompt, SamplingParams(), limit=40)
     expected = "".join(alone)
     whole = client.chat.completions.create(model="pico", messages=question(), temperature=0, max_tokens=40)
     assert whole.choices[0].message.content == expected and whole.choices[0].finish_reason == "stop"
