@@ -88,7 +88,7 @@ class Served:
             "POST", "/v1/chat/completions", {"model": "pico", "messages": messages, "temperature": 0, **fields}
         )
 
-    def idle(self, seconds: float = 20) -> None:
+    def idle(self, seconds: float = 60) -> None:
         """Wait until nothing is under way, in the worker and in its engine."""
         end = time.monotonic() + seconds
         while self.service.worker.underway or self.service.worker.stats.running or self.service.worker.stats.waiting:

@@ -64,12 +64,12 @@ def test_g27_a_reply_under_way_is_finished_first(
     with process(environment) as (child, port):
         response = begin(port)
         child.send_signal(number)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while health(port) != 503:
             assert time.monotonic() < end
         rest = response.read()
         assert rest.endswith(b"data: [DONE]\n\n") and b'"error"' not in rest
-        assert child.wait(30) == code
+        assert child.wait(60) == code
         assert child.stderr is not None and "Traceback" not in child.stderr.read()
 
 
@@ -79,7 +79,7 @@ def test_g27_what_takes_too_long_is_told_and_ended(environment: dict[str, str]) 
         child.send_signal(signal.SIGTERM)
         rest = slow[0].read()
         assert b"shutting_down" in rest or rest.endswith(b"data: [DONE]\n\n")
-        assert child.wait(30) == 143
+        assert child.wait(60) == 143
 
 
 def test_g28_the_second_signal_ends_it_at_once(environment: dict[str, str]) -> None:
@@ -89,7 +89,7 @@ def test_g28_the_second_signal_ends_it_at_once(environment: dict[str, str]) -> N
         while health(port) != 503:
             pass
         os.kill(child.pid, signal.SIGTERM)
-        assert child.wait(30) == 143
+        assert child.wait(60) == 143
         response.close()
 
 

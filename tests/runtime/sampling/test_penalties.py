@@ -1,0 +1,77 @@
+"""Presence and frequency penalties against their definition, counted token by token; and drafts that see them."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mycli.runtime.errors import UsageError
+from mycli.runtime.models.generation_config import GenerationDefaults
+from mycli.runtime.sampling.params import SamplingParams, recommended
+from mycli.runtime.sampling.sampler import Sampler
+
+VOCAB = 12
+
+
+def reference(logits: list[float], reply: list[int], presence: float, frequency: float) -> list[float]:
+    """OpenAI's formula: mu[j] - c[j] * frequency - (c[j] > 0) * presence."""
+    counts = Counter(reply)
+    return [mu - counts[token] * frequency - (counts[token] > 0) * presence for token, mu in enumerate(logits)]
+
+
+@pytest.mark.parametrize("presence, frequency", [(0.5, 0.0), (0.0, 0.7), (1.5, 0.3), (-1.0, -0.2), (2.0, 2.0)])
+def test_greedy_draws_are_those_of_the_formula(presence: float, frequency: float) -> None:
+    settings = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+    sampler = Sampler(settings, VOCAB, torch.device("cpu"))
+    sampler.observe(torch.tensor([[0, 1, 2, 3]]))  # the prompt does not count
+    noise, reply = torch.Generator().manual_seed(1), list[int]()
+    for _ in range(60):
+        logits = torch.randn(1, VOCAB, generator=noise)
+        expected = reference(logits[0].tolist(), reply, presence, frequency)
+        reply.append(int(sampler.sample(logits)))
+        assert expected[reply[-1]] == pytest.approx(max(expected), abs=1e-5)
+
+
+def test_a_draft_sees_the_tokens_before_it() -> None:
+    """Rows of `probabilities` count those assumed to come before, and only they; `commit` then counts for good."""
+    settings = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=1)
+    sampler = Sampler(settings, VOCAB, torch.device("cpu"))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    sampler.commit(logits[:1], [4])
+    found = sampler.probabilities(logits, [5, 4])
+    for row, reply in enumerate(([4], [4, 5], [4, 5, 4])):
+        expected = torch.tensor(reference(logits[row].tolist(), reply, 0.5, 0.25)).softmax(0)
+        torch.testing.assert_close(found[row], expected)
+    again = sampler.probabilities(logits[:1])
+    torch.testing.assert_close(again[0], torch.tensor(reference(logits[0].tolist(), [4], 0.5, 0.25)).softmax(0))
+
+
+def test_sequences_are_counted_apart() -> None:
+    sampler = Sampler(SamplingParams(frequency_penalty=1.0), VOCAB, torch.device("cpu"), 2)
+    rows = torch.zeros(2, VOCAB)
+    rows[0, 3], rows[1, 7] = 0.5, 0.5
+    assert sampler.sample(rows)[:, 0].tolist() == [3, 7]
+    assert sampler.sample(rows)[:, 0].tolist() == [0, 0]  # 0.5 - 1 is below the zeros
+
+
+def test_a_device_that_does_not_count_does_not_draw() -> None:
+    for settings in (SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=-0.1)):
+        sampler = Sampler(settings, VOCAB, torch.device("cpu"))
+        assert sampler.device_sampling() is None and not sampler.plain_greedy
+    assert Sampler(SamplingParams(), VOCAB, torch.device("cpu")).device_sampling() is not None
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [2.1, -2.1, float("nan"), float("inf")])
+def test_a_penalty_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=name):
+        SamplingParams().with_given({name: value})
+
+
+def test_what_a_model_recommends_gives_way_to_what_is_asked() -> None:
+    chosen = recommended(GenerationDefaults(temperature=0.7, top_p=0.9, do_sample=True))
+    assert (chosen.temperature, chosen.top_p) == (0.7, 0.9)
+    assert chosen.with_given({"temperature": 0.0, "top_p": None}) == SamplingParams(top_p=0.9)
+    assert recommended(GenerationDefaults(temperature=0.7, do_sample=False)) == SamplingParams()
+    assert recommended(GenerationDefaults(top_k=5)).temperature == 0.0
+    assert recommended(GenerationDefaults(top_k=5, do_sample=True)).temperature == 1.0
