@@ -17,6 +17,7 @@ from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.utils.dtypes import FLOATS
 
 _OURS = "the model's"
+FULL_LENGTH = 8  # contexts that many replies share: they are rarely as long
 KV: tuple[Kv, ...] = get_args(Kv)
 
 

@@ -11,7 +11,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.batch_file import check_batch, run_batch
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags, SamplingFlags
+from mycli.cli.flags import FULL_LENGTH, LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.input import read_file, read_prompt
@@ -34,7 +34,6 @@ EXAMPLES = (
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
-FULL_LENGTH = 8  # contexts that many replies share: they are rarely as long
 
 
 @dataclass(frozen=True)

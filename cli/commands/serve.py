@@ -11,10 +11,10 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags
+from mycli.cli.flags import FULL_LENGTH, LoadFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import UsageError
-from mycli.runtime.server.settings import Limits, ServerSettings
+from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.json_fields import read_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ EXAMPLES = (
 )
 KEY_VARIABLE = "MYCLI_API_KEY"
 MAX_KEY_BYTES = 4096
-FULL_LENGTH = 8  # contexts that replies share: they are rarely as long
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class AddressFlags:
             if not 0 < len(name) <= 256 or not name.isprintable():
                 raise UsageError(f"--alias {name[:60]!r}: not a name", "1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
-        limits = Limits(grace_seconds=self.grace, waiting=self.waiting)
+        limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
         return ServerSettings(tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits)
 
     def _key(self, call: Call) -> bytes | None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.server.settings import Limits
+from mycli.runtime.server.settings import ServerLimits
 
 DRAIN_TICK = 0.1  # seconds
 _BUSY = (
@@ -28,16 +28,10 @@ _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"the request took too long to arrive","type":"timeout_error","param":null,"code":"timeout"}}'
 )
-_WHY = {
-    errno.EADDRINUSE: ("is in use", "choose-port"),
-    errno.EACCES: ("may not be used by this user", "choose-high-port"),
-    errno.EADDRNOTAVAIL: ("is not an address of this machine", "choose-host"),
-}
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at `host` and `port` (0: any free one). Raises ResourceError or UsageError."""
-    place = f"{host}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -50,12 +44,21 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        what, code = _WHY.get(error.errno or 0, (f"cannot be listened at: {error.strerror}", "choose-host"))
-        raise ResourceError(f"{place} {what}", code=code) from None
+        raise _unavailable(f"{host}:{port}", error) from None
     return listener
 
 
-def connection(limits: Limits) -> type[H11Protocol]:
+def _unavailable(place: str, error: OSError) -> ResourceError:
+    if error.errno == errno.EADDRINUSE:
+        return ResourceError(f"{place} is in use", code="choose-port")
+    if error.errno == errno.EACCES:
+        return ResourceError(f"{place} may not be used by this user", code="choose-high-port")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ResourceError(f"{place} is not an address of this machine", code="choose-host")
+    return ResourceError(f"{place} cannot be listened at: {error.strerror}", code="choose-host")
+
+
+def connection(limits: ServerLimits) -> type[H11Protocol]:
     """The class of connections that are held to `limits`."""
 
     class Connection(_Connection):
@@ -66,7 +69,7 @@ def connection(limits: Limits) -> type[H11Protocol]:
 
 
 class _Connection(H11Protocol):
-    limits: Limits
+    limits: ServerLimits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
     _waits_for: str = ""
@@ -146,7 +149,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits,
+        limits: ServerLimits,
         drain: Callable[[], None],
         busy: Callable[[], bool],
         give_up: Callable[[], None],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What one client may take, in bytes, seconds and counts.
 
     header_seconds and body_seconds: to send the head and the body of a request; stall_seconds: a reader of a stream
@@ -42,4 +42,4 @@ class ServerSettings:
     key: bytes | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: ServerLimits = ServerLimits()

@@ -31,7 +31,7 @@ class MessageBlock(ContentPart):
     thinking: LongText | None = None
 
 
-class Turn(Strict):
+class MessageTurn(Strict):
     """A message of a person or of the assistant."""
 
     role: Literal["user", "assistant", "system"]
@@ -65,7 +65,7 @@ class CountRequest(Strict):
     """The body of POST /v1/messages/count_tokens."""
 
     model: Name
-    messages: list[Turn] = Field(min_length=1, max_length=4096)
+    messages: list[MessageTurn] = Field(min_length=1, max_length=4096)
     system: LongText | list[ContentPart] | None = None
     tools: list[InputTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None

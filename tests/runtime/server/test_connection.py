@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.server.connection import listen
-from mycli.runtime.server.settings import Limits, ServerSettings
+from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served
 
@@ -42,7 +42,7 @@ def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
 )
 def test_g8_a_slow_request_is_given_up(scripted: Scripted, begin: bytes, drop: bytes) -> None:
     """A byte now and then does not extend the deadline."""
-    limits = Limits(header_seconds=0.4, body_seconds=0.4)
+    limits = ServerLimits(header_seconds=0.4, body_seconds=0.4)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         answer = dribble(served, begin, drop, 15)
         assert answer.startswith(b"HTTP/1.1 408") or answer == b"closed"
@@ -50,7 +50,7 @@ def test_g8_a_slow_request_is_given_up(scripted: Scripted, begin: bytes, drop: b
 
 
 def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scripted) -> None:
-    limits = Limits(header_seconds=0.4)
+    limits = ServerLimits(header_seconds=0.4)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with socket.create_connection(("127.0.0.1", served.port), timeout=15) as link:
@@ -70,14 +70,14 @@ def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scri
 
 def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
     """The deadlines are for what a client sends, not for what it waits for."""
-    limits = Limits(header_seconds=0.2, body_seconds=0.2)
+    limits = ServerLimits(header_seconds=0.2, body_seconds=0.2)
     with scripted("a b c d e f g h i j k l", settings=ServerSettings(("pico",), limits=limits), pause=0.05) as served:
         assert served.chat().status == 200 and served.chat(stream=True).body.endswith(b"[DONE]\n\n")
 
 
 def test_g35_idle_sockets_do_not_keep_others_out_for_good(scripted: Scripted) -> None:
     """One too many is told so; when the idle ones are gone, or given up, it is let in."""
-    limits = Limits(connections=20, header_seconds=1.0)
+    limits = ServerLimits(connections=20, header_seconds=1.0)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served, ExitStack() as links:
         for _ in range(20):
             links.enter_context(socket.create_connection(("127.0.0.1", served.port)))

@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.guard import OPEN_PATHS, host_of
-from mycli.runtime.server.settings import Limits, ServerSettings
+from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import JSON, Served
 
@@ -127,7 +127,7 @@ def test_g6_the_key_covers_every_route(keyed: Served) -> None:
 
 
 def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> None:
-    limits = Limits(body_bytes=10_000)
+    limits = ServerLimits(body_bytes=10_000)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         told = raw(served, f"{head}Content-Length: 99999999\r\n\r\n{{".encode())

@@ -16,7 +16,7 @@ import pytest
 from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.sequence import Output, Request
 from mycli.runtime.errors import ModelError
-from mycli.runtime.server.settings import Limits, ServerSettings
+from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.paths import PICO
@@ -224,7 +224,7 @@ class Flood(ScriptedEngine):
 def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> None:
     """Nobody else waits for it."""
     engine = Flood(lambda request: [5] * 20_000 if len(request.prompt) > 12 else [5])
-    settings = ServerSettings(("pico",), limits=Limits(stall_seconds=0.5))
+    settings = ServerSettings(("pico",), limits=ServerLimits(stall_seconds=0.5))
     with serving(loaded, engine, settings) as served:
         body = {"model": "pico", "messages": [{"role": "user", "content": "a b c d e f g h"}], "stream": True}
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
@@ -242,7 +242,7 @@ def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> 
 def test_g22_too_many_wait_and_one_is_told_so(loaded: LoadedModel) -> None:
     engine = ScriptedEngine(lambda request: [5, 6, 7], running=1)
     engine.held.clear()
-    settings = ServerSettings(("pico",), limits=Limits(waiting=3))
+    settings = ServerSettings(("pico",), limits=ServerLimits(waiting=3))
     with serving(loaded, engine, settings) as served, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(served.chat) for _ in range(3)]
         end = time.monotonic() + 60
@@ -265,7 +265,7 @@ def test_g23_what_is_larger_than_the_context_is_refused_with_both_numbers(served
 def test_g24_g26_what_waits_is_pinged_and_at_last_told(loaded: LoadedModel) -> None:
     engine = ScriptedEngine(lambda request: [5, 6])
     engine.held.clear()
-    limits = Limits(ping_seconds=0.1, queue_seconds=0.5)
+    limits = ServerLimits(ping_seconds=0.1, queue_seconds=0.5)
     with serving(loaded, engine, ServerSettings(("pico",), limits=limits)) as served:
         streamed = served.chat(stream=True)
         assert streamed.body.count(b": ping\n\n") >= 3 and streamed.events[-1]["error"]["code"] == "queue_timeout"
