@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mycli.runtime.engine.sequence import FinishReason, Output
+from mycli.runtime.engine.sequence import FinishReason, SequenceOutput
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.tokenizer.reasoning_parser import CLOSE, OPEN, ReasoningSplitter
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, StopMatcher, StreamDecoder
@@ -88,7 +88,7 @@ class ReplyReader:
         self._reasoned, self._thought, self._spoke = False, False, False
         self.ended = False
 
-    def feed(self, output: Output) -> Piece:
+    def feed(self, output: SequenceOutput) -> Piece:
         """What one output of the engine makes certain; nothing after the end."""
         text = "".join([self._decoder.feed(token) for token in output.tokens])
         end = output.finish_reason

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from mycli.runtime.engine.sequence import Output, Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
@@ -47,7 +47,7 @@ class ServedEngine(Protocol):
         """Take a sequence and give it a number. Raises UserError for one that can never run."""
         ...
 
-    def fork(self, sequence: int, count: int) -> list[int]:
+    def branch(self, sequence: int, count: int) -> list[int]:
         """So many more replies to the prompt of a sequence that has not drawn yet, each with the next seed."""
         ...
 
@@ -59,7 +59,7 @@ class ServedEngine(Protocol):
         """Forget a sequence; its last output may still come. Of one that has ended: nothing."""
         ...
 
-    def step(self) -> Sequence[Output]:
+    def step(self) -> Sequence[SequenceOutput]:
         """Make the next tokens. A failure of one sequence is an output of it, not an exception."""
         ...
 
@@ -129,7 +129,7 @@ class EngineWorker:
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._steps: queue.SimpleQueue[list[tuple[Ticket, Output | ApiError]] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[list[tuple[Ticket, SequenceOutput | ApiError]] | None] = queue.SimpleQueue()
         self._by_sequence: dict[int, Ticket] = {}  # the engine thread's
         self._threads = [
             threading.Thread(target=self._run_engine, name="engine", daemon=True),
@@ -212,7 +212,7 @@ class EngineWorker:
             self._fail(list(self._by_sequence.values()), internal_error())
             self.engine.forget()  # what the pass left in the cache is not known
             return
-        found: list[tuple[Ticket, Output | ApiError]] = []
+        found: list[tuple[Ticket, SequenceOutput | ApiError]] = []
         for output in outputs:
             ticket = self._by_sequence.get(output.sequence)
             if ticket is not None:
@@ -229,7 +229,7 @@ class EngineWorker:
             try:
                 if group:
                     first = self.engine.submit(group[0].request)
-                    numbers = [first, *(self.engine.fork(first, len(group) - 1) if len(group) > 1 else ())]
+                    numbers = [first, *(self.engine.branch(first, len(group) - 1) if len(group) > 1 else ())]
                     for ticket, number in zip(group, numbers, strict=True):
                         ticket.sequence = number
                         self._by_sequence[number] = ticket
@@ -271,7 +271,7 @@ class EngineWorker:
             for delivery, pieces in news.items():
                 delivery.put(pieces)
 
-    def _read(self, ticket: Ticket, output: Output | ApiError) -> Piece | ApiError:
+    def _read(self, ticket: Ticket, output: SequenceOutput | ApiError) -> Piece | ApiError:
         """What one output means to the client."""
         if isinstance(output, ApiError):
             self._end(ticket, "error")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mycli.runtime.engine.completion import LoadedModel
-from mycli.runtime.engine.sequence import Output, Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.server.application import application
 from mycli.runtime.server.connection import DrainingServer, listen
@@ -169,7 +169,7 @@ class ScriptedEngine:
         self._waiting.append(_Turn(self._next, request, list(self._script(request))))
         return self._next
 
-    def fork(self, sequence: int, count: int) -> list[int]:
+    def branch(self, sequence: int, count: int) -> list[int]:
         """More of the same."""
         request = next(one.request for one in self._waiting if one.sequence == sequence)
         return [self.submit(request) for _ in range(count)]
@@ -183,7 +183,7 @@ class ScriptedEngine:
         self._waiting = [one for one in self._waiting if one.sequence != sequence]
         self._running = [one for one in self._running if one.sequence != sequence]
 
-    def step(self) -> Sequence[Output]:
+    def step(self) -> Sequence[SequenceOutput]:
         """One token for everybody who runs."""
         self.held.wait(30)
         if self.pause:
@@ -201,7 +201,7 @@ class ScriptedEngine:
             if limit is not None:
                 one.request = _with_limit(one.request, limit - len(token))
             reason: Any = "stop" if end else "length" if one.request.limit == 0 else None
-            outputs.append(Output(one.sequence, tuple(token), finish_reason=reason))
+            outputs.append(SequenceOutput(one.sequence, tuple(token), finish_reason=reason))
             if reason is not None:
                 self._running.remove(one)
         return outputs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.engine.completion import LoadedModel
-from mycli.runtime.engine.sequence import Output, Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -176,7 +176,7 @@ def test_g25_an_error_inside_a_stream_is_an_event(scripted: Scripted) -> None:
 
 def test_g39_a_reply_that_fails_alone_is_an_error(loaded: LoadedModel) -> None:
     class Failing(ScriptedEngine):
-        def step(self) -> list[Output]:
+        def step(self) -> list[SequenceOutput]:
             outputs = list(super().step())
             error = ModelError("response_format: dead end")
             return [dataclasses.replace(one, finish_reason="error", error=error) for one in outputs]
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_frees_its_sequence(loaded: LoadedModel, stream: bo
 class Flood(ScriptedEngine):
     """Thousands of tokens a step for a long prompt, without end."""
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SequenceOutput]:
         return [
             dataclasses.replace(one, tokens=(5,) * 5000) if one.finish_reason is None else one for one in super().step()
         ]
