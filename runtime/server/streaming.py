@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.worker import Delivery
 from mycli.runtime.utils.json_fields import strict_json
 
 _T = TypeVar("_T")

@@ -5,11 +5,9 @@ The engine's thread owns the engine: submissions and cancellations reach it betw
 know protocols.
 """
 
-import asyncio
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,10 +17,9 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
+from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.metrics import Metrics
 from mycli.runtime.server.reply_reader import Piece, ReplyReader
-
-MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so long
 
 
 class ServedEngine(Protocol):
@@ -62,46 +59,6 @@ class ServedEngine(Protocol):
     def step(self) -> Sequence[SequenceOutput]:
         """Make the next tokens. A failure of one sequence is an output of it, not an exception."""
         ...
-
-
-class Delivery:
-    """The pieces of one request on their way to its handler. `put` from any thread, the rest from the event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._pieces: deque[Piece | ApiError] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, pieces: Sequence[Piece | ApiError]) -> None:
-        """Hand over; dropped where the loop is gone."""
-        try:
-            self._loop.call_soon_threadsafe(self._take, pieces)
-        except RuntimeError:  # closed: the server has ended
-            return
-
-    def fail(self, error: ApiError) -> None:
-        """End the request, from its own loop: its client has gone."""
-        self._take([error])
-
-    def _take(self, pieces: Sequence[Piece | ApiError]) -> None:
-        self._pieces.extend(pieces)
-        if len(self._pieces) > MAX_BEHIND:
-            self._pieces.clear()
-            self._pieces.append(ApiError(503, "the reader of this reply is too slow", "slow_reader"))
-        self._arrived.set()
-
-    async def next(self) -> list[Piece]:
-        """All that has come, at least one. Raises ApiError for a request that failed as a whole."""
-        while not self._pieces:
-            self._arrived.clear()
-            await self._arrived.wait()
-        found: list[Piece] = []
-        while self._pieces:
-            one = self._pieces.popleft()
-            if isinstance(one, ApiError):
-                raise one
-            found.append(one)
-        return found
 
 
 @dataclass(eq=False)
