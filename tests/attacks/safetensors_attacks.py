@@ -58,7 +58,7 @@ _NAMES = {
 }
 
 ATTACKS: dict[str, Attack] = {
-    "A1-empty": (lambda: b"", "truncated"),
+    "A1-empty": (lambda: b"", "empty file"),
     "A1-seven-bytes": (lambda: b"\x08\0\0\0\0\0\0", "truncated"),
     "A1-length-only": (lambda: struct.pack("<Q", 0), "truncated"),
     "A2-header-beyond-file": (lambda: struct.pack("<Q", 1000) + b'{"a":1}', "truncated: header of 1000 bytes"),
@@ -126,7 +126,7 @@ ATTACKS: dict[str, Attack] = {
     "A17-not-json": (lambda: raw(b"{'a': 1}"), "not JSON"),
     "A17-nan": (lambda: raw(b'{"a":NaN}'), "NaN is not JSON"),
     "A17-two-objects": (lambda: raw(b"{}{}"), "not JSON"),
-    "A17-list": (lambda: raw(b"[1,2,3]"), "no JSON object"),
+    "A17-list": (lambda: raw(b"[1,2,3]"), "not a JSON object"),
     "A18-html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", "an HTML or XML page"),
     "A18-html-after-space": (lambda: b"\n\n <html><body>Sign in</body></html>", "an HTML or XML page"),
     "A18-lfs-pointer": (

@@ -43,8 +43,8 @@ def test_a_gpu_that_fails_ends_everything_with_one_line(fault: str, tmp_path: Pa
     cause = {"F12-device-assert": "device-side assert triggered", "F12-gpu-lost": "unspecified launch failure"}[fault]
     asked = []
 
-    def answer(prompt: object) -> dict[str, object]:
-        asked.append(prompt)
+    def answer(prompts: Iterator[object]) -> Iterator[dict[str, object]]:
+        asked.append(next(prompts))
         raise torch.AcceleratorError(f"CUDA error: {cause}\nCompile with `TORCH_USE_CUDA_DSA`")
 
     source = tmp_path / "in.jsonl"
@@ -67,8 +67,9 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     def broken(self: Transformer, *arguments: Any) -> Any:
         logits = forward(self, *arguments)
         passes.append(logits)
-        if logits is not None and len(passes) == 2:
-            return torch.full_like(logits, torch.nan)
+        if len(passes) == 2:  # of all that are answered together the first row only
+            logits = logits.clone()
+            logits[0] = torch.nan
         return logits
 
     monkeypatch.setattr(Transformer, "forward", broken)
@@ -80,6 +81,7 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     assert "not a number" in first["error"]["message"] and first["error"]["exit_code"] == ExitCode.MODEL
     assert len(others) == 2 and all(one["text"] for one in others)
     passes.clear()
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(SystemExit) as stop:
         main(["run", "pico", "Who are you?"])
     assert stop.value.code == ExitCode.MODEL and "not a number" in capsys.readouterr().err
@@ -138,7 +140,7 @@ def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
 
     def moving(host: str, path: str) -> Fault:
         if "/resolve/" in path and not after:
-            after.append(server.add(REPO, {**FILES, "config.json": b"{}", "tokenizer.json": b"{}"}))
+            after.append(server.add(REPO, {**FILES, "tokenizer.json": b'{"moved": true}'}))
         return take(host, path)
 
     monkeypatch.setattr(server, "take", moving)

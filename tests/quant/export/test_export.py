@@ -21,7 +21,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
-from tests.support.families import whole
+from tests.support.engines import whole
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 

@@ -76,8 +76,9 @@ def test_the_weights_are_those_of_the_maker(name: str, tmp_path: Path) -> None:
         last_place = dense.abs().max().item() * 2**-23
         assert torch.allclose(dense, case.weight, rtol=0, atol=2 * last_place)
     x = torch.randn(3, dense.shape[1])
-    product = prepare_product(weight, torch.float32)(x)
-    assert torch.allclose(product, x @ dense.float().t(), rtol=1e-4, atol=1e-3)
+    product, expected = prepare_product(weight, torch.float32)(x), x @ dense.float().t()
+    # Kernels round activations to 16 bits, and multiply by weights that were not rounded to the stored type.
+    assert (product - expected).norm() < 0.004 * expected.norm()
 
 
 def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:

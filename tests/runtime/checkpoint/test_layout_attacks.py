@@ -17,7 +17,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.transformer import Transformer
 from tests.attacks.layout_attacks import ATTACKS
-from tests.support.families import whole
+from tests.support.engines import whole
 from tests.support.foreign_layouts import LINEAR, Case, stored
 
 CPU = Placement(torch.device("cpu"), torch.float32)

@@ -88,7 +88,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         _index('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'),
         "duplicate key 'a'",
     ),
-    "A22-index-17MB": (_index('{"weight_map": {"a": "' + "x" * (17 << 20) + '"}}'), "bytes, more than"),
+    "A22-index-17MB": (_index('{"weight_map": {"a": "' + "x" * (17 << 20) + '"}}'), "more than the 16 MiB allowed"),
     "A13-index-too-many-values": (_index('{"weight_map": {"a": [' + "0," * 200_001 + "0]}}"), "too many values"),
     "A14-index-deep": (_index('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}"), "nested too deeply"),
     "A24-index-is-fifo": (lambda folder: ((folder / INDEX).unlink(), os.mkfifo(folder / INDEX)), "not a regular file"),

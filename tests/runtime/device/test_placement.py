@@ -85,7 +85,7 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="copy is for GPUs"):
+    with pytest.raises(UsageError, match="kept on GPUs only"):
         place(CONFIG, "cpu", dense_prefill_copy=True)
     machine(monkeypatch)
     assert place(CONFIG, dense_prefill_copy=True).dense_prefill_copy and not place(CONFIG).dense_prefill_copy

@@ -1,5 +1,6 @@
 """Memory is planned before it is taken."""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -33,12 +34,12 @@ def free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int
 
 @pytest.mark.parametrize("free, context", [(1 << 40, 2048), (needed(512), 512)], indirect=["free"])
 def test_without_a_wish_the_models_context_or_what_fits(free: int, context: int) -> None:
-    assert load.plan_memory(FOLDER, CPU, EngineConfig()) == context
+    assert load.plan_memory(FOLDER, CPU, EngineConfig()).context == context
 
 
 @pytest.mark.parametrize("free", [needed(1024)], indirect=True)
 def test_a_wish_is_kept_or_refused(free: int) -> None:
-    assert load.plan_memory(FOLDER, CPU, EngineConfig(context=1024)) == 1024
+    assert load.plan_memory(FOLDER, CPU, EngineConfig(context=1024)).context == 1024
     with pytest.raises(ResourceError, match=r"main memory: .* needed .* free"):
         load.plan_memory(FOLDER, CPU, EngineConfig(context=1040))
     with pytest.raises(ResourceError, match="needed"):
@@ -63,6 +64,7 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Transformer, "load", full)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(SystemExit) as stop:
         main(["run", "pico", "Hi", "--ctx", "1024", "--dtype", "fp32"])
     assert stop.value.code == ExitCode.RESOURCES

@@ -24,6 +24,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.retry import RetryPolicy
+from mycli.runtime.utils.units import gib
 from tests.support.hub_server import Fault, HubServer, hub_server, safetensors
 from tests.support.paths import ROOT
 
@@ -267,7 +268,7 @@ def test_d1_too_little_space_is_known_before_the_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     error = failing(server)
     assert isinstance(error, ResourceError) and error.exit_code == ExitCode.RESOURCES
-    assert f"{needed} bytes are needed and {needed - 1} are free (1 too few)" in error.message
+    assert f"{gib(needed)} needed, {gib(needed - 1)} free" in error.message
     assert not folders.exists()
     assert fetch(server, force=True).folder.is_dir()
 
@@ -549,6 +550,7 @@ import sys
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.client import Hub
 say = lambda text: print(text, flush=True)
+from mycli.runtime.utils.units import gib
 from mycli.runtime.hub.retry import RetryPolicy
 with Hub({server.address()!r}, None, say, RetryPolicy()) as connection:
     job = plan_download(connection, {REPO!r})

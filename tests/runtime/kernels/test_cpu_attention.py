@@ -89,7 +89,8 @@ def test_as_in_fp64(case: Case, dtype: torch.dtype) -> None:
     half = query.bfloat16()
     rounded, expected = few(case, half, keys, values), exact(case, half, keys, values)
     assert rounded.dtype == torch.bfloat16
-    assert float((rounded - expected).norm() / expected.norm()) < 0.0025  # of rounding to bf16
+    error = float((rounded - expected).norm() / expected.norm())
+    assert error < 0.006  # of rounding the result to bf16, and in tiles the weights too
 
 
 @pytest.mark.usefixtures("library")

@@ -127,10 +127,10 @@ def _damaged(draw: st.DrawFn) -> bytes:
     tensors = (attacks.ONE, attacks.info(b"b", (32, 2), 2, 32))
     data = bytearray(attacks.gguf(keys, tensors, bytes(96)))
     for _ in range(draw(st.integers(0, 4))):
-        at = draw(st.integers(0, len(data) - 1))
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
         change = draw(st.sampled_from(["set", "word", "cut", "double", "end"]))
         if change == "set":
-            data[at] = draw(st.integers(0, 255))
+            data[at : at + 1] = bytes([draw(st.integers(0, 255))])
         elif change == "word":
             data[at : at + 8] = struct.pack(
                 "<Q", draw(st.sampled_from([0, 1, 31, 1 << 31, 1 << 32, 1 << 63, 2**64 - 1]))
