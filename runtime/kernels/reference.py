@@ -61,11 +61,16 @@ def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return functional.layer_norm(x, gain.shape, gain, None, eps)
 
 
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, tokens, heads, head_dim] turned by tables [tokens, head_dim / 2]; pairs are (i, i + head_dim / 2)."""
-    first, second = x.chunk(2, dim=-1)
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """As `runtime.layers.rope.rotate`: x [batch, tokens, heads, head_dim], tables [tokens, dim / 2]."""
+    dim = 2 * cos.shape[-1]
+    turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
+    if interleaved:
+        turned = turned.reshape(*turned.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
+    first, second = turned.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(parts if rest is None else (*parts, rest), dim=-1)
 
 
 def silu_multiply(gate_up: Tensor) -> Tensor:

@@ -18,7 +18,12 @@ from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
-from mycli.runtime.kernels.cpu.elementwise import native_rms_norm, native_rotate, native_silu_multiply
+from mycli.runtime.kernels.cpu.elementwise import (
+    native_gelu_multiply,
+    native_rms_norm,
+    native_rotate,
+    native_silu_multiply,
+)
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
@@ -52,12 +57,13 @@ class Operation(Generic[_P, _R]):
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_product, functional.linear))
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (native_rms_norm, reference.rms_norm))
-ROTATION: Operation[[Tensor, Tensor, Tensor], Tensor] = Operation("rotation", (native_rotate, reference.rotate_halves))
+ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
+ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
 # By the names of `runtime.models.layer_spec.ActivationName`: of what the first product of an MLP makes.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
-    "gelu_tanh": Operation("GELU", (reference.gelu_multiply,)),
+    "gelu_tanh": Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
 ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None], Tensor]

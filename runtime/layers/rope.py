@@ -151,9 +151,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     Pairs are (i, i + dim / 2). `interleaved`: (2i, 2i + 1), and the first of all pairs come out before the second of
     all: queries and keys both do, so what they make of each other is the same.
     """
-    dim = 2 * cos.shape[-1]
-    turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
-    if interleaved:
-        turned = turned.reshape(*turned.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
-    turned = ROTATION(turned, cos, sin)
-    return turned if rest is None else torch.cat((turned, rest), dim=-1)
+    return ROTATION(x, cos, sin, interleaved)

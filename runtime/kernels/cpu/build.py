@@ -88,12 +88,25 @@ class CAttention(ctypes.Structure):
     ]
 
 
+class CNorm(ctypes.Structure):
+    """`Norm` of steps.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gain", "y")),
+        *((name, c_int64) for name in ("rows", "size")),
+        ("eps", c_float),
+        ("gain_type", c_int32),
+    ]
+
+
 class CRotation(ctypes.Structure):
     """`Rotation` of steps.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
-        *((name, c_int64) for name in ("sequences", "tokens", "heads", "half", "sequence_stride", "token_stride")),
+        *((name, c_int64) for name in ("sequences", "tokens", "heads", "head_dim", "half")),
+        *((name, c_int64) for name in ("sequence_stride", "token_stride")),
+        ("interleaved", c_int32),
     ]
 
 
@@ -133,8 +146,8 @@ def load_library(path: Path) -> Native:
         dense=function("dense_matmul", c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
-        norm=function("norm", None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
-        gate=function("gate", None, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
+        gate=function("gate", None, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),

@@ -2,24 +2,28 @@
 
 Beside weights that leave nothing in the caches, each operation of torch takes longer to begin than to do, and these are
 a dozen and a half of them a layer. The code is steps.h; it rounds where torch does. A row's bits depend on neither the
-rows beside it nor their number. Each function returns the reason where this code cannot.
+rows beside it nor their number. Each function returns the reason where this code cannot. What is a single operation of
+torch anyway (LayerNorm, squared ReLU) is left to it: a call from here takes as long.
 """
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CRotation, Native
+from mycli.runtime.kernels.cpu.build import CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
 _LANES = 16
+_GAIN = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+_SILU, _GELU_TANH = 0, 1  # `GateType` of steps.h
 
 
 def _library(x: Tensor, width: int) -> Native | str:
     """For x bf16 in rows of `width`."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+    if x.dtype != torch.bfloat16 or not x.is_cpu:
         return "takes bf16 on the CPU only"
     if width % _LANES or x.stride(-1) != 1:
         return f"takes contiguous rows in multiples of {_LANES}"
@@ -32,45 +36,63 @@ def _threads(tokens: int) -> int:
     return 1 if tokens <= _FEW else torch.get_num_threads()
 
 
+def _tokens(x: Tensor) -> int:
+    """Of x [sequences, tokens, ..., size] or [tokens, size]: heads are no tokens."""
+    return math.prod(x.shape[:-1][:2])
+
+
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
-    """x [..., size] to the same; gain [size] in the dtype of x."""
+    """x [..., size] to the same; gain [size] in bf16, or in fp32 as gains of 1 + w are. Rounded once."""
     size = x.shape[-1]
     found = _library(x, size)
     if isinstance(found, str):
         return found
     if gain.requires_grad:
         return "has no gradient"
-    if gain.dtype != x.dtype:
-        return "takes a gain in the dtype of its input"
-    given, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    rows = given.numel() // size
-    found.norm(given.data_ptr(), rows, size, gain.data_ptr(), eps, y.data_ptr(), _threads(rows))
+    if gain.dtype not in _GAIN or not gain.is_contiguous():
+        return "takes a contiguous gain of bf16 or fp32"
+    given = x.contiguous()
+    y = torch.empty_like(given)
+    pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
+    task = CNorm(*pointers, given.numel() // size, size, eps, _GAIN[gain.dtype])
+    found.norm(ctypes.byref(task), _threads(_tokens(x)))
+    return y
+
+
+def _gated(gate_up: Tensor, gate_type: int) -> Tensor | str:
+    """gate_up [..., 2 * size], gate first, to [..., size]; `gate_type` is one of steps.h."""
+    size = gate_up.shape[-1] // 2
+    found = _library(gate_up, size)
+    if isinstance(found, str):
+        return found
+    given, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
+    found.gate(gate_type, given.data_ptr(), y.numel() // size, size, y.data_ptr(), _threads(_tokens(y)))
     return y
 
 
 def native_silu_multiply(gate_up: Tensor) -> Tensor | str:
     """SiLU(gate) * up: gate_up [..., 2 * size], gate first, to [..., size]."""
-    size = gate_up.shape[-1] // 2
-    found = _library(gate_up, size)
-    if isinstance(found, str):
-        return found
-    given = gate_up.contiguous()
-    y = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
-    rows = y.numel() // size
-    found.gate(given.data_ptr(), rows, size, y.data_ptr(), _threads(rows))
-    return y
+    return _gated(gate_up, _SILU)
 
 
-def native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | str:
-    """As `runtime.layers.rope.rotate`: x [sequences, tokens, heads, head_dim], tables [tokens, head_dim / 2]."""
+def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
+    """GELU(gate) * up, by the tanh approximation; shapes as in `native_silu_multiply`."""
+    return _gated(gate_up, _GELU_TANH)
+
+
+def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | str:
+    """As `runtime.layers.rope.rotate`: x [sequences, tokens, heads, head_dim], tables [tokens, dim / 2]."""
     sequences, tokens, heads, head_dim = x.shape
-    found = _library(x, head_dim // 2)
+    half = cos.shape[-1]
+    found = _library(x, half)
     if isinstance(found, str):
         return found
+    if 2 * half > head_dim or sin.shape != cos.shape:
+        return "takes tables of cosines and sines alike, no wider than a head"
     if cos.dtype != x.dtype or not (cos.is_contiguous() and sin.is_contiguous()) or x.stride(2) != head_dim:
         return "takes heads side by side, and contiguous tables in the dtype of its input"
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-    sizes = sequences, tokens, heads, head_dim // 2, x.stride(0), x.stride(1)
-    found.rotate(ctypes.byref(CRotation(*pointers, *sizes)), _threads(sequences * tokens))
+    sizes = sequences, tokens, heads, head_dim, half, x.stride(0), x.stride(1)
+    found.rotate(ctypes.byref(CRotation(*pointers, *sizes, interleaved)), _threads(sequences * tokens))
     return y

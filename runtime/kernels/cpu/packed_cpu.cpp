@@ -221,13 +221,15 @@ EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threa
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
 // As norm_row, gate_row and rotate_token in steps.h, for all rows and tokens.
-EXPORT void norm(const uint16_t* x, int64_t rows, int64_t size, const uint16_t* gain, float eps, uint16_t* y, int threads) {
+EXPORT void norm(const Norm* n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t row = 0; row < rows; row++) norm_row(x + row * size, size, gain, eps, y + row * size);
+    for (int64_t row = 0; row < n->rows; row++)
+        n->gain_type == F32 ? norm_row(*n, row, static_cast<const float*>(n->gain))
+                            : norm_row(*n, row, static_cast<const uint16_t*>(n->gain));
 }
-EXPORT void gate(const uint16_t* x, int64_t rows, int64_t size, uint16_t* y, int threads) {
+EXPORT void gate(int32_t type, const uint16_t* x, int64_t rows, int64_t size, uint16_t* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t row = 0; row < rows; row++) gate_row(x + 2 * row * size, size, y + row * size);
+    for (int64_t row = 0; row < rows; row++) gate_row(type, x + 2 * row * size, size, y + row * size);
 }
 EXPORT void rotate(const Rotation* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

@@ -21,45 +21,81 @@ inline void store16(uint16_t* at, V16 v) {
     memcpy(at, &half, 32);
 }
 
-// x / sqrt(mean of x^2 + eps) * gain of a row x [size]; size is a multiple of 16.
-inline void norm_row(const uint16_t* x, int64_t size, const uint16_t* gain, float eps, uint16_t* y) {
+struct Norm {  // mirrored by build.py
+    const uint16_t* x;  // [rows, size]; size is a multiple of 16
+    const void* gain;   // [size] of gain_type
+    uint16_t* y;        // as x
+    int64_t rows, size;
+    float eps;
+    int32_t gain_type;  // BF16, or F32: 1 + w, where w alone has a place in bf16
+};
+
+// x / sqrt(mean of x^2 + eps) * gain of a row, rounded once.
+template <class Gain> inline void norm_row(const Norm& n, int64_t row, const Gain* gain) {
+    const uint16_t* x = n.x + row * n.size;
+    uint16_t* y = n.y + row * n.size;
     V16 sum = {};
-    for (int64_t i = 0; i < size; i += LANE) {
+    for (int64_t i = 0; i < n.size; i += LANE) {
         const V16 v = load16(x + i);
         sum += v * v;
     }
-    const float root = 1.0f / sqrtf(sum_of(sum) / float(size) + eps);
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
+    const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
+    for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
 }
 
-// SiLU(gate) * up of a row [gate, up], each of `size`, a multiple of 16.
-inline void gate_row(const uint16_t* x, int64_t size, uint16_t* y) {
-    for (int64_t i = 0; i < size; i += LANE) {
-        const V16 gate = load16(x + i), zero = {};
-        const I16 below = gate < 0;
-        const V16 power = exponential(below ? gate : -gate);
-        const V16 active = gate * (below ? power : zero + 1.0f) / (power + 1.0f);
-        store16(y + i, rounded(active) * load16(x + size + i));
-    }
+enum GateType : int32_t { SILU, GELU_TANH };  // mirrored by elementwise.py
+
+// x / (1 + e^-z), one exponential for either sign of z.
+inline V16 times_sigmoid(V16 x, V16 z) {
+    const V16 zero = {};
+    const I16 below = z < 0;
+    const V16 power = exponential(below ? z : -z);
+    return x * (below ? power : zero + 1.0f) / (power + 1.0f);
+}
+
+// GELU by the tanh approximation (arXiv 1606.08415): (1 + tanh u) / 2 is the sigmoid of 2 u, which loses nothing where
+// tanh u is near -1.
+inline V16 gelu_tanh(V16 x) { return times_sigmoid(x, x * (1.595769122f + 0.07135481627f * (x * x))); }
+
+// active(gate) * up of a row [gate, up], each of `size`, a multiple of 16.
+template <class Active> inline void gate_row(const uint16_t* x, int64_t size, uint16_t* y, Active active) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, rounded(active(load16(x + i))) * load16(x + size + i));
+}
+inline void gate_row(int32_t type, const uint16_t* x, int64_t size, uint16_t* y) {
+    if (type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
+    gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });
 }
 
 struct Rotation {  // mirrored by build.py
-    const uint16_t* x;  // [sequences, tokens, heads, 2 * half], strides in elements; half is a multiple of 16
-    const uint16_t *cos, *sin;  // [tokens, half]
+    const uint16_t* x;  // [sequences, tokens, heads, head_dim], strides in elements
+    const uint16_t *cos, *sin;  // [tokens, half]; half is a multiple of 16
     uint16_t* out;  // as x, contiguous
-    int64_t sequences, tokens, heads, half, sequence_stride, token_stride;
+    int64_t sequences, tokens, heads, head_dim, half, sequence_stride, token_stride;
+    int32_t interleaved;  // pairs are (2i, 2i + 1), not (i, i + half); they come out as the latter
 };
 
+// 16 neighbouring pairs, the first of each and the second.
+inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
+    U16 pairs;
+    memcpy(&pairs, at, 64);
+    first = (V16)(pairs << 16);
+    second = (V16)(pairs & 0xffff0000);
+}
+
+// The first 2 * half values of each head are turned, the rest is copied.
 inline void rotate_token(const Rotation& r, int64_t sequence, int64_t token) {
     const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
-    uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * 2 * r.half;
-    for (int64_t head = 0; head < r.heads; head++, x += 2 * r.half, out += 2 * r.half)
+    uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;
+    for (int64_t head = 0; head < r.heads; head++, x += r.head_dim, out += r.head_dim) {
         for (int64_t i = 0; i < r.half; i += LANE) {
-            const V16 first = load16(x + i), second = load16(x + r.half + i);
+            V16 first = load16(x + i), second = load16(x + r.half + i);
+            if (r.interleaved) load_pairs(x + 2 * i, first, second);
             const V16 c = load16(r.cos + token * r.half + i), s = load16(r.sin + token * r.half + i);
             store16(out + i, rounded(first * c) - rounded(second * s));
             store16(out + r.half + i, rounded(second * c) + rounded(first * s));
         }
+        memcpy(out + 2 * r.half, x + 2 * r.half, size_t(r.head_dim - 2 * r.half) * 2);
+    }
 }
 
 }  // namespace

@@ -13,8 +13,18 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import Native
-from mycli.runtime.kernels.cpu.elementwise import native_rms_norm, native_rotate, native_silu_multiply
-from mycli.runtime.kernels.reference import rms_norm, rotate_halves, silu_multiply
+from mycli.runtime.kernels.cpu.elementwise import (
+    native_gelu_multiply,
+    native_rms_norm,
+    native_rotate,
+    native_silu_multiply,
+)
+from mycli.runtime.kernels.reference import (
+    gelu_multiply,
+    rms_norm,
+    rotate_heads,
+    silu_multiply,
+)
 from mycli.runtime.layers.batch import Batch
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal
@@ -32,10 +42,13 @@ def same(found: Tensor | str, expected: Tensor, differing: float = 0.0) -> None:
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30)
 
 
+@pytest.mark.parametrize("gain_type", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("scale", [1e-18, 1e-3, 1.0, 1e15])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm(shape: tuple[int, ...], scale: float) -> None:
-    x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1).bfloat16()
+def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> None:
+    """Gains of fp32 are 1 + w of a small w: what of it bf16 has no place for is seen."""
+    x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1)
+    gain = gain.bfloat16() if gain_type is torch.bfloat16 else 1 + gain * 2**-6
     same(native_rms_norm(x, gain, 1e-5), rms_norm(x, gain, 1e-5), 0.002)
 
 
@@ -45,41 +58,67 @@ def test_activation(shape: tuple[int, ...]) -> None:
     same(native_silu_multiply(x), silu_multiply(x), 0.002)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0, 1e15])
+@pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (1, 5, 512), (2, 40, 512), (2, 8, 22016)], ids=str)
+def test_gelu(shape: tuple[int, ...], scale: float) -> None:
+    """torch's 1 + tanh loses gates below -3, which ours keeps: there both are held to the true value."""
+    x = (normal(*shape) * scale).bfloat16()
+    found, size = native_gelu_multiply(x), shape[-1] // 2
+    kept = x[..., :size] > -2
+    expected = gelu_multiply(x)
+    assert isinstance(found, Tensor)
+    same(found[kept], expected[kept], 0.002)
+    gate, up = x.double().chunk(2, dim=-1)
+    true = gate * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+    torch.testing.assert_close(found.double(), true * up, rtol=2**-7, atol=1e-35)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize(("sequences", "tokens", "head_dim"), [(1, 1, 64), (2, 3, 128), (1, 16, 32), (2, 30, 64)])
-def test_rotation_has_torchs_bits(sequences: int, tokens: int, head_dim: int, heads: int) -> None:
-    """A part of the projection, as attention gets it; tables are a part of all positions."""
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "head_dim", "dim"),
+    [(1, 1, 64, 64), (2, 3, 128, 128), (1, 16, 32, 32), (2, 30, 64, 64), (1, 1, 128, 96), (2, 5, 72, 32)],
+)
+def test_rotation_has_torchs_bits(
+    sequences: int, tokens: int, head_dim: int, dim: int, heads: int, interleaved: bool
+) -> None:
+    """A part of the projection, as attention gets it; tables are a part of all positions, and turn a part of a head."""
     x = normal(sequences, tokens, heads + 2, head_dim).bfloat16()[:, :, :heads]
-    cos, sin = (normal(40, head_dim // 2, seed=seed).bfloat16()[5 : 5 + tokens] for seed in (1, 2))
-    same(native_rotate(x, cos, sin), rotate_halves(x, cos, sin))
+    cos, sin = (normal(40, dim // 2, seed=seed).bfloat16()[5 : 5 + tokens] for seed in (1, 2))
+    same(native_rotate(x, cos, sin, interleaved), rotate_heads(x, cos, sin, interleaved))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     """Of as many as one thread takes, and of those that are shared."""
     tokens = 40
-    x, gain = normal(1, tokens, 256).bfloat16(), normal(256, seed=1).bfloat16()
+    x, gain = normal(1, tokens, 256).bfloat16(), normal(256, seed=1)
     cos, sin = normal(tokens, 16, seed=2).bfloat16(), normal(tokens, 16, seed=3).bfloat16()
     heads = x.view(1, tokens, 8, 32)
     for token in range(tokens):
         one = slice(token, token + 1)
         for alone, among in (
+            (native_rms_norm(x[:, one], gain.bfloat16(), 1e-6), native_rms_norm(x, gain.bfloat16(), 1e-6)),
             (native_rms_norm(x[:, one], gain, 1e-6), native_rms_norm(x, gain, 1e-6)),
             (native_silu_multiply(x[:, one]), native_silu_multiply(x)),
+            (native_gelu_multiply(x[:, one]), native_gelu_multiply(x)),
             (native_rotate(heads[:, one], cos[one], sin[one]), native_rotate(heads, cos, sin)),
+            (native_rotate(heads[:, one], cos[one], sin[one], True), native_rotate(heads, cos, sin, True)),
         ):
             assert isinstance(alone, Tensor) and isinstance(among, Tensor) and torch.equal(alone, among[:, one])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_stays_one(value: float) -> None:
-    x = normal(1, 2, 64).bfloat16()
+    x, gain = normal(1, 2, 64).bfloat16(), torch.ones(64)
     x[0, 1, 3] = value
-    normed, active = native_rms_norm(x, torch.ones(64).bfloat16(), 1e-5), native_silu_multiply(x)
-    assert isinstance(normed, Tensor) and isinstance(active, Tensor)
-    assert normed[0, 0].isfinite().all() and normed[0, 1, 3].isnan()
-    expected = silu_multiply(x)
-    assert torch.equal(active[0, 1, 3].isnan(), expected[0, 1, 3].isnan()) and not active[0, 1, 3].isfinite()
-    assert active[0, 0].isfinite().all()
+    normed = native_rms_norm(x, gain, 1e-5)
+    assert isinstance(normed, Tensor) and normed[0, 0].isfinite().all() and normed[0, 1, 3].isnan()
+    for found, expected in (
+        (native_silu_multiply(x), silu_multiply(x)),
+        (native_gelu_multiply(x), gelu_multiply(x)),
+    ):
+        assert isinstance(found, Tensor) and found[0, 0].isfinite().all()
+        torch.testing.assert_close(found[0, 1, 3], expected[0, 1, 3], equal_nan=True)
 
 
 def test_a_reply_is_made_with_them(library: Native, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +145,19 @@ def test_what_it_leaves_to_torch() -> None:
     x = normal(1, 2, 64).bfloat16()
     others = [x.float(), x.half(), normal(1, 2, 128).bfloat16()[..., ::2]]
     for one in (*others, x.clone().requires_grad_()):
-        assert isinstance(native_rms_norm(one, gain, 1e-5), str) and isinstance(native_silu_multiply(one), str)
-    assert "a gain in the dtype" in str(native_rms_norm(x, gain.float(), 1e-5))
+        for declined in (
+            native_rms_norm(one, gain, 1e-5),
+            native_silu_multiply(one),
+            native_gelu_multiply(one),
+        ):
+            assert isinstance(declined, str)
+    assert "a contiguous gain" in str(native_rms_norm(x, gain.half(), 1e-5))
+    assert "a contiguous gain" in str(native_rms_norm(x, torch.ones(128)[::2], 1e-5))
+    assert "has no gradient" in str(native_rms_norm(x, gain.float().requires_grad_(), 1e-5))
     assert "multiples of 16" in str(native_rms_norm(x[..., :24].contiguous(), gain[:24], 1e-5))
     cos = sin = normal(2, 40).bfloat16()
     assert "multiples of 16" in str(native_rotate(normal(1, 2, 3, 80).bfloat16(), cos, sin))  # half a head
     cos = sin = normal(2, 32).bfloat16()
+    assert "no wider than a head" in str(native_rotate(normal(1, 2, 3, 48).bfloat16(), cos, sin))
     turned = normal(1, 3, 2, 64).bfloat16().transpose(1, 2)  # heads are not side by side
     assert "side by side" in str(native_rotate(turned, cos, sin))
