@@ -44,7 +44,9 @@ inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t
 template <typename T> struct FloatPath {
     static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
 
-    struct Setup {};  // what a thread needs for as long as it works
+    struct Setup {  // what products of weights of so many rows and values need for as long as they last
+        explicit Setup(int64_t) {}
+    };
 
     static int64_t size(const Attention& a) { return a.head_dim; }  // of a row's weighted values
     static int64_t query_size(const Attention& a) { return a.head_dim; }  // of a row
