@@ -99,10 +99,12 @@ template <typename T> struct TilePath {
     static __m512i some(const uint16_t* at, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at); }
     static __m512i some(const int8_t* at) { return bf16_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
     static __m512i some(const int8_t* at, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at)); }
+    // A code is exact in the upper half of an fp32, so halves are moved and not rounded: even ones down, odd ones kept.
     static __m512i bf16_of(__m256i codes) {
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        const __m512i words = _mm512_cvtepi8_epi16(codes);
+        const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+        const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+        return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
     }
 
     // A packed chunk: keys as tiles [CHUNK / 16][size / 32] of 16 pairs of dimensions x 16 keys; then values as tiles
@@ -163,9 +165,13 @@ template <typename T> struct TilePath {
         const T* keys = static_cast<const T*>(a.keys);
         if constexpr (std::is_same_v<T, uint16_t>)
             if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {keys + chunk.at[p], a.head_dim * 2};
-        for (int64_t i = 0; i < 16; i++)
-            for (int64_t d = 0; d < size(a); d += 32)
-                _mm512_store_si512(copy + i * size(a) + d, some(keys + chunk.at[p + i] + d, mask_of(a, d)));
+        const int64_t wide_size = size(a), whole = a.head_dim / 32 * 32;
+        for (int64_t i = 0; i < 16; i++) {
+            const T* key = keys + chunk.at[p + i];
+            uint16_t* to = copy + i * wide_size;
+            for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key + d));
+            if (whole < wide_size) _mm512_store_si512(to + whole, some(key + whole, 0xffff));
+        }
         return {copy, size(a) * 2};
     }
 
