@@ -90,7 +90,7 @@ def test_as_in_fp64(case: Case, dtype: torch.dtype) -> None:
     rounded, expected = few(case, half, keys, values), exact(case, half, keys, values)
     assert rounded.dtype == torch.bfloat16
     # Of rounding weights and the result to bf16: 2^-8 each at most, of which much is lost among several positions.
-    assert float((rounded - expected).norm() / expected.norm()) < (0.0025 if case.length > 1 else 2**-7)
+    assert float((rounded - expected).norm() / expected.norm()) < (0.003 if case.length > 1 else 2**-7)
 
 
 @pytest.mark.usefixtures("library")
