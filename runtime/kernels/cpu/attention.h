@@ -84,7 +84,7 @@ template <class Path> struct Attending {
         }
     }
 
-    // The sums of one chunk for all rows, to `to`: no sums for rows that see none of it.
+    // The sums of one chunk for all rows, to `to`: no sums for rows that see none of it. Where it is the only chunk, the result.
     void few_chunk(const Rows& rows, int64_t index, const Room& room, float* to) const {
         const Chunk chunk(a, rows, (rows.first_chunk(a) + index) * CHUNK);
         const Span span(a, rows, 0, rows.count, chunk.first);
@@ -94,8 +94,10 @@ template <class Path> struct Attending {
         Path::score_few(a, room, rows.count, span, chunk);
         for (int64_t r = 0; r < rows.count; r++)
             soften_row(rows, r, chunk.first, span, scales, room, r);
+        const typename Path::Setup setup(rows.count);
         mix_rows(rows, 0, rows.count, span, chunk.first, room, [&] { Path::mix_few(a, room, rows.count, span, chunk); });
-        memcpy(to, room.sums, size_t(rows.count * row_size) * 4);
+        if (rows.chunks(a) > 1) memcpy(to, room.sums, size_t(rows.count * row_size) * 4);
+        else for (int64_t r = 0; r < rows.count; r++) few_end(rows, r, room.sums, room.joined);
     }
     void few_end(const Rows& rows, int64_t r, float* sums, float* joined) const {
         const int64_t chunk = rows.first_chunk(a);
@@ -113,6 +115,7 @@ template <class Path> struct Attending {
     }
     // Rows [row, row + count) over all chunks, which lie packed at `packed`, scales first.
     void many_rows(const Rows& rows, int64_t row, int64_t count, const Room& room, const float* packed) const {
+        const typename Path::Setup setup(count);
         Path::take_query(a, rows, row, count, room);
         for (int64_t r = 0; r < count; r++) clear(room.joined + r * row_size, size);
         for (int64_t c = rows.begin(a, row) / CHUNK; c * CHUNK < rows.end(a, row + count - 1); c++) {
@@ -147,8 +150,6 @@ template <class Path> struct Attending {
 #pragma omp atomic capture
             self = next++;
             float* own = memory + round.memory + self * room;
-            const typename Path::Setup setup;
-            (void)setup;
             const Room place = room_at(own, few ? FEW_ROWS : most);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < round.tasks[0]; i++) {
@@ -159,7 +160,7 @@ template <class Path> struct Attending {
                 else pack_chunk(share.rows, index, at + index * packed_size());
             }
             // Of a prompt the last rows see most: the longest tasks first.
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
             for (int64_t i = round.tasks[1] - 1; i >= 0; i--) {
                 const Share& share = round.of(i, 1);
                 const int64_t index = i - share.first[1];
@@ -179,8 +180,9 @@ template <class Path> struct Attending {
             for (int64_t h = 0; h < a.kv_heads; h++) {
                 const Rows rows(a, s, h);
                 if (!rows.count || (rows.count <= FEW_ROWS) != few) continue;
-                const int64_t chunks = rows.chunks(a), pieces = few ? rows.count : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
-                const int64_t floats = chunks * (few ? rows.count * row_size : packed_size());
+                const int64_t chunks = rows.chunks(a), joined = chunks > 1 ? rows.count : 0;  // rows that take a second step
+                const int64_t pieces = few ? joined : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
+                const int64_t floats = chunks * (few ? joined * row_size : packed_size());
                 if (round.memory && round.memory + floats > AT_ONCE) {
                     if (!run(round, few)) return false;
                     round = Round();

@@ -55,12 +55,12 @@ struct Rows {
 // Where the positions of one chunk lie. Those before the oldest that a row sees are not looked up, since their blocks may be
 // gone; in their place, and in that of positions past the last, stands one that is there.
 struct Chunk {
-    int64_t first, count;
+    int64_t first, count, oldest;  // position of the first; of those looked up, one past the last and the first
     int64_t at[CHUNK];  // elements from the start of keys and values
 
     Chunk(const Attention& a, const Rows& rows, int64_t first) : first(first), count(std::min(CHUNK, rows.length - first)) {
         const int32_t* table = a.table + rows.sequence * a.table_width;
-        const int64_t oldest = std::max<int64_t>(0, rows.begin(a, 0) - first);
+        oldest = std::max<int64_t>(0, rows.begin(a, 0) - first);
         for (int64_t p = oldest; p < count;) {
             const int64_t position = first + p, inside = position % a.block_size;
             const int64_t base = table[position / a.block_size] * a.block_stride + rows.head * a.head_stride;
@@ -68,6 +68,10 @@ struct Chunk {
         }
         std::fill(at, at + oldest, at[oldest]);
         std::fill(at + count, at + CHUNK, at[count - 1]);
+    }
+    // Whether positions [p, p + some) are there and lie one behind another.
+    bool is_run(const Attention& a, int64_t p, int64_t some) const {
+        return p >= oldest && p + some <= count && (first + p) % a.block_size + some <= a.block_size;
     }
 };
 
@@ -78,9 +82,11 @@ struct Scales {
     void take(const Attention& a, const Chunk& chunk) {
         if (a.cache_type != CACHE_INT8) return;
         memset(this, 0, sizeof *this);
+        int64_t vector = 0;  // a division per position would take longer than its products
         for (int64_t p = 0; p < chunk.count; p++) {
-            key[p] = a.key_scales[chunk.at[p] / a.head_dim];
-            value[p] = a.value_scales[chunk.at[p] / a.head_dim];
+            vector = p && chunk.at[p] == chunk.at[p - 1] + a.head_dim ? vector + 1 : chunk.at[p] / a.head_dim;
+            key[p] = a.key_scales[vector];
+            value[p] = a.value_scales[vector];
         }
     }
 };

@@ -15,7 +15,10 @@ constexpr int TILE_SIZE = 16 * 32;  // of bf16
 // As `FloatPath` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
 template <typename T> struct TilePath {
     static constexpr int64_t ROWS_AT_ONCE = 64;
-    struct Setup { const Tiles tiles{16, 64, 64}; };
+    struct Setup {
+        const Tiles tiles;
+        explicit Setup(int64_t rows) : tiles(std::min<int64_t>(rows, 16), 64, 64) {}
+    };
 
     static int64_t size(const Attention& a) { return (a.head_dim + 31) / 32 * 32; }
     static int64_t query_size(const Attention& a) { return size(a) / 2; }
@@ -55,8 +58,13 @@ template <typename T> struct TilePath {
     }
 
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
-        pack_keys(a, chunk, span.low, std::min(span.high, chunk.count), room.panel);
-        score(a, room, rows, span, room.panel);
+        for (int64_t r = 0; r < rows; r += 16) {
+            if (rows == 1) score_columns<1>(a, room, r, rows, span, chunk);
+            else if (rows == 2) score_columns<2>(a, room, r, rows, span, chunk);
+            else if (rows <= 4) score_columns<4>(a, room, r, rows, span, chunk);
+            else if (rows <= 8) score_columns<8>(a, room, r, rows, span, chunk);
+            else score_columns<16>(a, room, r, rows, span, chunk);
+        }
     }
     static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
         pack_values(a, chunk, span.low, std::min(span.high, chunk.count), room.panel);
@@ -91,10 +99,12 @@ template <typename T> struct TilePath {
     static __m512i some(const uint16_t* at, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at); }
     static __m512i some(const int8_t* at) { return bf16_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
     static __m512i some(const int8_t* at, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at)); }
+    // A code is exact in the upper half of an fp32, so halves are moved and not rounded: even ones down, odd ones kept.
     static __m512i bf16_of(__m256i codes) {
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        const __m512i words = _mm512_cvtepi8_epi16(codes);
+        const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+        const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+        return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
     }
 
     // A packed chunk: keys as tiles [CHUNK / 16][size / 32] of 16 pairs of dimensions x 16 keys; then values as tiles
@@ -143,6 +153,81 @@ template <typename T> struct TilePath {
                 _mm512_store_si512(tile, _mm512_unpacklo_epi16(first, second));
                 _mm512_store_si512(tile + TILE_SIZE, _mm512_unpackhi_epi16(first, second));
             }
+        }
+    }
+
+    // 16 keys from position p on as rows of bf16: where they lie, or else a copy, 0 past the head's dimensions.
+    struct Lines {
+        const uint16_t* at;
+        int64_t bytes;  // from one to the next
+    };
+    static Lines lines_of(const Attention& a, const Chunk& chunk, int64_t p, uint16_t* copy) {
+        const T* keys = static_cast<const T*>(a.keys);
+        if constexpr (std::is_same_v<T, uint16_t>)
+            if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {keys + chunk.at[p], a.head_dim * 2};
+        const int64_t wide_size = size(a), whole = a.head_dim / 32 * 32;
+        for (int64_t i = 0; i < 16; i++) {
+            const T* key = keys + chunk.at[p + i];
+            uint16_t* to = copy + i * wide_size;
+            for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key + d));
+            if (whole < wide_size) _mm512_store_si512(to + whole, some(key + whole, 0xffff));
+        }
+        return {copy, size(a) * 2};
+    }
+
+    // Scores of up to N rows of queries from `row` on. Products commute: with the keys as left operand, which lie as tiles want
+    // that, only the queries are turned, and the sums are those of `score_keys`. They come as [keys][N].
+    template <int N>
+    static void score_columns(const Attention& a, const Room& room, int64_t row, int64_t rows, const Span& span, const Chunk& chunk) {
+        uint16_t* copies = reinterpret_cast<uint16_t*>(room.panel);  // of 64 keys: while 32 are made, the 32 before are read
+        uint16_t* query = copies + 64 * size(a);
+        for (int64_t d = 0; d < size(a); d += 32) {
+            Wide v[16];
+            for (int64_t i = 0; i < 16; i++)
+                v[i] = row + i < rows ? wide(room.query + ((row + i) * size(a) + d) / 2) : Wide{};
+            transpose(v);
+            for (int64_t i = 0; i < 16; i++) memcpy(query + (d / 2 + i) * 2 * N, &v[i], 4 * N);
+        }
+        const Tiles tiles(16, 64, 4 * N);
+        alignas(64) float found[CHUNK * N];
+        Lines lines[2][2];
+        for (int64_t p = span.low; p < span.high + 32; p += 32) {
+            if (p < span.high)
+                for (int64_t i = 0; i < 2; i++) lines[p / 32 % 2][i] = lines_of(a, chunk, p + 16 * i, copies + (p % 64 + 16 * i) * size(a));
+            if (p == span.low) continue;
+            const Lines &first = lines[p / 32 % 2 ^ 1][0], &second = lines[p / 32 % 2 ^ 1][1];
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+            for (int64_t d = 0; d < size(a); d += 32) {
+                TILE_LOAD(6, query + d * N, 4 * N);
+                TILE_LOAD(4, first.at + d, first.bytes);
+                TILE_DOT_BF16(0, 4, 6);
+                TILE_LOAD(5, second.at + d, second.bytes);
+                TILE_DOT_BF16(1, 5, 6);
+            }
+            TILE_STORE(found + (p - 32) * N, 4 * N, 0);
+            TILE_STORE(found + (p - 16) * N, 4 * N, 1);
+        }
+        for (int64_t p = span.low; p < span.high; p += 16) {
+            Wide v[N];
+#pragma GCC unroll 16
+            for (int i = 0; i < N; i++) v[i] = wide(found + p * N + i * 16);
+            put_columns<N>(v, room.scores + row * CHUNK + p, CHUNK);
+        }
+    }
+    // The columns of [16][N], `step` apart.
+    template <int N> static void put_columns(const Wide* v, float* to, int64_t step) {
+        if constexpr (N == 1) put(to, v[0]);
+        else {
+            constexpr WideInt evens{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+            Wide even[N / 2], odd[N / 2];
+#pragma GCC unroll 8
+            for (int i = 0; i < N / 2; i++) {
+                even[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], evens);
+                odd[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], evens + 1);
+            }
+            put_columns<N / 2>(even, to, 2 * step);
+            put_columns<N / 2>(odd, to + step, 2 * step);
         }
     }
 

@@ -89,8 +89,8 @@ def test_as_in_fp64(case: Case, dtype: torch.dtype) -> None:
     half = query.bfloat16()
     rounded, expected = few(case, half, keys, values), exact(case, half, keys, values)
     assert rounded.dtype == torch.bfloat16
-    error = float((rounded - expected).norm() / expected.norm())
-    assert error < 0.006  # of rounding the result to bf16, and in tiles the weights too
+    # Of rounding weights and the result to bf16: 2^-8 each at most, of which much is lost among several positions.
+    assert float((rounded - expected).norm() / expected.norm()) < (0.003 if case.length > 1 else 2**-7)
 
 
 @pytest.mark.usefixtures("library")
