@@ -115,7 +115,9 @@ def serve(
     *,
     loading: LoadFlags,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's interfaces, metrics, and a page to talk with it.
+    """Serve a model over HTTP, with a page to talk with it.
+
+    It speaks OpenAI's and Anthropic's interfaces, and has metrics.
 
     Replies that are under way when it is told to stop (SIGTERM, Ctrl-C) are finished first; a second signal ends it at
     once. What was asked and answered is not logged; -v shows a line for each request.

@@ -32,13 +32,17 @@ def said(self: Engine) -> list[SequenceOutput]:
     self.step_seconds = 0.01
     time.sleep(SECONDS)
     if script[0]:
+        self.__dict__["begun"] = True
         return [SequenceOutput(number, (script[0].pop(0),))]
     script.pop(0)
+    self.__dict__["begun"] = False
     self.__dict__["numbers"].clear()
     return [SequenceOutput(number, finish_reason="stop")]
 
 
 def submit(self: Engine, request: Request) -> int:
+    if self.__dict__.pop("begun", False):  # the reply before was stopped
+        self.runner.__dict__["said"].pop(0)
     self.__dict__["numbers"] = [0]
     return 0
 
