@@ -81,7 +81,7 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     assert "not a number" in first["error"]["message"] and first["error"]["exit_code"] == ExitCode.MODEL
     assert len(others) == 2 and all(one["text"] for one in others)
     passes.clear()
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(SystemExit) as stop:
         main(["run", "pico", "Who are you?"])
     assert stop.value.code == ExitCode.MODEL and "not a number" in capsys.readouterr().err

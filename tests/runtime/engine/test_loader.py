@@ -64,7 +64,7 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Transformer, "load", full)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(SystemExit) as stop:
         main(["run", "pico", "Hi", "--ctx", "1024", "--dtype", "fp32"])
     assert stop.value.code == ExitCode.RESOURCES

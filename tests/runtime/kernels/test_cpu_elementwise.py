@@ -25,7 +25,7 @@ from mycli.runtime.kernels.reference import (
     rotate_heads,
     silu_multiply,
 )
-from mycli.runtime.layers.batch import Batch
+from tests.support.engines import whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal
 
@@ -136,7 +136,7 @@ def test_a_reply_is_made_with_them(library: Native, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "native", lambda: watched)
     runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers
-    runner.run(Batch(torch.tensor([[5]]), 0), runner.make_cache(16))
+    whole(runner.model, torch.tensor([[5]]))
     assert taken == {"norm": 2 * layers + 1, "gate": layers, "rotate": 2 * layers}
 
 
