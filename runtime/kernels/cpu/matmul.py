@@ -58,7 +58,6 @@ class CpuMatmul:
         blocks = -(-weight.out_features // _ROWS)
         self._library = library
         self._shape = weight.out_features, weight.in_features
-        self._inputs = weight.inputs
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
         scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
@@ -81,15 +80,13 @@ class CpuMatmul:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        beside = (self._scales, self._offsets, self._inputs)
-        return self._codes.nbytes + sum(tensor.nbytes for tensor in beside if tensor is not None)
+        return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
         rows, inputs = x.shape
         assert inputs == self._shape[1] and x.device.type == "cpu"
-        given = x if self._inputs is None else x.index_select(1, self._inputs)
-        given = (given.float() if x.dtype == torch.float16 else given).contiguous()
+        given = (x.float() if x.dtype == torch.float16 else x).contiguous()
         y = torch.empty(rows, self._shape[0], dtype=given.dtype)
         threads = torch.get_num_threads()
         kind = _TYPES[given.dtype]
@@ -101,11 +98,7 @@ class CpuMatmul:
         """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._scales.dtype)
         self._library.dequantize(self._pointer, out.data_ptr(), _TYPES[out.dtype], torch.get_num_threads())
-        if self._inputs is None:
-            return out
-        ordered = torch.empty_like(out)
-        ordered[:, self._inputs.long()] = out
-        return ordered
+        return out
 
 
 class CpuKernel:

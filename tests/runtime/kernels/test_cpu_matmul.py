@@ -21,7 +21,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product, memory_bandwidth
-from mycli.runtime.kernels.registry import Operation, kernels, select_kernel
+from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
@@ -238,7 +238,7 @@ def test_sorted_columns_take_their_inputs(library: Native) -> None:
     sorted_columns = packed_weight(4, (40, 256), 64)
     weight = replace(sorted_columns, packing=replace(sorted_columns.packing, permuted=True), inputs=order)
     assert CpuKernel().decline(weight.packing, 40, 256, CPU, torch.bfloat16) is None
-    matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(7, 256, torch.bfloat16)
+    matmul, x = prepare_product(weight, torch.bfloat16), activations(7, 256, torch.bfloat16)
     assert torch.equal(matmul.dequantize(), dequantize(weight))
     assert torch.equal(matmul(x), CpuKernel().prepare(sorted_columns, torch.bfloat16)(x[:, order.long()]))
 
