@@ -20,7 +20,8 @@ import typer
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.resolve import RECORD, home, is_hub_name, is_path, plain_name
+from mycli.runtime.hub.names import is_hub_name, is_path, plain_name
+from mycli.runtime.hub.resolve import RECORD, home
 from mycli.runtime.utils.version import version
 
 

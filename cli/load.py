@@ -11,7 +11,8 @@ from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.hub.resolve import Source, is_hub_name, resolve, split_file, split_name
+from mycli.runtime.hub.names import is_hub_name, split_file, split_name
+from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers

@@ -13,7 +13,8 @@ from mycli.quant.plot import Point, require_svg, write
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
-from mycli.runtime.hub.resolve import is_hub_name, resolve
+from mycli.runtime.hub.names import is_hub_name
+from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import gib

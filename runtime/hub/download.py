@@ -17,6 +17,7 @@ from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.names import safe_name, split_file, split_name
 from mycli.runtime.hub.partial_file import PartialFile, hasher
 from mycli.runtime.hub.resolve import (
     MAX_INDEX_BYTES,
@@ -27,9 +28,6 @@ from mycli.runtime.hub.resolve import (
     parse_tree,
     read_shards,
     repo_folder,
-    safe_name,
-    split_file,
-    split_name,
 )
 from mycli.runtime.utils.files import locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object

@@ -17,12 +17,12 @@ from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.download import lock_folder, repo_lock
+from mycli.runtime.hub.names import GGUF, is_hub_name, is_path, split_file, split_name
 from mycli.runtime.hub.partial_file import hasher
 from mycli.runtime.hub.resolve import (
     BUILT_IN,
     COMMIT,
     DIGEST,
-    GGUF,
     RECORD,
     HubFile,
     Source,
@@ -33,15 +33,11 @@ from mycli.runtime.hub.resolve import (
     gguf_files,
     home,
     hub_cache,
-    is_hub_name,
-    is_path,
     missing_files,
     read_ref,
     read_tree,
     repo_folder,
     resolve,
-    split_file,
-    split_name,
     stored,
 )
 from mycli.runtime.utils.json_fields import read_object

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.resolve import plain_name, split_name
+from mycli.runtime.hub.names import plain_name, split_name
 from mycli.runtime.utils.json_fields import Fields
 
 _EXPAND = ("config", "downloads", "gated", "safetensors")

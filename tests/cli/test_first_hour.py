@@ -18,7 +18,7 @@ from mycli.cli.output import Output
 from mycli.cli.presets import apply_preset
 from mycli.cli.progress import reading
 from mycli.runtime.errors import UsageError
-from mycli.runtime.hub.resolve import candidates, plain_name
+from mycli.runtime.hub.names import candidates, plain_name
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO

@@ -10,8 +10,10 @@ import pytest
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
+from mycli.runtime.hub import names as hub_names
 from mycli.runtime.hub import resolve as hub
-from mycli.runtime.hub.resolve import HubFile, missing_files, plain_name, read_shards, resolve
+from mycli.runtime.hub.names import plain_name
+from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
 from tests.support.paths import PICO, ROOT
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -312,7 +314,7 @@ def test_custom_code_is_warned_of(folders: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "https://hf.co/org/x"])
 def test_what_is_no_repository(name: str) -> None:
     with pytest.raises(UsageError, match="not a model of the hub"):
-        hub.split_name(name)
+        hub_names.split_name(name)
 
 
 @pytest.mark.parametrize(
