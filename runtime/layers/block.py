@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CMlpPart
 from mycli.runtime.kernels.registry import ACTIVATION
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.native import Around, NativePass, Prepared, attention_part, mlp_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.rope import RopeTables, rotate
 from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, PerLayerSpec, RopeSpec
@@ -28,12 +30,14 @@ class PassContext:
     """What all layers of one pass share.
 
     rope: tables of the new positions by kind of rotation; attention: what the queries of a layer attend to; told: what
-    a layer is told of the tokens, [sequences, tokens, width], None where none is.
+    a layer is told of the tokens, [sequences, tokens, width], None where none is; native: for parts that our own code
+    runs whole, None where it takes none.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
     attention: KeysAndValues
     told: Callable[[int], Tensor] | None = None
+    native: NativePass | None = None
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
@@ -80,6 +84,24 @@ class LayerPart(nn.Module):
         """x [sequences, tokens, hidden], normed, to what is to be normed and added."""
         raise NotImplementedError
 
+    def run(self, x: Tensor, context: PassContext) -> Tensor:
+        """The residual stream x [sequences, tokens, hidden] to the same, in one call where native code takes it."""
+        found = None if context.native is None else self.run_native(x, context.native)
+        return complete(self.steps(x, context)) if found is None else found
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `run`, by native code; None where there is none for this part."""
+        return None
+
+    def _around(self) -> Around:
+        hidden = self.products[-1].out_features
+        return Around(self.norm, self.output_norm, self.scalar, self._residual, hidden)
+
+    def _made_of(self, *norms: RMSNorm | None) -> tuple[object, ...]:
+        """Whatever may be replaced: the tensors of its norms, those of `norms` too, and its products."""
+        gains = (None if norm is None else norm.weight for norm in (self.norm, self.output_norm, *norms))
+        return (self.scalar, *gains, *(part for linear in self.products for part in (linear.matmuls, linear.bias)))
+
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """The residual stream x [sequences, tokens, hidden] to the same."""
         output = yield from self.inner(_normed(self.norm, x), context)
@@ -105,6 +127,16 @@ class Attention(LayerPart):
         self.v_norm = make_norm(spec.v_norm)
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
+        self._inner_norms = self.q_norm, self.k_norm, self.v_norm
+        self._prepared = Prepared(self._prepare)
+
+    def _prepare(self) -> CAttentionPart:
+        return attention_part(self.spec, self._around(), self._inner_norms, self.qkv, self.o)
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._made_of(*self._inner_norms))
+        return None if part is None else native.attention(part, self.spec, self._layer, x)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -157,6 +189,15 @@ class Mlp(LayerPart):
         self.down = Linear((spec.down,))
         self.products = (self.gate_up, self.down)
         self._activate = ACTIVATION[spec.activation]
+        self._prepared = Prepared(self._prepare)
+
+    def _prepare(self) -> CMlpPart:
+        return mlp_part(self.spec, self._around(), self.gate_up, self.down)
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._made_of())
+        return None if part is None else native.mlp(part, x)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -193,6 +234,10 @@ class Parallel:
     def __init__(self, first: LayerPart, second: LayerPart) -> None:
         self._first, self._second = first, second
         self.products = (*first.products, *second.products)
+
+    def run(self, x: Tensor, context: PassContext) -> Tensor:
+        """As `LayerPart.run`, step by step."""
+        return complete(self.steps(x, context))
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.steps`."""
@@ -237,5 +282,5 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """x [sequences, tokens, hidden] to the same."""
         for part in self.parts:
-            x = complete(part.steps(x, context))
+            x = part.run(x, context)
         return x

@@ -101,6 +101,11 @@ class Linear(nn.Module):
         self._matmuls = () if matmul is None else (matmul,)
 
     @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """The products that do it, their outputs side by side; another tuple whenever they are others."""
+        return self._matmuls
+
+    @property
     def matmul(self) -> Matmul | None:
         """The one product that does it all, None where packings differ or nothing is loaded."""
         return self._matmuls[0] if len(self._matmuls) == 1 else None

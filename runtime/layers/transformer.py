@@ -19,6 +19,7 @@ from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.native import NativePass
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope, joined
@@ -112,7 +113,7 @@ class Transformer(nn.Module):
         if self.per_layer is not None:
             inputs = self.per_layer(tokens, x)
             told = lambda layer: inputs[..., layer, :]  # noqa: E731  (a name would say no more)
-        context = PassContext(tables, PagedAttention(batch, cache), told)
+        context = PassContext(tables, PagedAttention(batch, cache), told, NativePass.make(batch, cache, tables))
         for block in self.blocks:
             x = block(x, context)
         return x

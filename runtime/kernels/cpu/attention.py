@@ -16,9 +16,9 @@ from mycli.runtime.kernels.cpu.build import CAttention
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
 _QUERY = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
-_CACHE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention_task.h
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention_task.h
 _LANES = 16
-_FOREVER = 2**62  # a window that nothing leaves
+FOREVER = 2**62  # a window that nothing leaves
 
 
 class _Pass(NamedTuple):
@@ -81,7 +81,7 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         return "has no gradient"
     *outer, heads, head_dim = query.shape
     data = keys.data
-    if head_dim % _LANES or query.dtype not in _QUERY or data.dtype not in _CACHE:
+    if head_dim % _LANES or query.dtype not in _QUERY or data.dtype not in CACHE_TYPES:
         return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {_LANES}"
     strides = data.stride()
     if strides != values.data.stride() or strides[2:] != (head_dim, 1):
@@ -116,11 +116,11 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         kv_heads=kv_heads,
         group=heads // kv_heads,
         head_dim=head_dim,
-        window=_FOREVER if scoring.window is None else scoring.window,
+        window=FOREVER if scoring.window is None else scoring.window,
         scale=scoring.scale,
         softcap=scoring.softcap,
         query_type=_QUERY[query.dtype],
-        cache_type=_CACHE[data.dtype],
+        cache_type=CACHE_TYPES[data.dtype],
     )
     failed = found.attend(ctypes.byref(task), torch.get_num_threads())
     if failed == 1:

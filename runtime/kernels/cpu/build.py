@@ -33,6 +33,7 @@ HEADERS = (
     "attention_tiles.h",
     "dense.h",
     "draw.h",
+    "layer.h",
     "packed_integer.h",
     "packed_layout.h",
     "packed_panels.h",
@@ -123,6 +124,8 @@ class Native:
     norm: Callable[..., int | None]
     gate: Callable[..., int | None]
     rotate: Callable[..., int | None]
+    attention_part: Callable[..., int]
+    mlp_part: Callable[..., int]
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
@@ -149,6 +152,8 @@ def load_library(path: Path) -> Native:
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
+        attention_part=function("attention_part", c_int, *(c_void_p,) * 5, c_int),
+        mlp_part=function("mlp_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),

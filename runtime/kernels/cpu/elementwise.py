@@ -16,17 +16,17 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
-_LANES = 16
-_GAIN = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
-_SILU, _GELU_TANH = 0, 1  # `GateType` of steps.h
+LANES = 16
+GAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+GATE_TYPES = {"silu": 0, "gelu_tanh": 1}  # `GateType` of steps.h
 
 
 def _library(x: Tensor, width: int) -> Native | str:
     """For x bf16 in rows of `width`."""
     if x.dtype != torch.bfloat16 or not x.is_cpu:
         return "takes bf16 on the CPU only"
-    if width % _LANES or x.stride(-1) != 1:
-        return f"takes contiguous rows in multiples of {_LANES}"
+    if width % LANES or x.stride(-1) != 1:
+        return f"takes contiguous rows in multiples of {LANES}"
     if x.requires_grad:
         return "has no gradient"
     return build.native()
@@ -49,12 +49,12 @@ def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
         return found
     if gain.requires_grad:
         return "has no gradient"
-    if gain.dtype not in _GAIN or not gain.is_contiguous():
+    if gain.dtype not in GAIN_TYPES or not gain.is_contiguous():
         return "takes a contiguous gain of bf16 or fp32"
     given = x.contiguous()
     y = torch.empty_like(given)
     pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
-    task = CNorm(*pointers, given.numel() // size, size, eps, _GAIN[gain.dtype])
+    task = CNorm(*pointers, given.numel() // size, size, eps, GAIN_TYPES[gain.dtype])
     found.norm(ctypes.byref(task), _threads(_tokens(x)))
     return y
 
@@ -72,12 +72,12 @@ def _gated(gate_up: Tensor, gate_type: int) -> Tensor | str:
 
 def native_silu_multiply(gate_up: Tensor) -> Tensor | str:
     """SiLU(gate) * up: gate_up [..., 2 * size], gate first, to [..., size]."""
-    return _gated(gate_up, _SILU)
+    return _gated(gate_up, GATE_TYPES["silu"])
 
 
 def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
     """GELU(gate) * up, by the tanh approximation; shapes as in `native_silu_multiply`."""
-    return _gated(gate_up, _GELU_TANH)
+    return _gated(gate_up, GATE_TYPES["gelu_tanh"])
 
 
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | str:

@@ -78,6 +78,16 @@ class CpuMatmul:
         library.repack(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
 
     @property
+    def address(self) -> int:
+        """Of the `Weight` of packed_layout.h, good for as long as this object."""
+        return ctypes.addressof(self._weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._shape
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)

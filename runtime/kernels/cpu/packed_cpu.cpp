@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "dense.h"
 #include "draw.h"
+#include "layer.h"
 #include "packed_repack.h"
 #include "steps.h"
 #include "table.h"
@@ -167,8 +168,6 @@ template <class Use> auto by_bits(int32_t bits, Use use) {
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
 #if defined(__AVX512VNNI__) && VECTOR == 64
@@ -234,6 +233,16 @@ EXPORT void gate(int32_t type, const uint16_t* x, int64_t rows, int64_t size, ui
 EXPORT void rotate(const Rotation* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
+}
+
+// The stream x [rows, hidden] to out, through a part of a layer; see layer.h. 0: done; 1: no memory; 2: lengths or blocks that
+// cannot be.
+EXPORT int attention_part(const AttentionPart* part, const PassRows* pass, const Place* place, const uint16_t* x, uint16_t* out,
+                          int threads) {
+    return AttentionRun{*part, *pass, *place, {pass->rows, threads}}.run(x, out);
+}
+EXPORT int mlp_part(const MlpPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
+    return run_mlp(*part, {rows, threads}, x, out);
 }
 
 // As table_product and table_unpack in table.h.

@@ -39,6 +39,7 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && VECTOR == 64 && defined(__linux__)
 #define AMX 1
 #endif
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 

@@ -1,0 +1,209 @@
+"""Parts of layers by our own code on the CPU, whole: which of them it takes, and what one pass tells them.
+
+A pass of few tokens spends its time on getting from one small step to the next. So a part runs in one call where each
+of its steps has native code, with the bits that its steps have one by one; `runtime.layers.block` runs all others. Does
+not know the order of parts, or what a layer is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import is_not
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
+from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.cpu.elementwise import GAIN_TYPES, GATE_TYPES, LANES
+from mycli.runtime.kernels.cpu.layer import (
+    MOST_PARTS,
+    CAttentionPart,
+    CGain,
+    CLinear,
+    CMlpPart,
+    CPassRows,
+    CPlace,
+    CProduct,
+    CSum,
+    run_attention,
+    run_mlp,
+)
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.rope import RopeTables
+from mycli.runtime.models.layer_spec import AttentionSpec, MlpSpec, RopeSpec
+from mycli.runtime.quantization.packed_weight import Matmul
+
+MOST_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
+
+_T = TypeVar("_T", CAttentionPart, CMlpPart)
+
+
+class NotNative(Exception):
+    """Why a part is run step by step."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around the products of a part: the norms on the residual stream, how the sum is made."""
+
+    norm: RMSNorm | None
+    output_norm: RMSNorm | None
+    scalar: Tensor | None
+    residual: float
+    hidden: int
+
+
+def _multiple(count: int, what: str) -> int:
+    if count % LANES:
+        raise NotNative(f"{what} is no multiple of {LANES}")
+    return count
+
+
+def c_gain(norm: RMSNorm | None) -> CGain:
+    """`norm` as layer.h has it. Raises NotNative."""
+    if norm is None:
+        return CGain()
+    gain = norm.weight
+    if norm.spec.centred or gain.dtype not in GAIN_TYPES or not gain.is_contiguous():
+        raise NotNative("takes RMSNorms with gains of bf16 or fp32")
+    size = _multiple(gain.shape[0], "the width of a norm")
+    return CGain(gain.data_ptr(), size, norm.eps, GAIN_TYPES[gain.dtype])
+
+
+def _product(matmul: Matmul) -> CProduct:
+    if isinstance(matmul, CpuMatmul):
+        return CProduct(matmul.address, None, *matmul.shape)
+    if not isinstance(matmul, DenseMatmul):
+        raise NotNative("takes packed and dense weights that native code multiplies by")
+    weight = matmul.dequantize()
+    if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or weight.shape[1] % 32:
+        raise NotNative("takes dense weights of bf16 and inputs in multiples of 32")
+    return CProduct(None, weight.data_ptr(), *weight.shape)
+
+
+def c_linear(linear: Linear) -> CLinear:
+    """`linear` as layer.h has it. Raises NotNative."""
+    if not 0 < len(linear.matmuls) <= MOST_PARTS:
+        raise NotNative(f"takes products of at most {MOST_PARTS} parts")
+    parts = [_product(matmul) for matmul in linear.matmuls]
+    bias = linear.bias
+    if bias is not None and (bias.dtype != torch.bfloat16 or linear.out_features % LANES):
+        raise NotNative("takes biases of bf16")
+    address = None if bias is None else bias.data_ptr()
+    return CLinear((CProduct * MOST_PARTS)(*parts), len(parts), linear.out_features, address)
+
+
+def c_sum(around: Around) -> CSum:
+    """`around` as layer.h has it. Raises NotNative."""
+    scalar = around.scalar
+    if scalar is not None and scalar.dtype != torch.bfloat16:
+        raise NotNative("takes factors of bf16")
+    address = None if scalar is None else scalar.data_ptr()
+    return CSum(c_gain(around.output_norm), address, _multiple(around.hidden, "the stream"), around.residual)
+
+
+def attention_part(
+    spec: AttentionSpec, around: Around, norms: tuple[RMSNorm | None, ...], qkv: Linear, o: Linear
+) -> CAttentionPart:
+    """Attention as layer.h has it; `norms` of queries, keys and values. Raises NotNative."""
+    rope = spec.rope
+    half = 0 if rope is None else _multiple(rope.dim // 2, "what is turned of a head")
+    return CAttentionPart(
+        c_gain(around.norm),
+        *(c_gain(norm) for norm in norms),
+        c_linear(qkv),
+        c_linear(o),
+        c_sum(around),
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=_multiple(spec.head_dim, "a head"),
+        half=half,
+        window=FOREVER if spec.window is None else spec.window,
+        scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+        softcap=spec.softcap or 0.0,
+        interleaved=rope is not None and rope.interleaved,
+        norms_rotated=spec.norms_rotated,
+        makes_keys=spec.shares is None,
+        makes_values=spec.makes_values,
+    )
+
+
+def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
+    """An MLP as layer.h has it. Raises NotNative."""
+    if spec.activation not in GATE_TYPES:
+        raise NotNative("takes gated activations")
+    parts = c_gain(around.norm), c_linear(gate_up), c_linear(down), c_sum(around)
+    return CMlpPart(*parts, _multiple(spec.size, "an MLP"), GATE_TYPES[spec.activation])
+
+
+class Prepared(Generic[_T]):
+    """A part made ready for native code, once; and again where what it is made of has been replaced."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make: Callable[[], _T] = make
+        self._made_of: tuple[object, ...] | None = None
+        self._part: _T | None = None
+
+    def get(self, made_of: tuple[object, ...]) -> _T | None:
+        """The part, of which `made_of` are all tensors and products; None where native code does not take it."""
+        if self._made_of is None or any(map(is_not, self._made_of, made_of)):
+            self._made_of = made_of  # held, so that nothing new can stand where these stood
+            try:
+                self._part = self._make()
+            except NotNative:
+                self._part = None
+        return self._part
+
+
+class NativePass:
+    """One pass of few bf16 rows on the CPU, as native parts see it: whose rows they are, and where keys lie."""
+
+    def __init__(self, library: Native, batch: Batch, cache: KVCache, tables: Mapping[RopeSpec, RopeTables]) -> None:
+        self._library, self._cache, self._tables = library, cache, tables
+        starts, lengths, table = held = batch.starts, batch.lengths, batch.block_table
+        self._held = held  # the addresses below are theirs
+        addresses = starts.data_ptr(), lengths.data_ptr(), table.data_ptr()
+        self._rows = CPassRows(*addresses, batch.rows, len(lengths), table.shape[1])
+
+    @classmethod
+    def make(cls, batch: Batch, cache: KVCache, tables: Mapping[RopeSpec, RopeTables]) -> "NativePass | None":
+        """None where native code does not take the pass."""
+        if not batch.tokens.is_cpu or batch.rows > MOST_ROWS or torch.is_grad_enabled():
+            return None
+        for one in tables.values():
+            if one.cos.dtype != torch.bfloat16 or one.query_scale is not None:
+                return None
+        if cache.all(0)[0].data.dtype not in (torch.bfloat16, torch.int8):
+            return None
+        library = build.native()
+        return None if isinstance(library, str) else cls(library, batch, cache, tables)
+
+    def attention(self, part: CAttentionPart, spec: AttentionSpec, layer: int, x: Tensor) -> Tensor:
+        """The stream x [1, T, hidden] through attention; its keys and values are those of `layer` in the cache."""
+        keys, values = self._cache.all(layer)
+        tables = None if spec.rope is None else self._tables[spec.rope]
+        strides = keys.data.stride()
+        place = CPlace(
+            None if tables is None else tables.cos.data_ptr(),
+            None if tables is None else tables.sin.data_ptr(),
+            keys.data.data_ptr(),
+            values.data.data_ptr(),
+            None if keys.scales is None else keys.scales.data_ptr(),
+            None if values.scales is None else values.scales.data_ptr(),
+            keys.data.shape[0],
+            keys.data.shape[2],
+            strides[0],
+            strides[1],
+            CACHE_TYPES[keys.data.dtype],
+        )
+        return run_attention(self._library, part, self._rows, place, x)
+
+    def mlp(self, part: CMlpPart, x: Tensor) -> Tensor:
+        """The stream x [1, T, hidden] through an MLP."""
+        return run_mlp(self._library, part, x)
