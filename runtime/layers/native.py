@@ -177,17 +177,19 @@ class NativePass:
         if not batch.tokens.is_cpu or batch.rows > MOST_ROWS or torch.is_grad_enabled():
             return None
         for one in tables.values():
-            if one.cos.dtype != torch.bfloat16 or one.query_scale is not None:
+            if one.cos.dtype != torch.bfloat16:
                 return None
         if cache.all(0)[0].data.dtype not in (torch.bfloat16, torch.int8):
             return None
         library = build.native()
         return None if isinstance(library, str) else cls(library, batch, cache, tables)
 
-    def attention(self, part: CAttentionPart, spec: AttentionSpec, layer: int, x: Tensor) -> Tensor:
-        """The stream x [1, T, hidden] through attention; its keys and values are those of `layer` in the cache."""
-        keys, values = self._cache.all(layer)
+    def attention(self, part: CAttentionPart, spec: AttentionSpec, layer: int, x: Tensor) -> Tensor | None:
+        """The stream x [1, T, hidden] through the attention of `layer`; None where queries have factors."""
         tables = None if spec.rope is None else self._tables[spec.rope]
+        if tables is not None and tables.query_scale is not None:
+            return None
+        keys, values = self._cache.all(layer if spec.shares is None else spec.shares)
         strides = keys.data.stride()
         place = CPlace(
             None if tables is None else tables.cos.data_ptr(),

@@ -1,0 +1,54 @@
+"""Passes of few rows with each part of a layer in one native call, beside the same passes step by step.
+
+    python -m tests.benchmarks.native_parts MODEL [--rows 1,4,16,64] [--seconds 5]
+
+Turn by turn in one process, with the same caches; medians. The logits are compared bit for bit on the way.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.layers.native import NativePass
+
+LENGTH = 128  # tokens in the cache before
+
+
+def main() -> None:
+    """Print a line for each number of rows, each row a sequence of its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rows", default="1,4,16,64")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    chosen = parser.parse_args()
+    runner = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
+    for rows in map(int, chosen.rows.split(",")):
+        cache = runner.make_cache(CacheShape.lanes(LENGTH + 1, rows))
+        runner.run([Chunk(list(range(LENGTH)), 0, (block,), 0) for block in range(rows)], cache)
+        chunks = [Chunk([block], LENGTH, (block,), 1) for block in range(rows)]
+        times: dict[str, list[float]] = {"whole": [], "by steps": []}
+        logits = {}
+        began = time.perf_counter()
+        while time.perf_counter() - began < chosen.seconds:
+            for way, seconds in times.items():
+                make = NativePass.make if way == "whole" else lambda *_: None
+                with mock.patch.object(NativePass, "make", make):
+                    start = time.perf_counter()
+                    logits[way] = runner.run(chunks, cache)
+                    seconds.append(time.perf_counter() - start)
+        assert torch.equal(*logits.values())
+        whole, stepwise = (1e3 * statistics.median(seconds[1:]) for seconds in times.values())
+        print(f"{rows} rows: {whole:.2f} ms whole, {stepwise:.2f} by steps: {stepwise / whole:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()

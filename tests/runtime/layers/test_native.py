@@ -1,0 +1,215 @@
+"""Parts of layers in one native call: the bits of their steps one by one, in every family, and what is declined."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.linear import DenseMatmul
+from mycli.runtime.layers.native import MOST_ROWS, NativePass
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.models.config import Kv
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.families import CASES, make
+from tests.support.models import random_model
+
+CONTEXT, BLOCK_SIZE = 32, 8
+WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
+KINDS: tuple[Kv, ...] = ("bf16", "int8")
+# Two sequences in blocks that lie anywhere: read in part, one after the other, together, and cut back by one.
+PASSES: Sequence[Sequence[Chunk]] = (
+    [Chunk(list(range(4, 17)), 0, (3, 1), 13)],
+    [Chunk([40], 13, (3, 1), 1), Chunk(list(range(50, 59)), 0, (5, 2), 9)],
+    [Chunk([41, 42], 14, (3, 1), 2), Chunk([60], 9, (5, 2), 1)],
+    [Chunk([43], 15, (3, 1), 1), Chunk([61], 9, (5, 2), 1)],
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if isinstance(found := build.native(), str):
+        pytest.skip(f"no native code here: {found}")
+
+
+class OnlyCalled:
+    """A weight that nobody but its own code multiplies by."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight)
+
+    def dequantize(self) -> Tensor:
+        return self._weight
+
+
+def load(folder: Path, kv: Kv = "bf16") -> ModelRunner:
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
+
+
+def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativePass, "make", lambda *_: None)
+
+
+def run(runner: ModelRunner, kv: Kv) -> list[Tensor]:
+    """Logits of `PASSES` and all that the cache holds after them."""
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, {"int8": torch.int8}.get(kv, torch.bfloat16))
+    rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
+    logits = [runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache) for chunks in PASSES]
+    parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
+    scales = [part.scales for part in parts if part.scales is not None]
+    return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales)]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of parts that native code runs, as they come."""
+    found: list[str] = []
+
+    def count(name: str, plain: Callable[..., Any]) -> None:
+        def counting(self: NativePass, *arguments: Any) -> Any:
+            found.append(name)
+            return plain(self, *arguments)
+
+        monkeypatch.setattr(NativePass, name, counting)
+
+    count("attention", NativePass.attention)
+    count("mlp", NativePass.mlp)
+    return found
+
+
+def same_as_by_steps(runner: ModelRunner, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compares; the parts that were run natively."""
+    with monkeypatch.context() as patch:
+        ran = counted(patch)
+        whole = run(runner, kv)
+    with monkeypatch.context() as patch:
+        by_steps(patch)
+        stepwise = run(runner, kv)
+    for index, (one, other) in enumerate(zip(whole, stepwise, strict=True)):
+        assert torch.equal(one, other), index
+    return ran
+
+
+HEAD = {"head_dim": 32}
+# Those that have everything: biases; norms before and after, caps and windows; layers that lend, factors on the sum,
+# norms of values; norms of all heads at once; factors on what is added; norms after the rotation; neighbours turned;
+# heads turned in part.
+WHOLE: Mapping[str, Mapping[str, Any]] = {
+    "llama-biases": {},
+    "gemma2-mqa-low-caps-untied": HEAD,
+    "gemma4-told-lent-double": {"head_dim": 32, "global_head_dim": 64},
+    "olmo2-mha-tied-biases": {},
+    "granite-multipliers": {},
+    "hunyuan-alpha": HEAD,
+    "ernie4_5-untied-biases": HEAD,
+    "glm4-half-turned": {"head_dim": 64},
+}
+
+
+@pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
+def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes, **WHOLE[case]})
+    runner = load(tmp_path, kv)
+    assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * runner.config.layers * ["attention", "mlp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("case", [case for case in CASES if "longrope" not in case], ids=str)
+def test_families_have_the_bits_of_their_steps(
+    case: str, kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of them is run natively, beside what is not."""
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    same_as_by_steps(load(tmp_path, kv), kv, monkeypatch)
+
+
+def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Infinity and NaN in some heads' keys, and values so small that a step of their scale is no normal number."""
+    runner = load(random_model(tmp_path / "model"), "int8")
+    attention = next(runner.model.layers()).attention
+    weight, heads, dim = attention.qkv.weight().clone(), attention.spec.heads, attention.spec.head_dim
+    weight[heads * dim, 0], weight[(heads + 1) * dim, 3] = torch.inf, torch.nan
+    weight[-dim:] *= 1e-38
+    attention.qkv.replace(weight)
+    assert "attention" in same_as_by_steps(runner, "int8", monkeypatch)
+
+
+@pytest.mark.parametrize("bits", (8, 4, 3, 2))
+def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries packed, keys and values dense: their outputs lie side by side all the same."""
+    runner = load(random_model(tmp_path / "model", model_type="qwen2"))
+    generator = torch.Generator().manual_seed(bits)
+    for block in runner.model.layers():
+        qkv, split = block.attention.qkv, block.attention.spec.heads * block.attention.spec.head_dim
+        weight = qkv.weight()
+        codes = torch.randint(0, 2**bits, (split, weight.shape[1]), dtype=torch.int32, generator=generator)
+        scales = torch.rand(split, weight.shape[1] // 32, generator=generator).bfloat16() / 2**bits
+        packed = PackedWeight(pack(codes, bits), scales, Packing(bits, 32), weight.shape[1])
+        qkv._matmuls = (prepare_product(packed, torch.bfloat16), DenseMatmul(weight[split:].clone()))
+    assert same_as_by_steps(runner, "bf16", monkeypatch).count("attention") == len(PASSES) * runner.config.layers
+
+
+def test_what_is_replaced_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that was made ready runs by its new weights and gains, not by memory that was theirs."""
+    runner = load(random_model(tmp_path / "model"))
+    before = run(runner, "bf16")[0]
+    block = next(runner.model.layers())
+    for linear in block.products.values():
+        linear.replace(linear.weight() * 2)
+    for norm in block.norms:
+        norm.replace(norm.weight * 0.5)
+    assert not torch.equal(run(runner, "bf16")[0], before)
+    same_as_by_steps(runner, "bf16", monkeypatch)
+
+
+def test_other_weights_are_multiplied_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(random_model(tmp_path / "model"))
+    block = next(runner.model.layers())
+    block.mlp.down.replace(OnlyCalled(block.mlp.down.weight()))
+    ran = same_as_by_steps(runner, "bf16", monkeypatch)
+    assert ran.count("mlp") == len(PASSES) * (runner.config.layers - 1) < ran.count("attention")
+
+
+def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> None:
+    runner = load(random_model(tmp_path / "model"))
+    cache = KVCache(runner.config, 1, 2 * MOST_ROWS, runner.device, torch.bfloat16)
+    tables = Rope(runner.config, 2 * MOST_ROWS, runner.device, runner.dtype).tables(0, MOST_ROWS)
+
+    def taken(rows: int, cache: KVCache) -> bool:
+        batch = Batch.of([Chunk([4] * rows, 0, (0,), 1)], cache.block_size, runner.device)
+        with torch.inference_mode():
+            return NativePass.make(batch, cache, tables) is not None
+
+    assert taken(MOST_ROWS, cache) and not taken(MOST_ROWS + 1, cache)
+    assert not taken(1, KVCache(runner.config, 1, 8, runner.device, torch.float32))
+
+
+def test_lengths_that_do_not_fit_the_blocks_are_refused(tmp_path: Path) -> None:
+    runner = load(random_model(tmp_path / "model"))
+    cache = KVCache(runner.config, 2, BLOCK_SIZE, runner.device, torch.bfloat16)
+    with pytest.raises(ValueError, match="fit"):
+        runner.run([Chunk([4], BLOCK_SIZE, (0,), 1)], cache)
+    with pytest.raises(ValueError, match="fit"):
+        runner.run([Chunk([4], 0, (2,), 1)], cache)
