@@ -16,7 +16,7 @@ from mycli.runtime.kernels.cpu.layer import CAttentionPart, CMlpPart
 from mycli.runtime.kernels.registry import ACTIVATION
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import Around, NativePass, Prepared, attention_part, mlp_part
+from mycli.runtime.layers.native import Around, NativePart, NativePass, attention_part, mlp_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.rope import RopeTables, rotate
 from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, PerLayerSpec, RopeSpec
@@ -128,7 +128,7 @@ class Attention(LayerPart):
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
         self._inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared = Prepared(self._prepare)
+        self._prepared = NativePart(self._prepare)
 
     def _prepare(self) -> CAttentionPart:
         return attention_part(self.spec, self._around(), self._inner_norms, self.qkv, self.o)
@@ -189,7 +189,7 @@ class Mlp(LayerPart):
         self.down = Linear((spec.down,))
         self.products = (self.gate_up, self.down)
         self._activate = ACTIVATION[spec.activation]
-        self._prepared = Prepared(self._prepare)
+        self._prepared = NativePart(self._prepare)
 
     def _prepare(self) -> CMlpPart:
         return mlp_part(self.spec, self._around(), self.gate_up, self.down)

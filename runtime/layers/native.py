@@ -39,7 +39,7 @@ from mycli.runtime.layers.rope import RopeTables
 from mycli.runtime.models.layer_spec import AttentionSpec, MlpSpec, RopeSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
-MOST_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
+NATIVE_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
 
 _T = TypeVar("_T", CAttentionPart, CMlpPart)
 
@@ -142,7 +142,7 @@ def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CM
     return CMlpPart(*parts, _multiple(spec.size, "an MLP"), GATE_TYPES[spec.activation])
 
 
-class Prepared(Generic[_T]):
+class NativePart(Generic[_T]):
     """A part made ready for native code, once; and again where what it is made of has been replaced."""
 
     def __init__(self, make: Callable[[], _T]) -> None:
@@ -174,7 +174,7 @@ class NativePass:
     @classmethod
     def make(cls, batch: Batch, cache: KVCache, tables: Mapping[RopeSpec, RopeTables]) -> "NativePass | None":
         """None where native code does not take the pass."""
-        if not batch.tokens.is_cpu or batch.rows > MOST_ROWS or torch.is_grad_enabled():
+        if not batch.tokens.is_cpu or batch.rows > NATIVE_ROWS or torch.is_grad_enabled():
             return None
         for one in tables.values():
             if one.cos.dtype != torch.bfloat16:

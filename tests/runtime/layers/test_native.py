@@ -20,7 +20,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import DenseMatmul
-from mycli.runtime.layers.native import MOST_ROWS, NativePass
+from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
@@ -194,15 +194,15 @@ def test_other_weights_are_multiplied_step_by_step(tmp_path: Path, monkeypatch: 
 
 def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> None:
     runner = load(random_model(tmp_path / "model"))
-    cache = KVCache(runner.config, 1, 2 * MOST_ROWS, runner.device, torch.bfloat16)
-    tables = Rope(runner.config, 2 * MOST_ROWS, runner.device, runner.dtype).tables(0, MOST_ROWS)
+    cache = KVCache(runner.config, 1, 2 * NATIVE_ROWS, runner.device, torch.bfloat16)
+    tables = Rope(runner.config, 2 * NATIVE_ROWS, runner.device, runner.dtype).tables(0, NATIVE_ROWS)
 
     def taken(rows: int, cache: KVCache) -> bool:
         batch = Batch.of([Chunk([4] * rows, 0, (0,), 1)], cache.block_size, runner.device)
         with torch.inference_mode():
             return NativePass.make(batch, cache, tables) is not None
 
-    assert taken(MOST_ROWS, cache) and not taken(MOST_ROWS + 1, cache)
+    assert taken(NATIVE_ROWS, cache) and not taken(NATIVE_ROWS + 1, cache)
     assert not taken(1, KVCache(runner.config, 1, 8, runner.device, torch.float32))
 
 
