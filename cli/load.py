@@ -98,9 +98,7 @@ def _load(
     assert engine.context is not None
     running = engine.running or engine.sequences
     shape = cache_shape(engine.context, engine.sequences, running, placement.device)
-    loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite)
-    for warning in loaded.warnings:
-        call.out.warn(warning)
+    loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite, warn=call.out.warn)
     speculator = None
     if engine.draft is not None:
         proposer: Proposer = PromptLookup()

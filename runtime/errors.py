@@ -76,3 +76,9 @@ class GateError(UserError):
     """The work was done, but its result fails a check that was asked for."""
 
     exit_code = ExitCode.GATE
+
+
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says: for errors of compilers and drivers, of all kinds."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__

@@ -11,6 +11,8 @@ from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, Dtype, DtypeInfo
 
+OLDEST_PACKED = 8, 0  # compute capability
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of torch for a name of `runtime.utils.dtypes`, as config.json or as a safetensors header spells it."""
@@ -27,8 +29,9 @@ def dtype_info(dtype: torch.dtype) -> DtypeInfo:
 class Placement:
     """A device, the dtype of activations, notes on every choice that a person did not make, and the cache's kind.
 
-    `dense_prefill_copy`: packed weights of the blocks are also kept in `dtype`, for prompts. `details` explain what
-    goes without saying: why the CPU is used where there is no GPU.
+    `dense_prefill_copy`: packed weights of the blocks are also kept in `dtype`, for prompts. `unpacked`: why they are
+    kept in `dtype` alone, None where kernels multiply them as they are. `details` explain what goes without saying: why
+    the CPU is used where there is no GPU.
     """
 
     device: torch.device
@@ -37,6 +40,7 @@ class Placement:
     kv: Kv = "auto"
     dense_prefill_copy: bool = False
     details: tuple[str, ...] = ()
+    unpacked: str | None = None
 
     @property
     def dtype_name(self) -> Dtype:
@@ -107,10 +111,28 @@ def place(
     wanted = torch_dtype(dtype or config.dtype)
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
         wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
-    old = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < (8, 0)
+    old = why_unpacked(chosen) is not None  # the first with bfloat16 are also the first with those kernels
     if dtype is None and old and wanted == torch.bfloat16:
         wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
-    return Placement(chosen, wanted, notes, kv, dense_prefill_copy, details)
+    use_device(chosen)
+    return Placement(chosen, wanted, notes, kv, dense_prefill_copy, details, why_unpacked(chosen))
+
+
+def why_unpacked(device: torch.device) -> str | None:
+    """Why no kernel multiplies packed weights on `device`, so that they are unpacked at load; None where some do."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_PACKED:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"kernels for packed weights need compute capability 8.0, this device has {major}.{minor}"
+
+
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device the current one of this thread, where Triton launches and graphs are captured.
+
+    Each thread has its own, device 0 at first: whoever runs a model on a thread calls this before.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def free_memory(device: torch.device) -> int:

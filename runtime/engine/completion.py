@@ -5,7 +5,7 @@ or several side by side. Knows text; does not know commands, terminals or how th
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -43,14 +43,31 @@ class LoadedModel:
         return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
 
     @classmethod
-    def load(cls, folder: ModelFolder, placement: Placement, *, allow_nonfinite: bool = False) -> "LoadedModel":
-        """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError."""
+    def load(
+        cls,
+        folder: ModelFolder,
+        placement: Placement,
+        *,
+        allow_nonfinite: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> "LoadedModel":
+        """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
+
+        `warn` is told each of the `warnings` at once, and what goes wrong while the model is used.
+        """
         config = folder.config
         tokenizer = folder.tokenizer()
         defaults, dropped = folder.generation
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
-        warnings = [*dropped, *missing]
-        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=warnings.append)
+        warnings: list[str] = []
+
+        def tell(text: str) -> None:
+            warnings.append(text)
+            warn(text)
+
+        for text in (*dropped, *missing):
+            tell(text)
+        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell)
         return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.decode_step import DecodeStep
+from mycli.runtime.errors import in_a_line
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -26,7 +27,8 @@ Launches = Callable[[], Tensor]  # launches, and where the result will be
 Capture = Callable[[Launches], Launches]
 MOST_GRAPHS = 16  # of one cache: each holds memory
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
-_CHECK_CONTEXT = 64
+_CHECK_CONTEXT = 1024  # attention splits the keys of such a cache into several parts
+_CHECK_PREFIX = 300  # tokens before those that are compared: in more than one part
 
 
 class Step(Protocol):
@@ -43,17 +45,29 @@ class Step(Protocol):
         ...
 
 
-def cuda_graph(work: Launches) -> Launches:
-    """`work` captured on the current device; it ran before, so that everything it launches is compiled."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = work()
+class GraphCapture:
+    """Captures work as CUDA graphs that share one pool of memory.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return out
+    Replays follow each other on one stream, so that all of them may use what is theirs for the time of a replay alone;
+    only results, which are kept, lie apart (torch.cuda.graph_pool_handle). A pool of each graph's own would hold what
+    a pass needs as often as there are graphs.
+    """
 
-    return replay
+    def __init__(self) -> None:
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: the pool is that graph's
+
+    def __call__(self, work: Launches) -> Launches:
+        """`work` captured on the current device; it ran before, so that everything it launches is compiled."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
+            out = work()
+        self._first = self._first or graph
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
 
 
 @dataclass(frozen=True)
@@ -67,11 +81,17 @@ class _Captured:
 
 
 class Replay:
-    """A fused pass for those passes of a model that it can do. `capture` None: launch by launch."""
+    """A fused pass for those passes of a model that it can do. `capture` None: launch by launch.
 
-    def __init__(self, step: Step, capture: Capture | None) -> None:
+    Where it fails, `warn` is told once, and the plain model does this pass, which writes the same places of the cache,
+    and all others: after a capture or a replay that failed all of them, after a first launch those of its shape.
+    """
+
+    def __init__(self, step: Step, capture: Capture | None, warn: Callable[[str], None] = lambda text: None) -> None:
         self.step = step
-        self._capture = capture
+        self._capture, self._warn = capture, warn
+        self._failed = False
+        self._refused: set[tuple[int, int]] = set()  # sequences and new tokens
         # (sequences, new tokens, last logits only): None after the first pass of this shape.
         self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int, bool], _Captured | None]]
         self._graphs = WeakKeyDictionary()
@@ -88,25 +108,56 @@ class Replay:
             first is None
             or tables is None
             or wanted not in (sequences, batch.rows)
+            or self._failed
+            or (sequences, new) in self._refused
             or not self.step.takes(sequences, new)
         ):
             return None
         lanes, tokens, last = cache.lanes(first, sequences), batch.tokens.view(sequences, new), wanted < batch.rows
         known = self._graphs.setdefault(lanes, {})
         shape = (sequences, new, last)
-        captured = known.get(shape)
-        if captured is None:
-            if self._capture is None or shape not in known:
+        launched = self._capture is None or shape not in known
+        try:
+            if launched:
+                # Copies, as a capture has them: what Triton compiles depends on whether an address is aligned.
+                found = self.step(tokens.clone(), batch.lengths.clone(), tables, lanes, last)
                 known[shape] = None
-                return self.step(tokens, batch.lengths, tables, lanes, last)
-            if len(known) >= MOST_GRAPHS:
-                known.clear()
-            held, lengths = tokens.clone(), batch.lengths.clone()
-            replay = self._capture(lambda: self.step(held, lengths, tables, lanes, last))
-            captured = known[shape] = _Captured(held, lengths, tables, replay)
-        captured.tokens.copy_(tokens)
-        captured.lengths.copy_(batch.lengths)
-        return captured.replay()
+                return found
+            captured = known[shape] or self._captured(known, shape, tokens, batch.lengths, tables, lanes)
+            captured.tokens.copy_(tokens)
+            captured.lengths.copy_(batch.lengths)
+            return captured.replay()
+        except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            self._give_up(in_a_line(error), (sequences, new) if launched else None)
+            return None
+
+    def _captured(
+        self,
+        known: dict[tuple[int, int, bool], _Captured | None],
+        shape: tuple[int, int, bool],
+        tokens: Tensor,
+        lengths: Tensor,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+    ) -> _Captured:
+        """A pass of this shape, captured and kept among the `known` ones of its cache."""
+        assert self._capture is not None
+        if len(known) >= MOST_GRAPHS:
+            known.clear()
+        tokens, lengths = tokens.clone(), lengths.clone()
+        replay = self._capture(lambda: self.step(tokens, lengths, tables, cache, shape[2]))
+        captured = known[shape] = _Captured(tokens, lengths, tables, replay)
+        return captured
+
+    def _give_up(self, trouble: str, shape: tuple[int, int] | None) -> None:
+        """Leave passes of this shape to the plain model, or all; say so the first time."""
+        if not self._failed and not self._refused:
+            self._warn(f"the fused kernels failed, passes like this one are slower from now on: {trouble}")
+        if shape is not None:
+            self._refused.add(shape)
+        else:
+            self._failed = True
+            self._graphs.clear()
 
 
 def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Replay | None:
@@ -118,30 +169,32 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     step = DecodeStep.make(model)
     if isinstance(step, str):
         return None
+    capture = GraphCapture()
     try:
-        trouble = difference(model, step, kv, cuda_graph)
+        trouble = difference(model, step, kv, capture)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        trouble = in_a_line(error)
     if trouble is not None:
         warn(f"the fused kernels are not used, decoding is slower: {trouble}")
         return None
-    return Replay(step, cuda_graph)
+    return Replay(step, capture, warn)
 
 
 @torch.inference_mode()
 def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None) -> str | None:
     """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
     device, config = model.device, model.config
-    cache = KVCache(config, 1, _CHECK_CONTEXT, device, cache_dtype(kv, model.dtype))
-    rope = Rope(config, _CHECK_CONTEXT, device, model.dtype)
-    tables = rope.fixed(_CHECK_CONTEXT)
+    context, most = min(_CHECK_CONTEXT, config.max_context), 4
+    cache = KVCache(config, 1, context, device, cache_dtype(kv, model.dtype))
+    rope = Rope(config, context, device, model.dtype)
+    tables = rope.fixed(context)
     if tables is None:
         return None
-    prefix, most = 9, 4
+    prefix = min(_CHECK_PREFIX, context - most)
     tokens = [index * 7919 % config.vocab_size for index in range(prefix + most)]
 
     def plain(chunk: Chunk) -> Tensor:
-        logits: Tensor = model(Batch.of([chunk], _CHECK_CONTEXT, device), rope, cache)
+        logits: Tensor = model(Batch.of([chunk], context, device), rope, cache)
         return logits
 
     plain(Chunk(tokens[:prefix], 0, (0,), 0))

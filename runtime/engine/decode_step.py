@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.triton.attention import LayerCache, decode_attention
+from mycli.runtime.kernels.triton.attention import MOST_QUERIES, LayerCache, attend_stages, decode_attention, queries_of
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
@@ -25,7 +25,6 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 
 MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
-MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,11 @@ class DecodeStep:
 
     def takes(self, sequences: int, tokens: int) -> bool:
         """Whether a pass over so many new tokens is one for this step."""
-        config = self._model.config
-        return sequences * tokens <= MOST_ROWS and tokens * (config.heads // config.kv_heads) <= MOST_QUERIES
+        config, chip = self._model.config, self._layers[0].o.chip
+        queries = queries_of(tokens, config.heads // config.kv_heads)
+        if sequences * tokens > MOST_ROWS or queries > MOST_QUERIES:
+            return False
+        return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0  # int8 needs no more
 
     def __call__(
         self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool

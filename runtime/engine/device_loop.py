@@ -12,14 +12,16 @@ the reader says is filled, and is written over.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.cuda_graph import Capture, Launches, Step, cuda_graph, make_replay
+from mycli.runtime.engine.cuda_graph import Capture, GraphCapture, Launches, Step, make_replay
 from mycli.runtime.engine.model_runner import FastPaths
+from mycli.runtime.errors import in_a_line
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.batch import Batch
@@ -29,6 +31,7 @@ from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 STEPS = 4
+_T = TypeVar("_T")
 _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, drawn, and from what
 
 
@@ -62,11 +65,15 @@ def _event() -> torch.cuda.Event:
 
 
 class DeviceLoop:
-    """The loop of one model. `capture` None: kernel by kernel."""
+    """The loop of one model. `capture` None: kernel by kernel.
 
-    def __init__(self, step: Step, capture: Capture | None) -> None:
+    Where it fails, `warn` is told, and the host makes the tokens from then on, these too.
+    """
+
+    def __init__(self, step: Step, capture: Capture | None, warn: Callable[[str], None] = lambda text: None) -> None:
         self._step = step
-        self._capture = capture
+        self._capture, self._warn = capture, warn
+        self._failed = False
         self._held: WeakKeyDictionary[KVCache, _Held] = WeakKeyDictionary()
 
     def launches(
@@ -78,7 +85,9 @@ class DeviceLoop:
         that `count` more tokens fit the cache. None where the model's own passes are to do it.
         """
         tables, first, sequences = rope.fixed(cache.block_size), batch.lanes, len(batch.spans)
-        if first is None or tables is None or batch.rows > sequences or not self._step.takes(sequences, 1):
+        if self._failed or first is None or tables is None or batch.rows > sequences:
+            return None
+        if not self._step.takes(sequences, 1):
             return None
         return self._run(batch, choice, tables, cache.lanes(first, sequences), count)
 
@@ -97,13 +106,27 @@ class DeviceLoop:
             return self._launch(held, choice, tables, cache, steps) if steps else None
 
         began = time.perf_counter()
-        ahead = launch()
+        ahead = self._or_fail(launch)
         while ahead is not None:
-            current, ahead = ahead, launch()
-            tokens, seconds = current.read()
+            current, ahead = ahead, self._or_fail(launch)
+            read = self._or_fail(current.read)
+            if read is None:
+                return
+            tokens, seconds = read
             # What the device did while the consumer had the word counts, and so does a host that is slower than it.
             yield tokens, max(seconds, time.perf_counter() - began)
             began = time.perf_counter()
+
+    def _or_fail(self, work: Callable[[], _T | None]) -> _T | None:
+        """What `work` returns; None, and nothing more from this loop, where it fails."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            if not self._failed:
+                self._warn(f"tokens are chosen by the host, decoding is slower from now on: {in_a_line(error)}")
+            self._failed = True
+            self._held.clear()
+            return None
 
     @torch.inference_mode()
     def _begin(self, to: SamplingBuffers, batch: Batch, choice: DeviceSampling) -> None:
@@ -165,11 +188,11 @@ def accelerate(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> FastP
     try:
         trouble = _wrong_choices(model)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        trouble = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        trouble = in_a_line(error)
     if trouble is not None:
         warn(f"tokens are chosen by the host, decoding is slower: {trouble}")
         return FastPaths(replay)
-    return FastPaths(replay, DeviceLoop(replay.step, cuda_graph))
+    return FastPaths(replay, DeviceLoop(replay.step, GraphCapture(), warn))
 
 
 @torch.inference_mode()

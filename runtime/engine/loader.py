@@ -1,6 +1,6 @@
 """From a folder to a model that can run: every check that needs no memory first, then tensors straight into place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,11 +11,14 @@ from mycli.runtime.device.system import give_back
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ResourceError
+from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
-from mycli.runtime.kernels.registry import select_kernel
+from mycli.runtime.kernels.registry import ask_kernels
+from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
+from mycli.runtime.quantization.scheme import Packing
 
 
 def load_model(
@@ -37,9 +40,11 @@ def load_model(
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config)
     model.load(checkpoint, folder.packings, placement.device, placement.dtype)
-    if slow := _decoded(folder, placement):
-        warn(f"no kernel here multiplies {' and '.join(slow)} weights: each pass decodes them, which is slow")
-    if placement.dense_prefill_copy:
+    if folder.packings and placement.unpacked:
+        warn(f"{placement.unpacked}: packed weights are kept as {placement.dtype_name}")
+    for packing, reason in _decoded(folder, placement).items():
+        warn(f"no kernel here multiplies {packing} weights, each pass decodes them, which is slow: {reason}")
+    if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
     give_back()  # what was read and then laid out otherwise: a tenth of a packed model
     if not folder.packings or placement.device.type != "cuda":
@@ -49,27 +54,36 @@ def load_model(
     return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
 
 
-def _decoded(folder: ModelFolder, placement: Placement) -> list[str]:
-    """The schemes of products that are left to the slow reference."""
+def _decoded(folder: ModelFolder, placement: Placement) -> dict[str, str]:
+    """The schemes of products that are left to the slow reference, each with why the kernel of this device declined."""
     packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
     shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
     device, dtype = placement.device, placement.dtype
-    slow = (one for one in shapes if select_kernel(*one, device, dtype).name == DequantizeKernel.name)
-    return sorted({packing.name for packing, _, _ in slow})
+    ours, found = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, str]()
+    for packing, rows, columns in sorted(shapes, key=lambda one: (one[0].name, *one[1:])):
+        kernel, declined = ask_kernels(packing, rows, columns, device, dtype)
+        if kernel is not None and kernel.name == DequantizeKernel.name:
+            found.setdefault(packing.name, f"{ours} {declined[ours]}")
+    return found
+
+
+def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing]:
+    """Of the weights as they will lie in memory."""
+    return {} if placement.unpacked else folder.packings
 
 
 def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> MemoryPlan:
     dtype, kv = placement.dtype_name, placement.kv
     return MemoryPlan(
         folder.config,
-        folder.packings,
+        _packings(folder, placement),
         context=engine.context or min(folder.config.max_context, DEFAULT_CONTEXT),
         batch=engine.sequences,
         dtype=dtype,
         gpu=placement.device.type == "cuda",
-        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, dtype=dtype, kv=kv),
+        draft=None if draft is None else MemoryPlan(draft.config, _packings(draft, placement), dtype=dtype, kv=kv),
         kv=kv,
-        shadow=placement.dense_prefill_copy,
+        shadow=placement.dense_prefill_copy and not placement.unpacked,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.device.placement import use_device
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -113,6 +114,7 @@ class ModelRunner:
 
         Keys and values go into the cache. The result is the caller's.
         """
+        use_device(self.device)
         batch = Batch.of(chunks, cache.block_size, self.device)
         rope = self.rope(max(cache.block_size, *(span.length for span in batch.spans)))
         found = None if self.fast.replay is None else self._replayed(self.fast.replay, batch, rope, cache)
@@ -133,6 +135,7 @@ class ModelRunner:
         """
         if self.fast.loop is None or choice is None:
             return None
+        use_device(self.device)
         batch = Batch.of(chunks, cache.block_size, self.device)
         return self.fast.loop.launches(batch, choice, self.rope(cache.block_size), cache, count)
 

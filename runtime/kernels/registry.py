@@ -28,6 +28,7 @@ from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_p
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.triton.linear import TritonKernel
+from mycli.runtime.kernels.unpacked import UnpackedKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
@@ -75,23 +76,34 @@ PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = 
 
 def kernels() -> tuple[Kernel, ...]:
     """Those that multiply by packed weights, in order of preference."""
-    return (CpuKernel(), TorchInt4Kernel(), TableKernel(), TritonKernel(), reference.DequantizeKernel())
+    cpu = (CpuKernel(), TorchInt4Kernel(), TableKernel())
+    return (*cpu, TritonKernel(), UnpackedKernel(), reference.DequantizeKernel())
 
 
 def select_kernel(
     packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
     """The first kernel that takes the packed product; ModelError listing every reason where none does."""
-    reasons = []
+    kernel, reasons = ask_kernels(packing, out_features, in_features, device, dtype)
+    if kernel is not None:
+        return kernel
+    raise ModelError(
+        f"no kernel multiplies {packing.name} weights [{out_features}, {in_features}] by {dtype} on {device}",
+        "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+    )
+
+
+def ask_kernels(
+    packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Kernel | None, dict[str, str]]:
+    """As `select_kernel`, None where there is none, and why each kernel before it declined, by name."""
+    reasons: dict[str, str] = {}
     for kernel in kernels():
         reason = kernel.decline(packing, out_features, in_features, device, dtype)
         if reason is None:
-            return kernel
-        reasons.append(f"{kernel.name}: {reason}")
-    raise ModelError(
-        f"no kernel multiplies {packing.name} weights [{out_features}, {in_features}] by {dtype} on {device}",
-        "; ".join(reasons),
-    )
+            return kernel, reasons
+        reasons[kernel.name] = reason
+    return None, reasons
 
 
 class _PermutedMatmul:

@@ -25,6 +25,11 @@ class Span:
         return self.length - self.count
 
 
+def _on(device: torch.device, made: Tensor) -> Tensor:
+    """`made` on `device`, without waiting for what is under way there: the driver copies such small tensors first."""
+    return made.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """New tokens of several sequences, one after another; the only thing a model sees of who is being served.
@@ -47,11 +52,11 @@ class Batch:
             count = len(chunk.tokens)
             spans.append(Span(len(tokens), count, chunk.start + count, chunk.blocks))
             tokens += chunk.tokens
-        made = torch.tensor(tokens, device=device)
+        made = _on(device, torch.tensor(tokens))
         return cls(made, tuple(spans), tuple(chunk.logits for chunk in chunks), block_size)
 
     def _made(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.tokens.device)
+        return _on(self.tokens.device, torch.tensor(values, dtype=dtype))
 
     @property
     def rows(self) -> int:

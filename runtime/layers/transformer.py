@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
 from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
@@ -64,7 +65,8 @@ class Transformer(nn.Module):
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and tried
-        with ThreadPoolExecutor(min(LOADED_AT_ONCE, cpu().cores)) as pool:
+        workers = min(LOADED_AT_ONCE, cpu().cores)
+        with ThreadPoolExecutor(workers, initializer=use_device, initargs=(device,)) as pool:
             jobs = [pool.submit(load) for load in loads]
             try:
                 for job in jobs:

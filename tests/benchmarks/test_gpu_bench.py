@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mycli.runtime.errors import ResourceError
+from tests.gpu.bench import __main__ as bench
+from tests.gpu.bench import timing
 from tests.gpu.bench.report import Budget, Case, NotInstalled, Part, Report, Row, run
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, floors, roofline_seconds, token_bytes
-from tests.gpu.bench.timing import megahertz
+from tests.gpu.bench.timing import Context, megahertz
 
 
 def test_bytes_and_ceilings_of_the_8b_model() -> None:
@@ -150,3 +154,22 @@ def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
     assert [row["process"] for row in found["parts"]["cold start"]] == ["import torch, device ready", "run pico -n 1"]
     assert all(row["tokens/s"] > 0 for row in found["parts"]["transformers, Llama-3.1-8B"])
     assert "% of roofline" in next(tmp_path.glob("*.md")).read_text()
+
+
+@pytest.mark.parametrize("driver", [[], None], ids=["no-gpus-listed", "no-answer"])
+def test_needs_no_nvml(driver: list[object] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may have CUDA without it: rows lack the clock, and the facts the driver, and nothing else."""
+
+    def listed() -> list[object]:
+        if driver is None:
+            raise ResourceError("the NVIDIA driver does not answer")
+        return driver
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(bench, "gpus", listed)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert bench.facts(torch.device("cuda"))["driver"] == "unknown"
+    monkeypatch.setattr(timing.ctypes, "CDLL", missing)
+    assert Context(torch.device("cuda")).clock() == {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.quant.rounding.columns import solve_block
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.cuda_graph import Replay, Step, cuda_graph, difference
+from mycli.runtime.engine.cuda_graph import GraphCapture, Replay, Step, difference
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.generate import stream
 from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
@@ -62,7 +62,7 @@ def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
     rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
     kind = torch.int8 if case.int8 else torch.float16
     found: list[list[Tensor]] = []
-    for capture in (cuda_graph, None):
+    for capture in (GraphCapture(), None):
         cache = KVCache(plain.config, case.sequences, CAPACITY, plain.device, kind)
         replay, logits = Replay(step, capture), []
         generator = torch.Generator().manual_seed(1)  # the same twice
@@ -93,7 +93,7 @@ def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float
     from mycli.runtime.engine.device_loop import DeviceLoop
 
     step, found = fused(case), []
-    for capture in (cuda_graph, None, "host"):
+    for capture in (GraphCapture(), None, "host"):
         model = models(case, "cuda")[1]
         loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
         runner = ModelRunner(model, fast=FastPaths(Replay(step, None), loop))

@@ -25,7 +25,7 @@ from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue
 from mycli.runtime.kernels.triton.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.top_k_top_p import narrow_kernel, peak_kernel
+from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, narrow_kernel, peak_kernel
 from mycli.runtime.kernels.triton.weight_layout import layout_of, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
@@ -92,6 +92,7 @@ def _multiply(
             "UNROLL": unroll,
             "PERMUTED": shape.permuted,
             "PDL": capability >= 90,
+            "EPILOGUE": epilogue is not None,
         },
         warps=shape.warps,
         stages=shape.stages,
@@ -157,7 +158,8 @@ def sample_builds() -> Iterator[Build]:
         for place in range(3):
             chosen = {"ROUND": place, "MASS": mass, "AFTER": True, **blocks}
             unaligned = ("step", "step_before")
-            yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, chosen, unaligned=unaligned)
+            title = f"{name} round {place + 1}"
+            yield Build(title, narrow_kernel, narrow, chosen, NARROW_WARPS, unaligned=unaligned)
     last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
     del last["logits"]
     yield Build("sample", sample_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))

@@ -26,6 +26,7 @@ from mycli.runtime.kernels.triton.split_k import last_to_arrive
 from mycli.runtime.kernels.triton.tiles import Chip
 
 BLOCK_K = 64  # keys of one turn of the loop
+MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
 _MOST_SPLITS = 64
 
 
@@ -215,6 +216,26 @@ def attend_warps(block_q: int) -> int:
     return 4 if block_q <= 16 else 8
 
 
+def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
+    """Blocks of keys and values that are under way at a time: 3, or as many as the chip's shared memory holds; or 0.
+
+    queries: `BLOCK_Q` of `attend_kernel`; element: bytes of a key's number. Counts what the pipeline of Triton 3.6 and
+    3.7 takes, or more: chips with asynchronous products keep keys and values apart, and what is multiplied besides.
+    """
+    lanes, apart = 1 << (head_dim - 1).bit_length(), chip.capability[0] in (9, 10, 11)
+    block = BLOCK_K * lanes * element * (2 if apart else 1)
+    besides = 2 * queries * lanes + (2 * BLOCK_K * queries if apart else 0) + 2048
+    if element == 1:  # widened before they are multiplied, with a scale for each
+        besides += 2 * BLOCK_K * lanes
+        block += 8 * BLOCK_K
+    return max(0, min(3, (chip.shared - besides) // block))
+
+
+def queries_of(tokens: int, group: int) -> int:
+    """Columns that hold the queries of `tokens` new tokens and the `group` heads that share a key-value head."""
+    return max(8, 1 << (tokens * group - 1).bit_length())
+
+
 def decode_attention(
     query: Tensor,
     cache: LayerCache,
@@ -232,9 +253,10 @@ def decode_attention(
     sequences, tokens, heads, head_dim = query.shape
     kv_heads, capacity = cache.keys.shape[1:3]
     group = heads // kv_heads
-    block_q = max(8, triton.next_power_of_2(tokens * group))
-    if block_q > 64:
-        raise ValueError(f"{tokens} tokens of {group} heads: more than 64 queries to a key")
+    block_q = queries_of(tokens, group)
+    stages = attend_stages(product.chip, head_dim, block_q, cache.keys.element_size())
+    if block_q > MOST_QUERIES or not stages:
+        raise ValueError(f"{tokens} tokens of {group} heads of {head_dim}: more than 64 queries to a key, or no room")
     parts = splits(product.chip, sequences * kv_heads, capacity)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
@@ -250,6 +272,6 @@ def decode_attention(
         BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
         **combination(tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
         PDL=product.chip.pdl, launch_pdl=product.chip.pdl,
-        num_warps=attend_warps(block_q), num_stages=3,
+        num_warps=attend_warps(block_q), num_stages=stages,
     )  # fmt: skip
     return into

@@ -161,7 +161,7 @@ def multiply_kernel(
     rows_kept,
     tiles_per_part,
     rms,  # `RmsScale` or None
-    epilogue,  # `Epilogue` or None
+    epilogue,  # `Epilogue` where EPILOGUE, else None
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -175,6 +175,7 @@ def multiply_kernel(
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before the launch before it ends
+    EPILOGUE: tl.constexpr,  # Triton 3.6 compares no tuple that holds a None with None
 ):
     """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
@@ -242,7 +243,7 @@ def multiply_kernel(
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
-    if epilogue is not None:
+    if EPILOGUE:
         run_epilogue(epilogue, y, rows, n, BLOCK_N)
 
 

@@ -8,12 +8,15 @@ import ctypes
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.device.placement import OLDEST_PACKED
+from mycli.runtime.errors import in_a_line
 from mycli.runtime.kernels.triton import tiles as triton_tiles
 from mycli.runtime.kernels.triton.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, repack, repack_scales, tile_k
@@ -193,7 +196,7 @@ class TritonMatmul:
             x.rms, epilogue,
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
-            PDL=self.chip.pdl, launch_pdl=self.chip.pdl,
+            PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=epilogue is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         return y
@@ -249,14 +252,22 @@ def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int)
     return float((found - expected).norm() / expected.norm())
 
 
-@cache  # compiling takes a second, and the answer does not change
+_ONE_AT_A_TIME = Lock()  # of the checks: layers are loaded by several threads
+
+
 def self_check(device: torch.device, packing: Packing) -> str | None:
-    """Why the kernels are not to be used here, None if small products come out right."""
+    """Why the kernels are not to be used here, None if small products come out right; asked once, by one thread."""
+    with _ONE_AT_A_TIME:
+        return _checked(device, packing)
+
+
+@cache  # compiling takes a second, and the answer does not change
+def _checked(device: torch.device, packing: Packing) -> str | None:
     for rows in (1, 12):
         try:
             error = small_product(device, packing, chip_of(device), rows)
         except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            return f"failed on this machine: {type(trouble).__name__}: {str(trouble).splitlines()[0]:.200}"
+            return f"failed on this machine: {in_a_line(trouble)}"
         if not error < 5e-3:
             return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
     return None
@@ -282,8 +293,10 @@ class TritonKernel:
         if not packing.plain:
             return f"does not take {packing.name}"
         capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
+        if capability < OLDEST_PACKED:
             return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        if device.index is not None and device.index != (current := torch.cuda.current_device()):
+            return f"launches on cuda:{current}, the device of this thread, not on {device}"
         return self_check(device, packing)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:

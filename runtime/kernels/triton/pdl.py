@@ -36,7 +36,7 @@ def prefetch_weights(start, first, last, stride, size, RUNS: tl.constexpr, WARPS
     wanted = tl.where(thread % EACH == 0, tl.minimum(size, _EARLY // RUNS), 0)
     tl.inline_asm_elementwise(  # a prefetch of nothing is undefined, hence the predicate
         "{ .reg .pred some; setp.gt.s32 some, $2, 0; mov.u32 $0, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; }",
-        "=r,l,r",
+        "=&r,l,r",
         [start.to(tl.int64) + run.to(tl.int64) * stride, wanted],
         dtype=tl.int32,
         is_pure=False,

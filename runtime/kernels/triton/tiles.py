@@ -12,6 +12,8 @@ from typing import Any
 
 from mycli.runtime.quantization.scheme import Packing
 
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -23,6 +25,11 @@ class Chip:
     capability: tuple[int, int]
     processors: int
     pdl: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
+        return _SHARED.get(self.capability, 99) << 10
 
 
 @dataclass(frozen=True)

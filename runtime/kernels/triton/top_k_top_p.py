@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 WAYS = 16
+NARROW_WARPS = 8  # with 4, the sums of Triton 3.6 do not stay in registers
 # Rounds until a pivot tells any two values apart: half of 8, 8 and 13 significant bits of a key stay open.
 ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
@@ -196,5 +197,6 @@ def find_limit(
                 AFTER=filters.top_k,
                 BLOCK=block,
                 BLOCKS=most,
+                num_warps=NARROW_WARPS,
             )
     return Limit(peaks, weights[now], lows[now], goals, step)

@@ -75,9 +75,10 @@ _ASM8 = tl.constexpr(ASM8)
 _ASM4 = tl.constexpr(ASM4)
 _ASM3 = tl.constexpr(ASM3)
 _ASM2 = tl.constexpr(ASM2)
-_OUT8 = tl.constexpr("=r,=r,r")
-_OUT4 = tl.constexpr("=r,=r,=r,=r,r")
-_OUT2 = tl.constexpr("=r," * 8 + "r")
+# An input is read after the first output is written: "&" keeps them in different registers.
+_OUT8 = tl.constexpr("=&r," * 2 + "r")
+_OUT4 = tl.constexpr("=&r," * 4 + "r")
+_OUT2 = tl.constexpr("=&r," * 8 + "r")
 _OUT3 = tl.constexpr("=&r," * 16 + "r,r,r")
 
 

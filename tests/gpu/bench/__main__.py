@@ -17,6 +17,7 @@ import torch
 
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import cpu
+from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench import end_to_end, kernels, limits, whole_program
@@ -30,7 +31,10 @@ def facts(device: torch.device) -> dict[str, object]:
     found: dict[str, object] = {"device": cpu().model or "cpu"}
     if device.type == "cuda":
         found = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-        found["driver"] = ", ".join(sorted({gpu.driver for gpu in gpus()}))
+        try:
+            found["driver"] = ", ".join(sorted({gpu.driver for gpu in gpus()})) or "unknown"
+        except ResourceError:  # NVML does not answer, where CUDA does
+            found["driver"] = "unknown"
     found |= {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": sys.version.split()[0]}
     return {**found, "command": shlex.join(["python", "-m", "tests.gpu.bench", *sys.argv[1:]])}
 

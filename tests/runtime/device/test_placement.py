@@ -18,9 +18,18 @@ CONFIG = ModelFolder.open(PICO).config
 
 
 def machine(
-    monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, driver: bool = True, capability: tuple[int, int] = (9, 0)
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cuda: bool = True,
+    driver: bool = True,
+    capability: tuple[int, int] = (9, 0),
+    devices: int = 1,
+    log: list[torch.device] | None = None,
 ) -> None:
-    """One with a GPU of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough."""
+    """One with GPUs of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough.
+
+    log: what is made the current device.
+    """
     shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1")
     monkeypatch.setattr(placement, "gpus", lambda: [shown])
 
@@ -31,7 +40,8 @@ def machine(
 
     monkeypatch.setattr(torch.version, "cuda", "13.0" if cuda else None)
     monkeypatch.setattr(torch.cuda, "is_available", available)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", [].append if log is None else log.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -112,3 +122,20 @@ def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, nam
     machine(monkeypatch)
     with pytest.raises(UsageError, match="not a device"):
         place(CONFIG, name)
+
+
+def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches and graphs go to it, wherever tensors lie."""
+    log: list[torch.device] = []
+    machine(monkeypatch, devices=2, log=log)
+    assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)
+    assert log == [torch.device("cuda", 1)]
+    place(CONFIG, "cpu")
+    assert len(log) == 1
+
+
+def test_an_old_gpu_has_packed_weights_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, capability=(7, 5))
+    assert "this device has 7.5" in (place(CONFIG).unpacked or "")
+    machine(monkeypatch, capability=(8, 0))
+    assert place(CONFIG).unpacked is None and place(CONFIG, "cpu").unpacked is None

@@ -1,7 +1,8 @@
 """When a pass is captured and replayed, and that buffers carry what changes; a recording stands in for a CUDA graph."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
+from mycli.runtime.kernels.triton.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -198,9 +201,9 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
         "not permitted": refused,
     }
     for words, capture in captures.items():
-        monkeypatch.setattr(replay, "cuda_graph", capture)
+        monkeypatch.setattr(replay, "GraphCapture", lambda capture=capture: capture)
         assert replay.make_replay(plain, "auto", warnings.append) is None and words in warnings[-1]
-    monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
+    monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
     assert replay.make_replay(plain, "auto", warnings.append) is not None and len(warnings) == 2
 
 
@@ -215,7 +218,7 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
             return torch.ones(*tokens.shape, 3).half()
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
-    monkeypatch.setattr(replay, "cuda_graph", lambda work: work)
+    monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
     kinds: tuple[Kv, ...] = ("auto", "int8")
     for kv in kinds:
         seen.clear()
@@ -232,3 +235,116 @@ def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) ->
     warnings: list[str] = []
     assert replay.make_replay(model(lambda x: torch.ones(*x.shape[:-1], 3)), "auto", warnings.append) is None
     assert warnings[0].endswith("RuntimeError: no kernel image")
+
+
+def test_a_capture_launches_what_the_first_pass_compiled() -> None:
+    """Triton compiles apart for addresses that are multiples of 16, and inside a capture it must compile nothing."""
+
+    class Addresses(Sums):
+        seen: list[tuple[bool, bool]] = []
+
+        def __call__(self, tokens: Tensor, lengths: Tensor, *rest: object, **options: object) -> Tensor:
+            self.seen.append((tokens.data_ptr() % 16 == 0, lengths.data_ptr() % 16 == 0))
+            return super().__call__(tokens, lengths, *rest, **options)  # type: ignore[arg-type]  # passed on
+
+    step = Addresses()
+    fast, (cache, rope) = Replay(step, recording), session()
+    for start in range(3):
+        batch = replace(one(7, start), tokens=torch.tensor([0, 7])[1:])
+        assert batch.tokens.data_ptr() % 16
+        assert fast(batch, rope, cache) is not None
+    assert set(step.seen) == {(True, True)}
+
+
+def refusing(*_: object) -> Launches:
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def failing_replay(work: Launches) -> Launches:
+    work()
+
+    def again() -> Tensor:
+        raise AssertionError
+
+    return again
+
+
+@pytest.mark.parametrize(
+    ("capture", "words"),
+    [(refusing, "RuntimeError: operation not permitted when stream is capturing"), (failing_replay, "AssertionError")],
+    ids=["capture", "replay"],
+)
+def test_a_capture_or_a_replay_that_fails_ends_the_path_and_no_chat(capture: replay.Capture, words: str) -> None:
+    warnings: list[str] = []
+    plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
+    runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), capture, warnings.append)))
+    cache, _ = session()
+    found = [runner.run([Chunk([token], start, (0,), 1)], cache)[0, 0].item() for start, token in enumerate([3] * 5)]
+    assert found == [301, 1, 1, 1, 1], "from then on by the plain model"
+    assert len(warnings) == 1 and warnings[0].endswith(words)
+
+
+def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() -> None:
+    class Narrow(Sums):
+        def __call__(self, tokens: Tensor, *rest: object, **options: object) -> Tensor:
+            if tokens.shape[1] > 2:
+                raise RuntimeError("out of resource: shared memory")
+            return super().__call__(tokens, *rest, **options)  # type: ignore[arg-type]  # passed on
+
+    warnings: list[str] = []
+    fast, (cache, rope) = Replay(Narrow(), recording, warnings.append), session()
+    for _ in range(3):
+        assert fast(several([[1, 2, 3]], 0, 3), rope, cache) is None
+        assert fast(several([[1, 2, 3, 4]], 0, 4), rope, cache) is None
+        assert fast(several([[1, 2]], 0, 2), rope, cache) is not None
+    assert len(warnings) == 1 and "shared memory" in warnings[0]
+
+
+def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the log of a stub of torch's graphs: the first has a pool of its own, which the others are given."""
+    log: list[tuple[str, object]] = []
+
+    class Graph:
+        def pool(self) -> int:
+            return id(self)
+
+        def replay(self) -> None:
+            log.append(("replay", id(self)))
+
+    @contextmanager
+    def graph(made: Graph, pool: int | None = None) -> Iterator[None]:
+        log.append(("begin", pool))
+        yield
+        log.append(("end", id(made)))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    capture = replay.GraphCapture()
+    with pytest.raises(RuntimeError):
+        capture(refusing)
+    replays = [capture(lambda: torch.ones(1)) for _ in range(3)]
+    del replays[0]
+    pools = [what for name, what in log if name == "begin"]
+    first = next(what for name, what in log if name == "end")
+    assert pools == [None, None, first, first]
+    assert replays[0]().item() == 1 and log[-1][0] == "replay"
+
+
+def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
+    """Attention to a short cache is one part; and in a model that is not so long, what there is."""
+    seen: list[tuple[int, int]] = []
+
+    class Right(Sums):
+        def __call__(
+            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
+        ) -> Tensor:
+            seen.append((cache.block_size, int(lengths[0])))
+            return torch.ones(*tokens.shape, 3).half()
+
+    for longest in (4096, 64):
+        plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
+        plain.config = replace(CONFIG, max_context=longest)
+        assert replay.difference(plain, Right()) is None
+    assert splits(Chip((9, 0), 132), 8, seen[0][0]) >= 4
+    assert -(-seen[0][1] // BLOCK_K) > splits(Chip((9, 0), 132), 8, seen[0][0]), "more blocks than parts"
+    assert seen[-1] == (64, 64)

@@ -339,3 +339,39 @@ def test_a_loop_is_used_where_the_device_chooses_as_torch_does(interpret: Interp
     assert (short, loop) == (True, False) and "chosen by the host" in warnings[0]
     short, loop, warnings = accelerated("no kernel for this device")  # Triton has none for a CPU
     assert (short, loop) == (True, False) and "chosen by the host" in warnings[0] and "\n" not in warnings[0]
+
+
+def failing(when: int) -> list[str]:
+    """The replies of a loop whose `when`-th launch fails, while captured or replayed, are those of the host's."""
+    warnings: list[str] = []
+    calls = 0
+
+    def capture(work: Launches) -> Launches:
+        def replayed() -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == when:
+                raise RuntimeError("an illegal instruction was encountered\nmore")
+            return work()
+
+        if when == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return replayed
+
+    looped, plain = Sequences(), Sequences()
+    loop = DeviceLoop(Step(looped), capture, warnings.append)
+    shape = CacheShape.lanes(64)
+    engines = [
+        Engine(ModelRunner(looped, fast=FastPaths(loop=loop)), shape, VOCAB),
+        Engine(ModelRunner(plain), shape, VOCAB),
+    ]
+    for prompt in (PROMPT, [*PROMPT, 7]):
+        found = [outcome(engine, prompt, 40) for engine in engines]
+        assert found[0] == found[1], when
+    return warnings
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 5])
+def test_a_launch_that_fails_leaves_the_tokens_to_the_host(when: int, interpret: Interpret) -> None:
+    (warning,) = interpret(failing, when)  # type: ignore[misc]  # the pool carries any result
+    assert "chosen by the host" in warning and "\n" not in warning

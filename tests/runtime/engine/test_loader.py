@@ -2,21 +2,42 @@
 
 import io
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.engine import loader as load
+from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError
+from mycli.runtime.kernels import registry
+from mycli.runtime.layers import transformer
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import MemoryPlan, estimate
+from mycli.runtime.quantization.packed_weight import dequantize
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.sampling.sampler import DeviceSampling
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.random_tensors import weight
+
+if TYPE_CHECKING:  # needs Triton
+    from mycli.runtime.engine.device_loop import DeviceLoop
 
 FOLDER = ModelFolder.open(PICO)
 
@@ -85,3 +106,92 @@ def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
     for _ in range(5):
         with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight: 1 of"):
             load.load_model(ModelFolder.open(tmp_path), CPU)
+
+
+def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And loading says why they are unpacked; where they do not fit, the sizes are refused as any."""
+    reason = "kernels for packed weights need compute capability 8.0, this device has 7.5"
+    old = replace(CPU, unpacked=reason)
+    packings = {linear.name: Packing(4, 128) for linear in FOLDER.config.linears()}
+    packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
+    plans = [load._plan(packed, one, EngineConfig(), None) for one in (CPU, old)]
+    assert plans[1] == load._plan(FOLDER, CPU, EngineConfig(), None), "as a dense model"
+    assert estimate(plans[1]).weights > 2 * estimate(plans[0]).weights
+    monkeypatch.setattr(
+        load, "free_memory", lambda device: (estimate(plans[0]).needed + estimate(plans[1]).needed) // 2
+    )
+    load.plan_memory(packed, CPU, EngineConfig(context=plans[0].context))
+    with pytest.raises(ResourceError, match="needed"):
+        load.plan_memory(packed, old, EngineConfig(context=plans[0].context))
+
+
+def test_an_old_gpu_unpacks_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    kernel = registry.select_kernel(Packing(4, 128), 64, 128, device, torch.float16)
+    assert kernel.name == "unpacked"
+    stored = weight(Packing(4, 64), 32, 128, 0)
+    product, x = kernel.prepare(stored, torch.float16), torch.randn(3, 128).half()
+    expected = x.double() @ dequantize(stored).double().t()
+    assert float((product(x).double() - expected).norm() / expected.norm()) < 2e-3
+    assert product.nbytes == 32 * 128 * 2 and product.dequantize().dtype == torch.float16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: "is wrong on this machine")
+    chosen, declined = registry.ask_kernels(Packing(4, 128), 64, 128, device, torch.float16)
+    assert chosen is not None and chosen.name == "dequantize"
+    assert declined["triton"] == "is wrong on this machine", "why is not forgotten because another accepts"
+
+
+def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    packings = dict.fromkeys((linear.name for linear in FOLDER.config.linears()), Packing(4, 128))
+    packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
+    placement = replace(CPU, device=torch.device("cuda", 0), dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: "failed on this machine: no image")
+    assert load._decoded(packed, placement) == {"int4-g128": "triton failed on this machine: no image"}
+
+
+def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device is a thread's own, and a kernel's first launches are made while layers load."""
+    current, log = threading.local(), dict[str, object]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+
+    def note(self: object, *_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            log[threading.current_thread().name] = getattr(current, "device", "device 0")
+
+    for kind in (Block, RMSNorm, Linear):
+        monkeypatch.setattr(kind, "load", note)
+    monkeypatch.setattr(transformer.formats, "read_dense", lambda *_: torch.zeros(1).to("meta"))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    device = torch.device("cuda", 1)
+    Transformer(FOLDER.config).load(cast(Checkpoint, None), {}, device, torch.float16)
+    assert log and set(log.values()) == {device}
+
+
+def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread asks for it: a server's is not the one that loaded."""
+    log: list[tuple[str, object]] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda one: log.append((threading.current_thread().name, one)))
+
+    def no_batch(*_: object) -> None:
+        raise LookupError  # as far as a machine without a device goes
+
+    monkeypatch.setattr(model_runner.Batch, "of", no_batch)
+    runner = ModelRunner(
+        cast(Transformer, SimpleNamespace(device=device)), fast=FastPaths(loop=cast("DeviceLoop", "loop"))
+    )
+    cache = cast(KVCache, SimpleNamespace(block_size=8))
+
+    def passes() -> None:
+        with pytest.raises(LookupError):
+            runner.run([Chunk([1], 0, (0,), 1)], cache)
+        with pytest.raises(LookupError):
+            runner.launches([Chunk([1], 0, (0,), 1)], cast(DeviceSampling, "choice"), cache, 4)
+
+    thread = threading.Thread(target=passes, name="engine")
+    thread.start()
+    thread.join()
+    assert log == [("engine", device)] * 2

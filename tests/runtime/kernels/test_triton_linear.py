@@ -1,7 +1,10 @@
 """The Triton product against fp64 in the interpreter: every packing, dtype, tile and awkward size."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -228,8 +231,37 @@ def test_is_not_used_where_it_fails_or_is_wrong(
 
     monkeypatch.setattr(triton_packed, "small_product", product)
     monkeypatch.setattr(triton_packed, "chip_of", lambda device: None)
-    found = triton_packed.self_check.__wrapped__(torch.device("cuda"), Packing(4, 128))
+    found = triton_packed._checked.__wrapped__(torch.device("cuda"), Packing(4, 128))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_is_checked_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are loaded by several, and the check compiles and launches."""
+    rows_tried: list[int] = []
+
+    def product(device: object, packing: object, chip: object, rows: int) -> float:
+        rows_tried.append(rows)
+        time.sleep(0.05)
+        return 1e-3
+
+    monkeypatch.setattr(triton_packed, "small_product", product)
+    monkeypatch.setattr(triton_packed, "chip_of", lambda device: None)
+    monkeypatch.setattr(triton_packed, "_checked", cache(triton_packed._checked.__wrapped__))
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(triton_packed.self_check, torch.device("cuda"), Packing(4, 128)) for _ in range(4)]
+        assert [one.result() for one in asked] == [None] * 4
+    assert rows_tried == [1, 12]
+
+
+def test_declines_where_this_thread_launches_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: None)
+    asked = [
+        TritonKernel().decline(Packing(4, 128), 64, 128, torch.device("cuda", index), torch.bfloat16)
+        for index in range(2)
+    ]
+    assert asked[0] is None and "launches on cuda:0" in str(asked[1])
 
 
 def product_in_interpreter(packing: Packing) -> float:

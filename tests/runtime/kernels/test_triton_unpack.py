@@ -65,3 +65,20 @@ def test_assembly_finds_every_code(bits: int) -> None:
             for side in range(2):
                 code = field([word >> 16 * side & 0xFFFF for word in words], layout, row, half)
                 assert pair[side] == 1024 + step(bits, row) * code, (row, half, side)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_no_output_may_share_a_register_with_an_input_that_is_read_later(bits: int) -> None:
+    """The compiler is told so ("&"), or is free to put both into one register (GCC manual, early clobber)."""
+    constraints = getattr(triton_unpack, f"_OUT{bits}").value.split(",")[: OUTPUTS[bits]]
+    outputs, inputs = (
+        [f"${place}" for place in range(OUTPUTS[bits])],
+        [f"${place}" for place in range(OUTPUTS[bits], 19)],
+    )
+    written: set[str] = set()
+    for operands in re.findall(r"^\w+\.[bu]32 ([^;]*);", TEXT[bits], flags=re.M):
+        target, *read = (name.strip() for name in operands.split(","))
+        if set(read) & set(inputs):
+            assert all(constraints[outputs.index(one)].startswith("=&") for one in written)
+        written |= {target} & set(outputs)
+    assert written == set(outputs)

@@ -1,0 +1,64 @@
+"""The shared memory of attention, as compiled, is what its launcher counts on: the stages that fit, and no fewer."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  (reason: only where Triton is installed)
+
+from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (reason: as above)
+    attend_stages,
+    attend_warps,
+    combination,
+    queries_of,
+)
+from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (reason: as above)
+from tests.ptx import builds  # noqa: E402  (reason: as above)
+
+GROUP = 4
+
+
+def shared(capability: int, head_dim: int, tokens: int, int8: bool, stages: int) -> int:
+    """Bytes that the compiled kernel asks for."""
+    name = f"attend{' int8' * int8} to 8"
+    build = next(build for build in builds.decode_builds(capability) if build.name == name)
+    queries = queries_of(tokens, GROUP)
+    warps = attend_warps(queries)
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "TOKENS": tokens, "BLOCK_Q": queries}
+    constants = {**build.constants, **sizes, **combination(tokens, GROUP * head_dim, 128, 32, warps)}
+    compiled = replace(build, constants=constants, warps=warps, stages=stages).compile(
+        GPUTarget("cuda", capability, 32)
+    )
+    return int(compiled.metadata.shared)
+
+
+def cases() -> list[object]:
+    """Heads of 256 on a small chip, which three stages do not fit; the others are slow to compile."""
+    every = [
+        (capability, head_dim, tokens, int8)
+        for capability in (80, 89, 90, 100, 120)
+        for head_dim in (64, 128, 256)
+        for tokens in (1, 8, 16)
+        for int8 in (False, True)
+    ]
+    return [pytest.param(*case, marks=() if case == (89, 256, 1, False) else pytest.mark.slow) for case in every]
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "tokens", "int8"), cases())
+def test_the_stages_fit(capability: int, head_dim: int, tokens: int, int8: bool) -> None:
+    chip = Chip(divmod(capability, 10), 132)
+    stages = attend_stages(chip, head_dim, queries_of(tokens, GROUP), 1 if int8 else 2)
+    assert stages >= 1
+    assert shared(capability, head_dim, tokens, int8, stages) <= chip.shared
+
+
+def test_three_stages_of_wide_heads_do_not_fit_a_small_chip() -> None:
+    """What a pass on it would fail with."""
+    assert shared(89, 256, 1, False, 3) > Chip((8, 9), 128).shared
+
+
+def test_what_fits_nowhere_is_not_taken() -> None:
+    assert attend_stages(Chip((8, 9), 128), 1024, 64, 2) == 0
+    assert attend_stages(Chip((8, 9), 128), 128, 8, 2) == attend_stages(Chip((9, 0), 132), 128, 32, 2) == 3
