@@ -1,7 +1,7 @@
 """Instructions of one lane that touch no memory: arithmetic, logic, comparison and conversion (PTX ISA, chapter 9.7).
 
-Each function returns the C++ statement of one lane. Floats are computed in fp32 and rounded once; approximations (`ex2`,
-`rsqrt`, ..) are as exact as the host's. Knows no lanes beside its own.
+Each function returns the C++ statement of one lane. Floats are computed in fp32 and rounded once; approximations
+(`ex2`, `rsqrt`, ..) are as exact as the host's. Knows no lanes beside its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -168,7 +168,9 @@ def _funnel(o: Operands, i: Instruction) -> str:
     if i.parts[2] != "wrap":
         raise _unknown(i)
     shifted = "both>>count" if i.parts[1] == "r" else "both<<count>>32"
-    return f"u64 both=((u64){high}<<32)|{low};u32 count={count}&31;" + o.store(i.operands[0], "b32", f"(u32)({shifted})")
+    return f"u64 both=((u64){high}<<32)|{low};u32 count={count}&31;" + o.store(
+        i.operands[0], "b32", f"(u32)({shifted})"
+    )
 
 
 def _select(o: Operands, i: Instruction) -> str:

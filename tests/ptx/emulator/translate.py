@@ -110,7 +110,9 @@ class _Translation:
         if len(self._operands.scopes) > 1:
             self._code.append(f"{word} {c_name}[{count}][32];")
         else:
-            self._declared.append(f"std::vector<{word}> {c_name}s({count}*32);auto {c_name}=({word}(*)[32]){c_name}s.data();")
+            self._declared.append(
+                f"std::vector<{word}> {c_name}s({count}*32);auto {c_name}=({word}(*)[32]){c_name}s.data();"
+            )
         scope = self._operands.scopes[-1]
         for place in range(count):
             scope[f"{match[1]}{place}" if match else name] = Register(f"{c_name}[{place}]", size)

@@ -46,7 +46,7 @@ def _shuffle(o: Operands, i: Instruction) -> str:
     source = _SOURCE[i.parts[2]].format(o.value(by, "u32"))
     if "|" in target or i.parts[-1] != "b32":
         raise UnknownInstruction(i.text)
-    take = f"int from={source};if(from<0||from>31)from=l;if(!(m>>from&1))fail(\"a shuffle from a lane that is away\");"
+    take = f'int from={source};if(from<0||from>31)from=l;if(!(m>>from&1))fail("a shuffle from a lane that is away");'
     given = f"u32 given[32];for(int l=0;l<32;l++)given[l]={o.value(value, 'u32')};"
     return f"{given}ALL{{{take}{o.store(target, 'b32', 'given[from]')}}}"
 

@@ -1,0 +1,132 @@
+"""The kernels' tests once more, compiled for a GPU and run from their PTX; whole fused passes against the plain model.
+
+What the interpreter cannot show: layouts, inline assembly, what Triton specializes, missing barriers, and the order of
+programs. Slow, but for a pass of the smallest model.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (only where Triton is)
+from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
+from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_attention import test_attend  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_linear import (  # noqa: E402  (as above)
+    test_bf16_of_any_magnitude,
+    test_call_rounds_once_and_repeats_itself,
+    test_nan_stays_in_its_row,
+    test_product,
+)
+from tests.runtime.kernels.test_triton_sample import (  # noqa: E402  (as above)
+    test_a_logit_of_minus_infinity_is_never_chosen,
+    test_the_likeliest_is_torchs_lowest_among_equals,
+)
+from tests.runtime.kernels.test_triton_top_k_top_p import test_what_is_kept_is_what_the_host_keeps  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, Case, models  # noqa: E402  (as above)
+
+__all__ = [
+    "test_a_logit_of_minus_infinity_is_never_chosen",
+    "test_activate",
+    "test_add",
+    "test_attend",
+    "test_bf16_of_any_magnitude",
+    "test_call_rounds_once_and_repeats_itself",
+    "test_embed",
+    "test_nan_stays_in_its_row",
+    "test_product",
+    "test_project",
+    "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_what_is_kept_is_what_the_host_keeps",
+]
+
+CAPABILITIES = (80, 90, 120)
+LONG = 1040, 700  # a cache whose keys are split into several parts, and how many of them there are
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Path:
+    """Kept from run to run: a kernel that has not changed is not compiled again."""
+    return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
+
+
+@pytest.fixture(params=[pytest.param(one, marks=pytest.mark.slow, id=f"sm{one}") for one in CAPABILITIES])
+def interpret(request: pytest.FixtureRequest, folder: Path) -> Callable[..., object]:
+    """What `tests.support.triton_interpreter` gives: here the function runs on the emulator."""
+    return lambda function, *arguments: emulate(folder, request.param, function, *arguments)
+
+
+def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[float, float, int]:
+    """Errors of logits and cache of a fused pass, as `test_decode_step.compare`, and how many launches it took.
+
+    size: of the cache, and how much of it is filled before.
+    """
+    capability = device().capability
+    chip = Chip(divmod(capability, 10), 132, capability >= 90)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(test_decode_step, "models", lambda one: models(one, "cpu", chip))
+    if size is not None:
+        patch.setattr(test_decode_step, "CAPACITY", size[0])
+        patch.setattr(test_decode_step, "PREFIX", size[1])
+        case = replace(case, changes={**case.changes, "max_context": size[0]})
+    patch.setattr(device(), "change", CHANGES[spoil])
+    device().launches.clear()
+    torch.manual_seed(0)
+    with patch.context():
+        logits, cache, _ = test_decode_step.compare(case)
+    patch.undo()
+    return logits, cache, len(device().launches)
+
+
+def no_arrival_barrier(ptx: str) -> str:
+    """Without the barriers that stand before an arrival."""
+    head, mark, tail = ptx.partition("atom.global.gpu.acq_rel")
+    lines = head.splitlines()
+    stores = [number for number, line in enumerate(lines) if "st.global" in line]
+    if not mark or not stores:
+        return ptx
+    kept = [line for n, line in enumerate(lines) if n < stores[0] or "bar.sync" not in line]
+    return "\n".join(kept) + mark + tail
+
+
+def late_wait(ptx: str) -> str:
+    """One group of copies fewer is waited for."""
+    return ptx.replace("cp.async.wait_group", "cp.async.wait_group 9; //") if "attend_kernel" in ptx else ptx
+
+
+CHANGES: dict[str, Callable[[str], str]] = {"": lambda ptx: ptx, "barrier": no_arrival_barrier, "wait": late_wait}
+
+
+def cases() -> list[object]:
+    every = [(capability, case, size) for capability in CAPABILITIES for case in CASES for size in (None, LONG)]
+    return [
+        pytest.param(*one, id=f"sm{one[0]}-{one[1]}-{'long' if one[2] else 'short'}", marks=pytest.mark.slow)
+        for one in every
+    ]
+
+
+@pytest.mark.parametrize(("capability", "case", "size"), cases())
+def test_a_fused_pass_is_the_plain_models(
+    capability: int, case: Case, size: tuple[int, int] | None, folder: Path
+) -> None:
+    logits, cache, launches = emulate(folder, capability, compare, case, size)
+    assert logits < 0.02 and cache < 0.02
+    layers = case.changes.get("layers", 2)
+    assert launches >= 2 * (1 + 5 * layers), "embedding and five a layer, twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", ["barrier", "wait"])
+def test_a_spoiled_pass_shows(spoil: str, folder: Path) -> None:
+    """It fails, or is far from the plain model's."""
+    try:
+        logits, *_ = emulate(folder, 80, compare, CASES[0], LONG, spoil)
+    except AssertionError:  # other bits the second time, or counters that are not zero again
+        return
+    assert not logits < 0.02
