@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all check fix docs test-gpu bench-gpu test-vllm clean
+.PHONY: demo test test-all check fix docs test-floor test-gpu first-gpu-call bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -35,6 +35,16 @@ check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The oldest Triton that pyproject.toml allows comes with another torch; its compiler alone stands beside. What it has
+# compiled is kept, so that only kernels that changed are compiled again.
+FLOOR := .floor-triton
+$(FLOOR)/.ready: Makefile | $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(FLOOR) triton==3.6.0
+	@touch $@
+
+test-floor: $(FLOOR)/.ready .links/mycli
+	TRITON_CACHE_DIR=$(FLOOR)/cache PYTHONPATH=$(FLOOR):.links $(BIN)/python -m tests.ptx.floor 90
+
 fix: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -44,11 +54,15 @@ docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.family_tables docs/families.md
 
 clean:
-	rm -rf $(VENV) .vllm-venv .links .demo build dist *.egg-info .mycli-work
+	rm -rf $(VENV) .vllm-venv $(FLOOR) .links .demo build dist *.egg-info .mycli-work
 
 # A GPU machine brings its own Python packages; nothing is installed there.
 test-gpu: .links/mycli
 	PYTHONPATH=.links $(PYTHON) -m pytest -q -m gpu tests/gpu
+
+# What a GPU is asked first, within 9 minutes; each part's result is in $$OUT, else docs/results, as soon as it ends.
+first-gpu-call: .links/mycli
+	PYTHONPATH=.links $(PYTHON) -m tests.gpu.first_call
 
 # Files go to $$OUT, else docs/results; within 9 minutes, the least important measurements dropped.
 bench-gpu: .links/mycli

@@ -1,0 +1,41 @@
+"""Compiles every kernel with the Triton at hand, for one compute capability: what the oldest allowed version is held to.
+
+    PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90]
+
+A kernel that does not compile, or that spills although it does not with the version of the table, is named, and the
+exit code is 1. Counts nothing else: figures are `tests.ptx.report`'s.
+"""
+
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import triton
+
+from tests.ptx.builds import builds
+from tests.ptx.report import measure
+
+
+def trouble(name: str, capability: int) -> str | None:
+    """What is wrong with one kernel, None if nothing is."""
+    build = next(build for build in builds(capability) if build.name == name)
+    try:
+        measured = measure(build, capability)
+    except Exception as error:  # noqa: BLE001  (reason: compilers raise all kinds)
+        return f"{name}: {type(error).__name__}: {str(error).strip()[-300:]}"
+    return f"{name}: {measured.spills} bytes spilled" if measured.spills else None
+
+
+def _main(arguments: list[str]) -> int:
+    capability = int(arguments[0]) if arguments else 90
+    names = [build.name for build in builds(capability)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = [one for one in pool.map(trouble, names, [capability] * len(names)) if one is not None]
+    print(
+        "\n".join([*found, f"Triton {triton.__version__}, sm_{capability}: {len(names)} kernels, {len(found)} faults"])
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
