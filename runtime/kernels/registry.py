@@ -76,7 +76,7 @@ PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = 
 
 def kernels() -> tuple[Kernel, ...]:
     """Those that multiply by packed weights, in order of preference."""
-    cpu = (CpuKernel(), TorchInt4Kernel(), TableKernel())
+    cpu = CpuKernel(), TorchInt4Kernel(), TableKernel()
     return (*cpu, TritonKernel(), UnpackedKernel(), reference.DequantizeKernel())
 
 

@@ -40,8 +40,7 @@ def test_each_part_is_written_as_it_ends_and_none_takes_another_along(tmp_path: 
 
 
 def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
-    child = "import time; time.sleep(600)"
-    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); p.wait()"
+    code = "import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
     began = time.monotonic()
     good, told = asked(tmp_path, [("hangs", 3, code), ("after", 30, "print(1)")])
     assert not good and time.monotonic() - began < 40
@@ -74,7 +73,8 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
 def test_all_of_it_rehearsed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("triton")
     folder = request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
-    command = [sys.executable, "-m", "tests.gpu.first_call", "--out", str(tmp_path), "--rehearse", str(folder)]
+    command = [sys.executable, "-m", "tests.gpu.first_call", "--rehearse", str(folder)]
+    command += ["--out", str(tmp_path), "--minutes", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + (tmp_path / "first-call-rehearsal.md").read_text()
     told = json.loads((tmp_path / "first-call-rehearsal.json").read_text())

@@ -3,9 +3,9 @@
     PYTHONPATH=.links python -m tests.gpu.first_call [--minutes 9] [--out FOLDER]
     PYTHONPATH=.links python -m tests.gpu.first_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
 
-Versions and clocks; small products of every packing; the fused pass of two layers of an 8B model, launched and replayed;
-many replays, bit by bit, with launches that overlap and without; the GPU's tests, with memory of NaN and as it comes;
-the benchmark. Each part is a process with a limit of its own: one that hangs or ruins its device takes no other along.
+Versions and clocks; small products of every packing; the fused pass of two layers of an 8B model, launched and
+replayed; many replays, bit by bit, with launches that overlap and without; the GPU's tests, with memory of NaN and as
+it comes; the benchmark. Each part is a process with a limit of its own: one that hangs takes no other along.
 The rehearsal runs the kernels on the emulator (`tests.ptx.emulator`), which keeps what it compiles in FOLDER.
 """
 
@@ -181,7 +181,8 @@ def commands(asked: Asked, out: Path) -> Iterator[tuple[str, int, list[str], dic
     """Every part: name, seconds at most, command, and what is set for it."""
     python, rehearsed = sys.executable, ["--rehearse", str(asked.rehearse)] if asked.rehearse else []
     for name, (seconds, _) in CHILDREN.items():
-        yield name, seconds, [python, "-m", "tests.gpu.first_call", "--part", name, *rehearsed], {}
+        limit = 10 * seconds if asked.rehearse else seconds  # the emulator compiles each kernel, and is none too fast
+        yield name, limit, [python, "-m", "tests.gpu.first_call", "--part", name, *rehearsed], {}
     workers = ["-n", "2" if asked.rehearse else "12"] if find_spec("xdist") else []
     tests = [python, "-m", "pytest", "-q", "-m", "gpu", "--maxfail", "20", *workers, "tests/gpu"]
     yield "tests, memory of NaN", 120, tests, {}
@@ -191,7 +192,7 @@ def commands(asked: Asked, out: Path) -> Iterator[tuple[str, int, list[str], dic
 
 
 def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
-    """The exit status of a command, None where it was ended after `seconds` with all that it had started; its output."""
+    """The exit status of a command, None where it was ended after `seconds` with all that it started; its output."""
     child = subprocess.Popen(
         command,
         env={**os.environ, **more},

@@ -1,4 +1,4 @@
-"""Compiles every kernel with the Triton at hand, for one compute capability: what the oldest allowed version is held to.
+"""Compiles every kernel with the Triton at hand, for one compute capability: what the oldest allowed one is held to.
 
     PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90]
 
