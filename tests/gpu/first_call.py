@@ -180,15 +180,15 @@ CHILDREN: Mapping[str, tuple[int, Callable[[Asked], Rows]]] = {
 def commands(asked: Asked, out: Path) -> Iterator[tuple[str, int, list[str], dict[str, str]]]:
     """Every part: name, seconds at most, command, and what is set for it."""
     python, rehearsed = sys.executable, ["--rehearse", str(asked.rehearse)] if asked.rehearse else []
+    slower = 10 if asked.rehearse else 1  # the emulator compiles each kernel once more, and is none too fast
     for name, (seconds, _) in CHILDREN.items():
-        limit = 10 * seconds if asked.rehearse else seconds  # the emulator compiles each kernel, and is none too fast
-        yield name, limit, [python, "-m", "tests.gpu.first_call", "--part", name, *rehearsed], {}
+        yield name, slower * seconds, [python, "-m", "tests.gpu.first_call", "--part", name, *rehearsed], {}
     workers = ["-n", "2" if asked.rehearse else "12"] if find_spec("xdist") else []
     tests = [python, "-m", "pytest", "-q", "-m", "gpu", "--maxfail", "20", *workers, "tests/gpu"]
-    yield "tests, memory of NaN", 120, tests, {}
-    yield "tests, memory as it comes", 80, tests, {"MYCLI_TEST_POISON": "0"}
+    yield "tests, memory of NaN", slower * 120, tests, {}
+    yield "tests, memory as it comes", slower * 80, tests, {"MYCLI_TEST_POISON": "0"}
     tiny = ["--tiny", "--device", "cpu"] if asked.rehearse else []
-    yield "benchmark", 270, [python, "-m", "tests.gpu.bench", "--minutes", "4", "--out", str(out), *tiny], {}
+    yield "benchmark", slower * 270, [python, "-m", "tests.gpu.bench", "--minutes", "4", "--out", str(out), *tiny], {}
 
 
 def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
