@@ -8,23 +8,24 @@ name. Imports no torch before a weight is read. Modules whose names begin with `
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # a light command reads configurations only
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
-    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.quantization.nested_scales import NestedScales
     from mycli.runtime.quantization.packed_weight import PackedWeight
 
 Headers = Mapping[str, TensorEntry]  # of a folder's tensors, by name
@@ -71,6 +72,34 @@ class Format(Protocol):
         ...
 
 
+class WritableFormat(Format, Protocol):
+    """What a module of this package offers besides where quantizing writes it."""
+
+    def planned_tensors(
+        self, linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
+    ) -> list[tuple[str, "torch.dtype", Shape]]:
+        """Name, dtype and shape of what `write_weight` writes for a linear: for `CheckpointWriter`'s plan."""
+        ...
+
+    def write_weight(
+        self,
+        writer: "CheckpointWriter",
+        linear: str,
+        packing: Packing,
+        codes: "torch.Tensor",
+        scales: "torch.Tensor | NestedScales",
+        dtype: Dtype,
+    ) -> None:
+        """Write codes uint8 [N, K] and scales [N, groups], or those of all rows nested, of a model in `dtype`."""
+        ...
+
+    def write_quantization(
+        self, packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype
+    ) -> dict[str, Any]:
+        """The `quantization_config` for `packings`, all of this layout; `ignore` names the linears that stay dense."""
+        ...
+
+
 def names() -> list[str]:
     """The layouts there are."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
@@ -79,6 +108,12 @@ def names() -> list[str]:
 def load(name: str) -> Format:
     """The layout of that name."""
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
+
+
+def writable(packings: Mapping[str, Packing]) -> WritableFormat:
+    """The one layout of `packings` that are to be written."""
+    (name,) = _layouts(packings)
+    return cast(WritableFormat, load(name))
 
 
 def quantizable(config: ModelConfig) -> list[LinearSpec]:
