@@ -25,7 +25,9 @@ Search = Literal["absmax", "mse"]
 _PLAIN = {8: (0.98, 1.06, 16), 4: (0.85, 1.45, 16), 3: (0.8, 1.7, 16), 2: (0.7, 2.7, 16)}
 _WEIGHTED = {8: (0.98, 1.3, 32), 4: (0.85, 3.0, 32), 3: (0.8, 4.0, 32), 2: (0.6, 6.0, 32)}
 _REFITS = 2  # least-squares refinements of the best candidate
-CHUNK = 1 << 20  # weights searched at a time: memory is bounded, and few enough operations to keep two cores busy
+WEIGHTS_AT_ONCE = (
+    1 << 20
+)  # weights searched at a time: memory is bounded, and few enough operations to keep two cores busy
 _SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
@@ -85,7 +87,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
     groups = grid.packing.groups(weight.shape[1])
     weights = None if importance is None else importance.float().view(1, groups, -1)
     scales = torch.empty(weight.shape[0], groups, dtype=grid.scale_dtype, device=weight.device)
-    rows = max(1, CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], groups)
         extreme = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
@@ -101,7 +103,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
 def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """The nearest codes uint8 [N, K] of weight [N, K] for given scales [N, groups]; ties go to the even level."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    rows = max(1, CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], scales.shape[1])
         levels = _levels(part, scales[start : start + rows].float(), grid.half)
@@ -173,7 +175,7 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
 def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
     """||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
     lost = total = 0.0
-    rows = max(1, CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         end = start + rows
         part = weight[start:end].float()
