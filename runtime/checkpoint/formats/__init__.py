@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mycli.runtime.checkpoint.formats import _published
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # a light command reads configurations only
 Headers = Mapping[str, TensorEntry]  # of a folder's tensors, by name
 Promise = tuple[str, Shape, Collection[str]]  # name, shape and allowed safetensors dtypes of a tensor
 EMBEDDING = "model.embed_tokens"
-_ALIASES = {"fbgemm_fp8": "fp8"}  # quant_method -> the layout that holds it as well
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ def _section(raw: Fields) -> tuple[str, Fields]:
     """Name and description of the layout; MLX names itself by another key only."""
     section = raw.object("quantization_config")
     if section.has("quant_method"):
-        method = section.text("quant_method")
-        return _ALIASES.get(method, method).replace("-", "_"), section
+        return _published.layout_of(section)
     if raw.has("quantization"):
         return "mlx", raw.object("quantization")
     if section.values:
@@ -148,7 +147,8 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
     if not name:
         return {}
     if name not in names():
-        hint = f"readable: {'; '.join(load(each).READABLE for each in names())}"
+        readable = (*(load(each).READABLE for each in names()), *_published.READABLE)
+        hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
     packings = load(name).read_quantization(section, config, headers)
     if headers is not None and not packings:
