@@ -7,6 +7,7 @@ import typer
 
 from mycli.cli import options
 from mycli.runtime.errors import UsageError
+from mycli.runtime.quantization.scheme import NF4_GROUP
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.recipe import Recipe
@@ -19,10 +20,10 @@ class RecipeFlags:
     method: Annotated[
         str,
         typer.Option(
-            metavar="gptq|awq|awq+gptq|rtn",
+            metavar="gptq|awq|awq+gptq|rtn|nf4",
             help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
-            "rtn only rounds, and needs no data.",
-            autocompletion=options.complete_word("gptq", "awq", "awq+gptq", "rtn"),
+            "rtn only rounds, and needs no data; nf4 is QLoRA's, for bitsandbytes.",
+            autocompletion=options.complete_word("gptq", "awq", "awq+gptq", "rtn", "nf4"),
         ),
     ] = "gptq"
     bits: Annotated[
@@ -40,13 +41,14 @@ class RecipeFlags:
         ),
     ] = None
     group: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="32|64|128|channel",
             help="Inputs that share a scale.",
+            show_default="128; 64 for nf4",
             autocompletion=options.complete_word("32", "64", "128", "channel"),
         ),
-    ] = "128"
+    ] = None
     scales: Annotated[
         str,
         typer.Option(
@@ -86,14 +88,15 @@ class RecipeFlags:
         """The recipe. Raises UsageError for a value that it does not know."""
         from mycli.quant.recipe import Recipe
 
-        if self.group != "channel" and not self.group.isdecimal():
-            raise UsageError(f"--group {self.group}: not a group size", "choose from 32, 64, 128, channel")
+        group = self.group or (str(NF4_GROUP) if self.method == "nf4" else "128")
+        if group != "channel" and not group.isdecimal():
+            raise UsageError(f"--group {group}: not a group size", "choose from 32, 64, 128, channel")
         if self.bits is not None and self.target_bpw is not None:
             raise UsageError("--bits and --target-bpw each say how wide weights are", "give one of them")
         return Recipe(
             method=self.method,
             bits=4 if self.bits is None else self.bits,
-            group=None if self.group == "channel" else int(self.group),
+            group=None if group == "channel" else int(group),
             scales=options.choice("--scales", self.scales, ("mse", "absmax")),
             head=options.choice("--head", self.head, ("keep", "int8", "int4")),
             samples=self.samples,

@@ -63,7 +63,10 @@ REMEDIES: Mapping[str, str] = {
     # quantization
     "choose-bits": "--bits takes: {choices}",
     "choose-group": "--group takes: {choices}, channel",
+    "choose-block": "--group takes: {choices}",
     "choose-method": "--method takes: {choices}, awq, awq+gptq",
+    "table-alone": "--method {name}",
+    "table-bits": "omit --bits and --target-bpw",
     "choose-seq": "choose another length with --seq",
     "longer-or-more-samples": "take more of them: --samples, or longer ones: --seq",
     "keep-head": "omit --head, or --head keep",

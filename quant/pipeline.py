@@ -36,7 +36,7 @@ from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.checkpoint.formats import compressed_tensors
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
@@ -241,15 +241,15 @@ def _write_blocks(
     kept: WorkFolder,
     progress: ReportProgress,
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
-    source = SourceWeights(work.folder)
+    source, layout = SourceWeights(work.folder), formats.writable(work.packings)
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, source.read(name))
 
     def sink(solved: Solved) -> None:
         for linear, quantized in solved.linears.items():
-            packing = work.packings[linear]
-            compressed_tensors.write_weight(writer, linear, packing, quantized.codes, quantized.scales)
+            packing, scales = work.packings[linear], quantized.stored_scales
+            layout.write_weight(writer, linear, packing, quantized.codes, scales, work.config.dtype)
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
@@ -276,7 +276,8 @@ def _quantize_linear(
         solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized
     except ModelError as error:
         raise error.reworded(f"{linear}.weight: {error.message}") from error
-    compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales)
+    layout = formats.writable(work.packings)
+    layout.write_weight(writer, linear, packing, solved.codes, solved.stored_scales, work.config.dtype)
     return Layer(linear, packing.name, relative_error(weight, solved, grid))
 
 
@@ -284,7 +285,8 @@ def _config(work: QuantizationPlan) -> bytes:
     dense = (work.config.head(), *work.config.per_layer_linears()[1:])
     kept = [linear.name for linear in dense if linear.name not in work.packings]
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
-    values["quantization_config"] = compressed_tensors.write_quantization(work.packings, kept)
+    layout = formats.writable(work.packings)
+    values["quantization_config"] = layout.write_quantization(work.packings, kept, work.config.dtype)
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 

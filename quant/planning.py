@@ -20,7 +20,7 @@ from mycli.quant.mixed_precision import WINDOWS
 from mycli.quant.model_card import Size
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
-from mycli.runtime.checkpoint.formats.compressed_tensors import planned_tensors
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES, ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
@@ -104,7 +104,7 @@ def plan_quantization(
     stored = source_scheme(folder, model_card.label(source))
     config = folder.config
     packings = recipe.packings(config)
-    weights = SourceWeights(folder)
+    weights, layout = SourceWeights(folder), formats.writable(packings)
     scale_dtype = torch_dtype(config.dtype)
     tensors: list[tuple[str, torch.dtype, Shape]] = []
     linears = {f"{linear.name}.weight": linear for linear in config.linears() if linear.name in packings}
@@ -113,7 +113,7 @@ def plan_quantization(
         if linear is None:
             tensors.append((name, weights.dtype(name), shape))
         else:
-            tensors += planned_tensors(linear, packings[linear.name], scale_dtype)
+            tensors += layout.planned_tensors(linear, packings[linear.name], scale_dtype)
     work = QuantizationPlan(
         source=source,
         recipe=recipe,

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mycli.quant import transforms
+from mycli.quant import solvers, transforms
 from mycli.quant.rounding.grid import Search
+from mycli.runtime.checkpoint.formats.bitsandbytes import planned_packing
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec
@@ -20,8 +21,9 @@ DEFAULT_SEQ = 512  # 64 Ki tokens in all: several for every input of the largest
 class Recipe:
     """All that decides the bytes of the result, besides the source and a calibration text of one's own.
 
-    `method`: a solver; a transform, after which weights are rounded; or both, as awq+gptq. `group` None: one scale per
-    output row. Norms, biases and embeddings are kept (but for what a transform folds); so is the head, unless `head`
+    `method`: a solver; a transform, after which weights are rounded; or both, as awq+gptq; or one whose codes are those
+    of a table, which stands alone and leaves nothing else to choose but the group. `group` None: one scale per output
+    row. Norms, biases and embeddings are kept (but for what a transform folds); so is the head, unless `head`
     says how many bits it gets. Methods that need data see `samples` windows of `seq` tokens, drawn with `seed`; `seq`
     None takes `DEFAULT_SEQ`, or the model's context where that is shorter. `target_bpw`: bits per weight of the
     quantized linears together, scales included; `widths` then says the bits of each product of each block, in order of
@@ -48,6 +50,28 @@ class Recipe:
         if self.group is not None and self.group not in GROUP_SIZES:
             choices = ", ".join(map(str, GROUP_SIZES))
             raise UsageError(f"group {self.group}: not a group size", code="choose-group", data={"choices": choices})
+        if self.of_table:
+            self._require_alone()
+
+    def _require_alone(self) -> None:
+        """Raises UsageError for what a method with a table of its own cannot be combined with."""
+        name = self.solver
+        if self.transform is not None:
+            raise UsageError(f"method {self.method}: {name} stands alone", code="table-alone", data={"name": name})
+        if self.bits != 4 or self.target_bpw is not None:
+            raise UsageError(f"{name} always has 4 bits", code="table-bits")
+        if self.group is None:
+            choices = ", ".join(map(str, GROUP_SIZES))
+            raise UsageError(f"{name} has no scales per output row", code="choose-block", data={"choices": choices})
+        if self.head != "keep":
+            raise UsageError(f"head {self.head}: readers of {name} expect the head as it is", code="keep-head")
+        if self.tune:
+            raise UsageError(f"tuning needs calibration, which method {name} has not", code="tune-gptq")
+
+    @property
+    def of_table(self) -> bool:
+        """Whether the codes are not integers, but those of a table that belongs to the method."""
+        return self.solver in solvers.names() and solvers.load(self.solver).CODES != "int"
 
     @property
     def name(self) -> str:
@@ -56,6 +80,8 @@ class Recipe:
         head = "" if self.head == "keep" else f"-head-{self.head}"
         tuned = "-tuned" if self.tune else ""
         packing = Packing(self.bits, self.group).name
+        if self.of_table:
+            return f"{self.solver}{scales}-g{self.group}"
         if self.target_bpw is not None:
             packing = packing.replace(f"int{self.bits}", f"mix{self.target_bpw:g}")
         return f"{self.method.replace('+', '-')}{scales}-{packing}{head}{tuned}"
@@ -79,6 +105,10 @@ class Recipe:
         groups = [group for layer in range(config.layers) for group in config.block_linears(layer).values()]
         widths = self.widths or (self.bits,) * len(groups)
         linears = [linear for group in groups for linear in group]
+        if self.of_table:
+            self._require_divisible(linears)
+            assert self.group is not None
+            return {linear.name: planned_packing(linear, self.group, config.dtype) for linear in linears}
         packings = {
             linear.name: Packing(bits, self.group)
             for bits, group in zip(widths, groups, strict=True)

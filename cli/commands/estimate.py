@@ -188,7 +188,9 @@ def _fit(call: Call, subject: _Subject, context: int | None, tolerance: float) -
         name = f"{Path(subject.model.partition('@')[0]).name}-{scheme.packing.name}"
         group = scheme.packing.group_size or "channel"
         head = f" --head int{scheme.head.bits}" if scheme.head else ""
-        widths = f"--bits {scheme.packing.bits} --group {group}{head}"
+        integers = scheme.packing.codes == "int"
+        made = f"--bits {scheme.packing.bits}" if integers else f"--method {scheme.packing.codes}"
+        widths = f"{made} --group {group}{head}"
         commands.append(f"mycli quantize {shlex.quote(subject.model)} {widths} -o {shlex.quote(name)}")
     commands.append(f"mycli chat {shlex.quote(name)} --ctx {plan.context}")
     fitted = replace(subject, plan=plan)
@@ -237,6 +239,8 @@ def _wish(plan: memory.MemoryPlan, quant: str | None, head: str) -> PackingSchem
     if quant is None and bits:
         raise UsageError(f"--head {head} needs --quant", "add --quant int4-g128, for example")
     packing = parse_packing(quant) if quant else None
+    if packing and packing.codes != "int" and bits:
+        raise UsageError(f"--head {head}: {packing.codes} keeps the head as it is", "omit --head")
     return PackingScheme(packing, Packing(bits, packing.group_size) if packing and bits else None)
 
 
@@ -258,7 +262,7 @@ def estimate(
     loading: LoadFlags,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
     quant: Annotated[
-        str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel.")
+        str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel, nf4-g64.")
     ] = None,
     head: Annotated[
         str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.codes import code_values
+from mycli.runtime.quantization.nested_scales import NestedScales
 from mycli.runtime.quantization.scheme import Packing
 
 Search = Literal["absmax", "mse"]
@@ -23,7 +25,9 @@ Search = Literal["absmax", "mse"]
 _PLAIN = {8: (0.98, 1.06, 16), 4: (0.85, 1.45, 16), 3: (0.8, 1.7, 16), 2: (0.7, 2.7, 16)}
 _WEIGHTED = {8: (0.98, 1.3, 32), 4: (0.85, 3.0, 32), 3: (0.8, 4.0, 32), 2: (0.6, 6.0, 32)}
 _REFITS = 2  # least-squares refinements of the best candidate
-_CHUNK = 1 << 20  # weights searched at a time: memory is bounded, and few enough operations to keep two cores busy
+WEIGHTS_AT_ONCE = (
+    1 << 20
+)  # weights searched at a time: memory is bounded, and few enough operations to keep two cores busy
 _SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
@@ -43,10 +47,19 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A solved matrix: codes uint8 [N, K] below 2^bits, scales [N, groups] in their storage dtype."""
+    """A solved matrix: codes uint8 [N, K] below 2^bits, scales [N, groups] in their storage dtype.
+
+    Where the scales are quantized too, `nested` is what is stored of them, those of all rows in one row.
+    """
 
     codes: Tensor
     scales: Tensor
+    nested: NestedScales | None = None
+
+    @property
+    def stored_scales(self) -> Tensor | NestedScales:
+        """What the file holds of them."""
+        return self.scales if self.nested is None else self.nested
 
 
 def grouped(weight: Tensor, groups: int) -> Tensor:
@@ -55,8 +68,11 @@ def grouped(weight: Tensor, groups: int) -> Tensor:
 
 
 def dequantize_codes(quantized: Quantized, grid: Grid) -> Tensor:
-    """(u - Q) s as fp32 [N, K], exact: what the codes mean before a kernel rounds the product to its dtype."""
-    levels = quantized.codes.float() - grid.half
+    """(u - Q) s as fp32 [N, K], exact: what the codes mean before a kernel rounds the product to its dtype.
+
+    Of a table its entry times s, rounded once.
+    """
+    levels = code_values(quantized.codes, grid.packing, torch.float32)
     return (grouped(levels, quantized.scales.shape[1]) * quantized.scales.float().unsqueeze(-1)).flatten(1)
 
 
@@ -71,11 +87,11 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
     groups = grid.packing.groups(weight.shape[1])
     weights = None if importance is None else importance.float().view(1, groups, -1)
     scales = torch.empty(weight.shape[0], groups, dtype=grid.scale_dtype, device=weight.device)
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], groups)
         extreme = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        _require_representable(extreme, grid.scale_dtype)
+        require_representable(extreme, grid.scale_dtype)
         if grid.search == "absmax":
             found = storable(extreme.abs() / (grid.half - 0.5), grid)
         else:
@@ -87,7 +103,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
 def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """The nearest codes uint8 [N, K] of weight [N, K] for given scales [N, groups]; ties go to the even level."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], scales.shape[1])
         levels = _levels(part, scales[start : start + rows].float(), grid.half)
@@ -95,7 +111,8 @@ def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     return codes
 
 
-def _require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
+def require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
+    """Raise ModelError unless the largest weights of groups are finite and within the range of scales of `dtype`."""
     if not torch.isfinite(extreme).all():
         raise ModelError("the weight holds NaN or infinity", "the model is damaged; it cannot be quantized")
     limit = torch.finfo(dtype).max
@@ -158,7 +175,7 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
 def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
     """||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
     lost = total = 0.0
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         end = start + rows
         part = weight[start:end].float()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized
 from mycli.runtime.errors import UsageError
+from mycli.runtime.quantization.scheme import Codes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Solution:
 class SolverModule(Protocol):
     """What a module of this package offers."""
 
+    CODES: Codes  # what its codes stand for: integers, or a table
     NEEDS_HESSIAN: bool  # whether `solve` must be given one; a solver that need not may still use it
 
     def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:

@@ -16,7 +16,9 @@ from mycli.quant.rounding.columns import BLOCK, solve_block
 from mycli.quant.rounding.coordinate_descent import descend
 from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.solvers import Solution
+from mycli.runtime.quantization.scheme import Codes
 
+CODES: Codes = "int"
 NEEDS_HESSIAN = True
 
 AT_ONCE = 1 << 23  # weights: whole rows, which do not depend on each other, solved at a time to bound memory

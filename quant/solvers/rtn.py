@@ -8,7 +8,9 @@ from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.solvers import Solution
+from mycli.runtime.quantization.scheme import Codes
 
+CODES: Codes = "int"
 NEEDS_HESSIAN = False
 
 

@@ -14,7 +14,9 @@ from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
 BITS = (8, 4, 3, 2)  # that quantizing writes; 5, 6 and 7 are read
 GROUP_SIZES = (32, 64, 128)
+NF4_GROUP = 64  # of QLoRA
 OWN_LAYOUT = "compressed_tensors"  # of `checkpoint.formats`, that quantizing writes
+NF4_LAYOUT = "bitsandbytes"  # the other one that it writes
 # What a code stands for: a signed integer, or an entry of a table: of 8-bit floats, of E2M1 (the FP4 of OCP's MX and of
 # NVIDIA), of QLoRA's NF4, of bitsandbytes' FP4.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
@@ -75,15 +77,18 @@ class Packing:
 
 
 def parse_packing(name: str) -> Packing:
-    """The inverse of `Packing.name`; the method in front of a model's name (gptq-int4-g128) is allowed.
+    """The inverse of `Packing.name` for what quantizing writes; a method in front (gptq-int4-g128) is allowed.
 
     Raises UsageError listing what exists.
     """
     match = re.fullmatch(r"(?:[a-z]+-)?int([2348])(?:-(?:g(32|64|128)|channel))?", name)
     if not match:
+        table = re.fullmatch(r"nf4(?:-g(32|64|128))?", name)
+        if table:
+            return Packing(4, int(table[1] or NF4_GROUP), NF4_LAYOUT, codes="nf4", scale_dtype="float32")
         raise UsageError(
             f"{name}: not a quantization scheme",
-            "bits 8, 4, 3 or 2, and a group of 32, 64, 128 or channel: int4-g128, int8-channel",
+            "bits 8, 4, 3 or 2, and a group of 32, 64, 128 or channel: int4-g128, int8-channel; or nf4-g64",
         )
     bits, group, channel = int(match[1]), match[2], name.endswith("-channel")
     return Packing(bits, None if channel else int(group or 128))

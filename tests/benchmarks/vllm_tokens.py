@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 
 from mycli.quant.evaluate import held_out_text
+from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan_quantization
+from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import Source
@@ -76,7 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--bits", type=int, nargs="+", default=[4, 8, 3, 2])
+    parser.add_argument("--bits", type=int, nargs="*", default=[4, 8, 3, 2])
+    parser.add_argument("--exports", nargs="*", default=["gptq", "awq"], help="of 4 bits")
     given = parser.parse_args()
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with vLLM (make test-vllm makes one)")
@@ -85,7 +88,7 @@ def main() -> None:
     ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False
-    for bits in given.bits:
+    for bits, target in (*((bits, "") for bits in given.bits), *((4, target) for target in given.exports)):
         with tempfile.TemporaryDirectory() as name:
             folder, site = Path(name) / "out", Path(name) / "site"
             site.mkdir()
@@ -94,11 +97,17 @@ def main() -> None:
                 Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none"
             )
             quantize(work, folder, CPU)
+            if target:
+                source, folder = folder, Path(name) / target
+                module, variant = find_export_target(target)
+                request = ExportRequest(Source("pico", source), ModelFolder.open(source), folder, variant)
+                module.export(request, silent)
             same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks, site))
         ok = worst <= TIE
         failed |= not ok
+        kind = f"{bits} bits as {target}" if target else f"{bits} bits"
         print(
-            f"{bits} bits, {given.ranks} ranks: {same} of {tokens} greedy tokens are ours, the others at most"
+            f"{kind}, {given.ranks} ranks: {same} of {tokens} greedy tokens are ours, the others at most"
             f" {worst:.3f} below in the logit: {'ok' if ok else 'FAILED'}",
             flush=True,
         )

@@ -39,10 +39,14 @@ SHARED_NAMES = {
     "tensors",
     "check",
     "read_linear",
+    "planned_tensors",  # of a layout that is written, and what follows
+    "write_weight",
+    "write_quantization",
     "export",  # of a target, as the command of the name
     "VARIANTS",
     "solve",  # of a solver
     "NEEDS_HESSIAN",
+    "CODES",
     "handler",  # of a helper process
 }
 # A command that does not run a model starts without these.

@@ -1,6 +1,7 @@
 """What a recipe means for a model, and what it refuses."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,8 @@ def config(**changes: object) -> ModelConfig:
         (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
         (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
         (Recipe(bits=3, tune=True), "gptq-int3-g128-tuned"),
+        (Recipe("nf4", group=64), "nf4-g64"),
+        (Recipe("nf4", group=32, scales="absmax"), "nf4-absmax-g32"),
     ],
 )
 def test_names_state_facts(recipe: Recipe, name: str) -> None:
@@ -88,3 +91,29 @@ def test_a_tied_head_cannot_be_quantized() -> None:
 def test_widths_and_groups_outside_the_format_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(changes))):
         replace(Recipe(), **changes)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"method": "awq+nf4"}, "table-alone"),
+        ({"bits": 3}, "table-bits"),
+        ({"target_bpw": 4.5}, "table-bits"),
+        ({"group": None}, "choose-block"),
+        ({"head": "int8"}, "keep-head"),
+        ({"tune": True}, "tune-gptq"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "-".join(part),
+)
+def test_a_method_with_a_table_of_its_own_stands_alone(changes: dict[str, Any], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Recipe(**{"method": "nf4", "group": 64, **changes})
+    assert caught.value.code == code
+
+
+def test_every_linear_gets_nested_blocks_of_the_table() -> None:
+    packings = Recipe("nf4", group=32).packings(config())
+    assert list(packings) == list(Recipe(group=32).packings(config()))
+    assert {packing.name for packing in packings.values()} == {"nf4-g32"}
+    with pytest.raises(UsageError, match="a group of 64 does not divide the 352 inputs"):
+        Recipe("nf4", group=64).packings(config())

@@ -8,29 +8,30 @@ name. Imports no torch before a weight is read. Modules whose names begin with `
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mycli.runtime.checkpoint.formats import _published
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # a light command reads configurations only
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
-    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.quantization.nested_scales import NestedScales
     from mycli.runtime.quantization.packed_weight import PackedWeight
 
 Headers = Mapping[str, TensorEntry]  # of a folder's tensors, by name
 Promise = tuple[str, Shape, Collection[str]]  # name, shape and allowed safetensors dtypes of a tensor
 EMBEDDING = "model.embed_tokens"
-_ALIASES = {"fbgemm_fp8": "fp8"}  # quant_method -> the layout that holds it as well
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,34 @@ class Format(Protocol):
         ...
 
 
+class WritableFormat(Format, Protocol):
+    """What a module of this package offers besides where quantizing writes it."""
+
+    def planned_tensors(
+        self, linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
+    ) -> list[tuple[str, "torch.dtype", Shape]]:
+        """Name, dtype and shape of what `write_weight` writes for a linear: for `CheckpointWriter`'s plan."""
+        ...
+
+    def write_weight(
+        self,
+        writer: "CheckpointWriter",
+        linear: str,
+        packing: Packing,
+        codes: "torch.Tensor",
+        scales: "torch.Tensor | NestedScales",
+        dtype: Dtype,
+    ) -> None:
+        """Write codes uint8 [N, K] and scales [N, groups], or those of all rows nested, of a model in `dtype`."""
+        ...
+
+    def write_quantization(
+        self, packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype
+    ) -> dict[str, Any]:
+        """The `quantization_config` for `packings`, all of this layout; `ignore` names the linears that stay dense."""
+        ...
+
+
 def names() -> list[str]:
     """The layouts there are."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
@@ -79,6 +108,12 @@ def names() -> list[str]:
 def load(name: str) -> Format:
     """The layout of that name."""
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
+
+
+def writable(packings: Mapping[str, Packing]) -> WritableFormat:
+    """The one layout of `packings` that are to be written."""
+    (name,) = _layouts(packings)
+    return cast(WritableFormat, load(name))
 
 
 def quantizable(config: ModelConfig) -> list[LinearSpec]:
@@ -95,8 +130,7 @@ def _section(raw: Fields) -> tuple[str, Fields]:
     """Name and description of the layout; MLX names itself by another key only."""
     section = raw.object("quantization_config")
     if section.has("quant_method"):
-        method = section.text("quant_method")
-        return _ALIASES.get(method, method).replace("-", "_"), section
+        return _published.layout_of(section)
     if raw.has("quantization"):
         return "mlx", raw.object("quantization")
     if section.values:
@@ -113,7 +147,8 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
     if not name:
         return {}
     if name not in names():
-        hint = f"readable: {'; '.join(load(each).READABLE for each in names())}"
+        readable = (*(load(each).READABLE for each in names()), *_published.READABLE)
+        hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
     packings = load(name).read_quantization(section, config, headers)
     if headers is not None and not packings:

@@ -12,13 +12,14 @@ from mycli.runtime.checkpoint.formats import Headers, Promise, Scales, _parts
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 
 if TYPE_CHECKING:
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.quantization.nested_scales import NestedScales
 
 PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
@@ -175,12 +176,19 @@ def planned_tensors(
 
 
 def write_weight(
-    writer: "CheckpointWriter", linear: str, packing: Packing, codes: "torch.Tensor", scales: "torch.Tensor"
+    writer: "CheckpointWriter",
+    linear: str,
+    packing: Packing,
+    codes: "torch.Tensor",
+    scales: "torch.Tensor | NestedScales",
+    dtype: Dtype,
 ) -> None:
-    """Write codes uint8 [N, K] and scales [N, groups] as `planned_tensors` promised them."""
+    """Write codes uint8 [N, K] and scales [N, groups] as `planned_tensors` promised them; `dtype` is that of scales."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import pack
+
+    assert isinstance(scales, torch.Tensor) and scales.dtype == getattr(torch, dtype)
 
     rows, columns = codes.shape
     packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)

@@ -1,35 +1,40 @@
-"""bitsandbytes: NF4 and FP4 with their scales quantized once more or not, and LLM.int8's rows of bytes.
+"""bitsandbytes: NF4 and FP4 with their scales quantized once more or not, and LLM.int8's rows of bytes; NF4 is written.
 
 A 4-bit weight is flat: two codes a byte, the first in the high half, and a scale for every `blocksize` of them, rows
 or not. Groups are then the largest that lie within both a row and a block. What the codes stand for is stored too, and
-must be the published table. Imports torch only to read.
+must be the published table. Imports torch only to read or write.
 """
 
+import json
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, quantizable
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.scheme import NF4_LAYOUT, Codes, Packing
+from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
-    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.quantization.nested_scales import NestedScales
 
 READABLE = "bitsandbytes NF4, FP4 and int8"
 IGNORED = ()
 TELLING = ((".absmax", "scales of bitsandbytes, but config.json does not say so", "quant_method must be bitsandbytes"),)
 _KINDS: tuple[Codes, ...] = ("nf4", "fp4")
-_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_USUAL_BLOCK = 64
 _NESTED = 256  # scales that share one of theirs
 _MAX_STATE = 4096  # bytes of the description of a weight
+_WRITTEN_STATE = 256  # bytes of one that is written, spaces at the end included: the plan must know its size
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
@@ -49,32 +54,40 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
         elif f"{linear.name}.{'SCB' if eight else 'weight.absmax'}" not in headers:
             continue
         if eight:
-            result[linear.name] = Packing(8, None, layout="bitsandbytes", scale_dtype=scales, dialect=("int8",))
+            result[linear.name] = Packing(8, None, layout=NF4_LAYOUT, scale_dtype=scales, dialect=("int8",))
             continue
-        block = _block(headers, linear)
         nested = nested if headers is None else f"{linear.name}.weight.nested_absmax" in headers
-        group: int | None = math.gcd(linear.in_features, block)
-        result[linear.name] = Packing(
-            4,
-            None if group == linear.in_features else group,
-            layout="bitsandbytes",
-            codes="nf4" if kind == "nf4" else "fp4",
-            scale_dtype=scales,
-            dialect=(kind, block, int(nested)),
-        )
+        result[linear.name] = _packing(kind, _block(headers, linear), nested, linear.in_features, config.dtype)
     return result
 
 
+def _packing(kind: str, block: int, nested: bool, columns: int, dtype: Dtype) -> Packing:
+    group = math.gcd(columns, block)
+    return Packing(
+        4,
+        None if group == columns else group,
+        layout=NF4_LAYOUT,
+        codes="nf4" if kind == "nf4" else "fp4",
+        scale_dtype=_parts.unless(dtype, "float32"),
+        dialect=(kind, block, int(nested)),
+    )
+
+
+def planned_packing(linear: LinearSpec, block: int, dtype: Dtype) -> Packing:
+    """Of a linear of a model in `dtype` that is written as NF4: `block` divides its inputs, scales are nested."""
+    return _packing("nf4", block, True, linear.in_features, dtype)
+
+
 def _block(headers: Headers | None, linear: LinearSpec) -> int:
-    """The block size by the number of scales; the usual one where it does not come out."""
+    """The block size by the number of scales; the usual one where that is not known."""
     values = linear.out_features * linear.in_features
     found = (headers or {}).get(f"{linear.name}.weight.absmax")
     count = found.shape[0] if found is not None and len(found.shape) == 1 else 0
-    return next((block for block in _BLOCKS if -(-values // block) == count), _BLOCKS[0])
+    return next((block for block in _BLOCKS if -(-values // block) == count), _USUAL_BLOCK)
 
 
-def _state(linear: LinearSpec, packing: Packing) -> str:
-    return f"{linear.name}.weight.quant_state.bitsandbytes__{packing.dialect[0]}"
+def _state(linear: str, packing: Packing) -> str:
+    return f"{linear}.weight.quant_state.bitsandbytes__{packing.dialect[0]}"
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
@@ -95,11 +108,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
         yield f"{name}.nested_absmax", (-(-blocks // _NESTED),), ("F32",)
         yield f"{name}.nested_quant_map", (256,), ("F32",)
     sizes: tuple[Shape, ...] = tuple((size,) for size in range(2, _MAX_STATE))
-    yield _parts.either(headers, _state(linear, packing), sizes, ("U8",))
+    yield _parts.either(headers, _state(linear.name, packing), sizes, ("U8",))
 
 
 def _description(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> Fields:
-    name = _state(linear, packing)
+    name = _state(linear.name, packing)
     return parse_object(manifest.content(name), f"{manifest.tensors[name].file}: {name}", _MAX_STATE)
 
 
@@ -128,9 +141,11 @@ def _absmax(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "
     stored = checkpoint.read(f"{name}.absmax")
     if not packing.dialect[2]:
         return stored
-    outer = checkpoint.read(f"{name}.nested_absmax").repeat_interleave(_NESTED)[: stored.shape[0]]
+    from mycli.runtime.quantization.nested_scales import NestedScales
+
     offset = _description(linear, packing, checkpoint.manifest).number("nested_offset", low=-1e12)
-    return checkpoint.read(f"{name}.nested_quant_map")[stored.int()] * outer + offset
+    nested = NestedScales(stored, checkpoint.read(f"{name}.nested_absmax"), offset)
+    return nested.values(checkpoint.read(f"{name}.nested_quant_map"))
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
@@ -150,3 +165,77 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     out.copy_(pack(codes[: rows * columns].view(rows, columns), packing.bits))
     places = torch.arange(0, rows * columns, packing.group_size or columns) // int(packing.dialect[1])
     return Scales(_absmax(checkpoint, linear, packing)[places].view(rows, -1))
+
+
+def planned_tensors(
+    linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
+) -> list[tuple[str, "torch.dtype", Shape]]:
+    """Name, dtype and shape of what `write_weight` writes for a linear. The dtype of nested scales is the layout's."""
+    import torch
+
+    name, weights = f"{linear.name}.weight", linear.out_features * linear.in_features
+    blocks = weights // int(packing.dialect[1])
+    return [
+        (name, torch.uint8, (weights // 2, 1)),
+        (f"{name}.absmax", torch.uint8, (blocks,)),
+        (f"{name}.quant_map", torch.float32, (16,)),
+        (f"{name}.nested_absmax", torch.float32, (-(-blocks // _NESTED),)),
+        (f"{name}.nested_quant_map", torch.float32, (256,)),
+        (_state(linear.name, packing), torch.uint8, (_WRITTEN_STATE,)),
+    ]
+
+
+def write_weight(
+    writer: "CheckpointWriter",
+    linear: str,
+    packing: Packing,
+    codes: "torch.Tensor",
+    scales: "torch.Tensor | NestedScales",
+    dtype: Dtype,
+) -> None:
+    """Write codes uint8 [N, K] and nested scales, of the blocks of all rows, as `planned_tensors` promised them.
+
+    `dtype` is what weights are decoded to.
+    """
+    import torch
+
+    from mycli.runtime.quantization.codes import code_table
+    from mycli.runtime.quantization.nested_scales import NestedScales, dynamic_table
+
+    assert isinstance(scales, NestedScales)
+    pairs = codes.cpu().view(-1, 2)
+    state = {
+        "quant_type": packing.dialect[0],
+        "blocksize": packing.dialect[1],
+        "dtype": dtype,
+        "shape": list(codes.shape),
+        "nested_blocksize": _NESTED,
+        "nested_dtype": "float32",
+        "nested_offset": scales.offset,
+    }
+    described = json.dumps(state).encode().ljust(_WRITTEN_STATE)
+    writer.write(f"{linear}.weight", (pairs[:, 0] << 4 | pairs[:, 1]).unsqueeze(1))
+    writer.write(f"{linear}.weight.absmax", scales.codes)
+    writer.write(f"{linear}.weight.quant_map", code_table(packing))
+    writer.write(f"{linear}.weight.nested_absmax", scales.outer)
+    writer.write(f"{linear}.weight.nested_quant_map", dynamic_table())
+    writer.write(_state(linear, packing), torch.frombuffer(bytearray(described), dtype=torch.uint8))
+
+
+def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
+    """The `quantization_config` for `packings`, all alike, of a model in `dtype`; `ignore` are the other linears."""
+    kinds = {packing.dialect for packing in packings.values()}
+    ((kind, _, nested),) = kinds
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": bool(nested),
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": sorted(ignore),
+        "llm_int8_threshold": 6.0,
+    }

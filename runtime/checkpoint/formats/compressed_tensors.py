@@ -29,6 +29,7 @@ from mycli.runtime.checkpoint.formats._compressed_weights import (
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 # What the layout offers, the tensors' part of it from the file beside this one.
@@ -165,8 +166,8 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     return result
 
 
-def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` for `packings`.
+def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
+    """The `quantization_config` for `packings`; it does not tell the `dtype` of the model, which scales have too.
 
     One packing for all: the class target "Linear", which engines that fuse layers match at once. Several: disjoint
     exact names under sorted group names, because readers differ in which of two matching groups wins.

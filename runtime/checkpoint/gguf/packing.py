@@ -1,8 +1,8 @@
 """Blocks of ggml as packed groups: the same values in the layout that kernels multiply.
 
-A level of b bits becomes a code of the packing's B, and what a block adds to its levels the group's offset. Where b is
-less than B the offset is the stored minimum itself; where the levels fill all codes, it is that minimum and half the
-range of codes together, in one rounding of fp32. Everything else is exact.
+A level of b bits becomes a code of b bits, and what a block adds to its levels the group's offset. Levels of types with
+minimums count from zero, codes from half their range: the offset is both together, in one rounding of fp32. Everything
+else is exact.
 """
 
 from dataclasses import replace
@@ -24,8 +24,7 @@ def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
     packing = kind.packing
     groups = read_groups(data.reshape(-1, kind.nbytes), kind)
     half = 1 << (packing.bits - 1)
-    full = kind.minimum and kind.bits == packing.bits
-    codes = groups.levels.to(torch.int16) + (0 if full else half)
+    codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
         raise ModelError(f"a block of {kind.name} holds a level that the type has not", code="pull-again")
     columns = data.shape[1] // kind.nbytes * kind.block
@@ -36,4 +35,4 @@ def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
     if groups.minima is None:
         return weight
     minima = groups.minima.view(len(data), -1)
-    return replace(weight, offsets=minima + half * scales if full else minima)
+    return replace(weight, offsets=minima + half * scales)

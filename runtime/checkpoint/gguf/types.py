@@ -30,10 +30,9 @@ class GgmlType:
 
     @property
     def packing(self) -> Packing:
-        """How it lies in memory. Widths that no kernel takes are held in the next one: the values are the same."""
-        bits = next(width for width in (2, 3, 4, 8) if width >= self.bits)
+        """How it lies in memory."""
         scales: Dtype = "float16" if self.half else "float32"
-        return Packing(bits, min(self.group, 128), LAYOUT, self.minimum, scale_dtype=scales)
+        return Packing(self.bits, min(self.group, 128), LAYOUT, self.minimum, scale_dtype=scales)
 
 
 TYPES = (

@@ -109,7 +109,7 @@ def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.Capt
     path = Path(llama) / "config.json"
     config = ModelFolder.open(Path(llama)).config
     names = [spec.name for layer in range(32) for group in config.block_linears(layer).values() for spec in group]
-    section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"])
+    section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"], "bfloat16")
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
     packed = answer(capsys, llama)
     assert packed["bytes"] == {**dense["bytes"], "free": packed["bytes"]["free"]}

@@ -165,10 +165,17 @@ def test_the_library_reads_a_file_of_ours(tmp_path: Path) -> None:
 def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path) -> None:
     done = run(PICO, kind, tmp_path / "pico.gguf", requantize=True)
     tokens = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
-    mine, theirs = (whole(load_model(ModelFolder.open(path), CPU).model, tokens) for path in (done.path, PICO))
+    # Rounded weights are compared with a dense copy of themselves.
+    same = PICO if kind == "gguf" else run(done.path, "safetensors:fp32", tmp_path / "dense").path
+    mine, theirs = (whole(load_model(ModelFolder.open(path), CPU).model, tokens) for path in (done.path, same))
     if kind == "gguf":
         assert torch.equal(mine, theirs)
-    assert (mine.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.95
+    # Each product rounds its activations to 16 bits, 2^-16 of the largest: six layers of them stay below 2^-10.
+    error = (mine - theirs).abs().amax(-1)
+    assert (error <= 2.0**-10 * theirs.abs().amax(-1)).all()
+    best = theirs.topk(2).values
+    clear = best[..., 0] - best[..., 1] > 2 * error
+    assert clear.float().mean() > 0.9 and torch.equal(mine.argmax(-1)[clear], theirs.argmax(-1)[clear])
 
 
 def test_metadata_comes_back_as_the_config_it_was(copies: dict[str, Path], tmp_path: Path) -> None:
@@ -201,7 +208,14 @@ def test_nested_scales_lose_little_more_than_free_ones() -> None:
     found = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
     assert ((found - weights).square().sum() / weights.square().sum()).item() < 0.006
     edges = torch.stack([torch.zeros(256), torch.ones(256), -torch.ones(256), torch.linspace(0, 1, 256)])
-    assert (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().max() < 0.035
+    lost = (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().view(4, 8, 32).amax(-1)
+    # A group reaches from zero or below to zero or above in 15 steps; its scale and minimum are off by at most half of
+    # a 63rd of the largest of the block, all of it by a rounding of float16.
+    groups = edges.view(4, 8, 32)
+    reach, least = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0), -groups.amin(-1).clamp(max=0)
+    nested = (reach.amax(1, keepdim=True) + least.amax(1, keepdim=True)) / 126
+    assert (lost <= reach / 30 + nested + 2.0**-10 * reach).all()
+    assert not lost[0].any() and lost[1:3].max() <= 2.0**-10
 
 
 def test_exact_values_are_the_products_without_rounding(copies: dict[str, Path]) -> None:

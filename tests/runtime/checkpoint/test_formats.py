@@ -40,20 +40,20 @@ MIXED = {name: Packing(8 if name == "lm_head" else 2 + (".1." in name), 64) for 
 
 @pytest.mark.parametrize("packings", [ONE, MIXED], ids=["one", "mixed-with-head"])
 def test_what_is_written_is_read_back(packings: dict[str, Packing]) -> None:
-    section = write_quantization(packings, [name for name in NAMES if name not in packings])
+    section = write_quantization(packings, [name for name in NAMES if name not in packings], "bfloat16")
     assert read(section) == packings
     QuantizationConfig.model_validate(copy.deepcopy(section))  # the reference's own, strict schema
 
 
 def test_mixed_targets_are_disjoint_exact_names() -> None:
-    groups = write_quantization(MIXED, [])["config_groups"]
+    groups = write_quantization(MIXED, [], "bfloat16")["config_groups"]
     targets = [target for name in sorted(groups) for target in groups[name]["targets"]]
     assert sorted(targets) == sorted(MIXED)
     assert list(groups) == sorted(groups)
 
 
 def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
-    section = write_quantization(ONE, ["lm_head"])
+    section = write_quantization(ONE, ["lm_head"], "bfloat16")
     group = section["config_groups"]["group_0"]
 
     def with_bits(bits: int, targets: list[str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_no_section_is_no_quantization() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    section: dict[str, Any] = write_quantization(ONE, ["lm_head"])
+    section: dict[str, Any] = write_quantization(ONE, ["lm_head"], "bfloat16")
     inner: Any = section
     *parents, last = path.split("/")
     for key in parents:

@@ -70,7 +70,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((FOLDER / "config.json").read_text())
     raw |= {"tie_word_embeddings": False, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
-    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": write_quantization(packings, [])}))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "quantization_config": write_quantization(packings, [], "bfloat16")})
+    )
     return folder
 
 

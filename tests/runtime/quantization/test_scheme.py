@@ -2,8 +2,8 @@
 
 import pytest
 
-from mycli.runtime.errors import ModelError
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing, parse_packing
 
 
 @pytest.mark.parametrize("group", [*GROUP_SIZES, None])
@@ -18,3 +18,19 @@ def test_sizes(bits: int, group: int | None) -> None:
 def test_a_group_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ModelError, match="128 does not divide 192"):
         Packing(4, 128).groups(192)
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "int3-g32", "int8-channel", "nf4-g64", "nf4-g32"])
+def test_names_are_read_back(name: str) -> None:
+    assert parse_packing(name).name == name
+
+
+def test_the_table_of_normal_quantiles_has_fp32_scales_in_memory() -> None:
+    assert parse_packing("nf4").name == "nf4-g64"
+    assert parse_packing("nf4-g64").bytes(10, 384) == 10 * (384 // 2 + 4 * 384 // 64)
+
+
+@pytest.mark.parametrize("name", ["nf4-channel", "nf4-g16", "nf3-g64", "int5-g32", "nf4-g64-offset", ""])
+def test_what_quantizing_does_not_write_is_no_scheme(name: str) -> None:
+    with pytest.raises(UsageError, match="not a quantization scheme"):
+        parse_packing(name)

@@ -1,0 +1,68 @@
+"""NF4 (QLoRA, arXiv 2305.14314): each weight to the closest of 16 quantiles of a normal distribution, times a scale.
+
+A group's scale is its largest weight, or with the search the one of least squared error; scales are then quantized
+once more, and codes are chosen for what is left of them. Needs no data, and would not know what to do with any.
+"""
+
+import torch
+from torch import Tensor
+
+from mycli.quant.rounding.grid import WEIGHTS_AT_ONCE, Grid, Quantized, grouped, require_representable
+from mycli.quant.solvers import Solution
+from mycli.runtime.quantization.codes import code_table
+from mycli.runtime.quantization.nested_scales import dynamic_table, nest
+from mycli.runtime.quantization.scheme import Codes
+
+CODES: Codes = "nf4"
+NEEDS_HESSIAN = False
+
+# Where the end of the table may lie, as multiples of the largest weight: a finer search gains less than 0.2 %.
+_LOW, _HIGH, _COUNT = 0.7, 1.1, 21
+_REFITS = 2  # least-squares refinements of the best candidate
+
+
+def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
+    """Codes and nested scales for weight [N, K]. Raises ModelError for weights that are not finite."""
+    rows, columns = weight.shape
+    groups, table = grid.packing.groups(columns), code_table(grid.packing).to(weight.device)
+    step = max(1, WEIGHTS_AT_ONCE // columns)
+    found = torch.empty(rows, groups, device=weight.device)
+    for start in range(0, rows, step):
+        part = grouped(weight[start : start + step], groups)
+        largest = part.abs().amax(-1)
+        require_representable(largest, torch.float32)
+        found[start : start + step] = largest if grid.search == "absmax" else _least_squares(part, largest, table)
+    nested = nest(found.flatten())
+    scales = nested.values(dynamic_table()).view(rows, groups).to(weight.device)
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    for start in range(0, rows, step):
+        part = grouped(weight[start : start + step], groups)
+        codes[start : start + step] = _nearest(part, scales[start : start + step], table).flatten(1)
+    return Solution(Quantized(codes, scales, nested))
+
+
+def _nearest(part: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    """Codes int32 of part [N, G, S] for scales [N, G] of either sign. Where a scale is zero every code is as good."""
+    middles = (table[:-1] + table[1:]) / 2
+    return torch.bucketize((part / scales.unsqueeze(-1)).nan_to_num(0.0), middles, out_int32=True)
+
+
+def _least_squares(part: Tensor, largest: Tensor, table: Tensor) -> Tensor:
+    """Scales fp32 [N, G] for part [N, G, S] with the largest absolute values [N, G]: never worse than these."""
+    best = largest
+    levels = table[_nearest(part, best, table)]
+    least = (levels * best.unsqueeze(-1) - part).square().sum(-1)
+
+    def consider(candidate: Tensor) -> None:
+        nonlocal best, least
+        error = (table[_nearest(part, candidate, table)] * candidate.unsqueeze(-1)).sub_(part).square_().sum(-1)
+        better = error < least
+        best, least = torch.where(better, candidate, best), torch.where(better, error, least)
+
+    for index in range(_COUNT):
+        consider(largest * (_LOW * (_HIGH / _LOW) ** (index / (_COUNT - 1))))
+    for _ in range(_REFITS):
+        levels = table[_nearest(part, best, table)]
+        norms = levels.square().sum(-1)
+        consider(torch.where(norms > 0, (levels * part).sum(-1) / norms, best))
+    return best

@@ -1,0 +1,93 @@
+"""Which layout a `quant_method` of config.json means, where it is not the layout's own name.
+
+Programs that quantize put names of their own over layouts that others defined: AutoRound over GPTQ, AWQ and FP8,
+ModelOpt, Quark and FBGEMM over FP8. Each is told apart by what its section says, and refused by that where no layout
+here holds it. Knows sections of config.json; no tensors, and no layout but by its name. Does not import torch.
+"""
+
+from collections.abc import Callable, Mapping
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields
+
+READABLE = (
+    "AutoRound's GPTQ, AWQ and FP8 packings",
+    "FP8 of FBGEMM and Quark, per row or tensor",
+)
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+
+
+def layout_of(section: Fields) -> tuple[str, Fields]:
+    """The name of the layout, and the section as its reader wants it. Raises ModelError naming what no layout holds.
+
+    A method that is not known here is a layout's own name, as far as this tells.
+    """
+    method = section.text("quant_method")
+    translate = _METHODS.get(method)
+    return (method.replace("-", "_"), section) if translate is None else translate(section)
+
+
+def _refused(section: Fields, key: str, readable: str) -> ModelError:
+    said = str(section.values.get(key))
+    return section.fail(key, f"{said[:80]!r} is not supported", f"readable: {readable}")
+
+
+def _fbgemm(section: Fields) -> tuple[str, Fields]:
+    return "fp8", section
+
+
+def _auto_round(section: Fields) -> tuple[str, Fields]:
+    """By `packing_format`, before 0.5 `backend`. What has both "auto_round" and "gptq" stores zero points less one."""
+    key = "packing_format" if section.has("packing_format") else "backend"
+    packing, kind = section.text(key, "auto_round:auto_gptq"), section.text("data_type", "int")
+    if kind in ("fp", "fp8", "fp8_e4m3", "fp8_e5m2") and section.integer("bits", 8, high=16) == 8:
+        return "fp8", section
+    if kind != "int":
+        raise _refused(section, "data_type", READABLE[0])
+    if "awq" in packing:
+        return "awq", section
+    if (
+        not any(part in packing for part in ("gptq", "auto_round", "autoround", "exllama", "triton"))
+        or "mlx" in packing
+    ):
+        raise _refused(section, key, READABLE[0])
+    if section.has("act_bits") and section.integer("act_bits", high=32) <= 8:
+        raise _refused(section, "act_bits", READABLE[0])
+    for name in section.object("extra_config").values:
+        own = section.object("extra_config").object(name)
+        if own.boolean("sym", section.boolean("sym", True)) != section.boolean("sym", True):
+            raise own.fail("sym", "differs from that of the other layers", f"readable: {READABLE[0]}, of one kind")
+    version = "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"
+    return "gptq", Fields({**section.values, "checkpoint_format": version}, section.source)
+
+
+def _modelopt(section: Fields) -> tuple[str, Fields]:
+    if section.text("quant_algo").upper() not in _MODELOPT:
+        raise _refused(section, "quant_algo", f"ModelOpt's {', '.join(_MODELOPT)}")
+    return "modelopt", section
+
+
+def _quark(section: Fields) -> tuple[str, Fields]:
+    """Only 8-bit floats, for all layers alike."""
+    if section.object("layer_quant_config").values or section.object("layer_type_quant_config").values:
+        raise section.fail("layer_quant_config", "is not supported", f"readable: {READABLE[1]}")
+    shared = section.object("global_quant_config")
+    if isinstance(shared.values.get("weight"), list):
+        raise _refused(shared, "weight", READABLE[1])
+    weight = shared.object("weight")
+    if weight.text("dtype", "") != "fp8_e4m3":
+        raise _refused(weight, "dtype", READABLE[1])
+    if weight.text("qscheme", "") not in ("per_tensor", "per_channel"):
+        raise _refused(weight, "qscheme", READABLE[1])
+    kept = [name.replace("*", "").removeprefix("re:") for name in section.array("exclude", str)]
+    return "fp8", Fields({"modules_to_not_convert": kept}, section.source)
+
+
+_METHODS: Mapping[str, Callable[[Fields], tuple[str, Fields]]] = {
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "fbgemm_fp8": _fbgemm,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "quark": _quark,
+}

@@ -1,0 +1,157 @@
+"""What programs call layouts that others defined: the same tensors under another `quant_method`, or refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.errors import ModelError
+from tests.runtime.checkpoint.test_foreign_layouts import read
+from tests.runtime.checkpoint.test_formats import CONFIG, NAMES
+from tests.runtime.checkpoint.test_formats import read as read_section
+from tests.support.foreign_layouts import COLUMNS, ROWS, Case, digest, integers, stored, weights
+
+AUTO_ROUND = {"quant_method": "auto-round", "data_type": "int", "sym": False, "autoround_version": "0.5.1"}
+QUARK = {"quant_method": "quark", "export": {}, "exclude": ["lm_head"]}
+
+
+def quark(scheme: str, dtype: str = "fp8_e4m3") -> dict[str, Any]:
+    return {**QUARK, "global_quant_config": {"weight": {"dtype": dtype, "qscheme": scheme}}}
+
+
+def renamed() -> dict[str, Case]:
+    """Cases of other layouts, which keep their tensors, with the section that another program gives them."""
+    found: dict[str, tuple[Case, dict[str, Any]]] = {}
+    for name, case in stored("gptq").items():
+        if "ordered" in name:
+            continue
+        given = case.section["quantization_config"]
+        section = {**AUTO_ROUND, "bits": given["bits"], "group_size": given["group_size"]}
+        if name.startswith("gptq_v2"):
+            found[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:gptqmodel"}
+            found[f"auto-round-plain-{name}"] = case, {**section, "packing_format": "auto_round"}
+        else:
+            found[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:auto_gptq"}
+            old = {**section, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}
+            found[f"intel-{name}"] = case, old
+            found[f"auto-round-unsaid-{name}"] = case, section
+    for name, case in stored("awq").items():
+        group = case.section["quantization_config"]["group_size"]
+        section = {**AUTO_ROUND, "bits": 4, "group_size": group, "packing_format": "auto_round:auto_awq"}
+        found[f"auto-round-awq-{name}"] = case, section
+    eight = {"quant_method": "auto-round", "data_type": "fp8_e4m3", "bits": 8, "act_bits": 8}
+    for name, case in stored("fp8").items():
+        if name.endswith(("-1-e4m3fn", "-32x1-e4m3fn")):
+            scheme = "per_channel" if "x" in name else "per_tensor"
+            found[f"quark-{name}"] = case, quark(scheme)
+            found[f"auto-round-{name}"] = case, {**eight, "packing_format": "auto_round:fp8_static"}
+            found[f"fbgemm-{name}"] = case, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+            algo = "FP8_PER_CHANNEL_PER_TOKEN" if "x" in name else "FP8"
+            found[f"modelopt-{name}"] = case, {"quant_method": "modelopt", "quant_algo": algo}
+    return {name: replace(case, section={"quantization_config": section}) for name, (case, section) in found.items()}
+
+
+RENAMED = renamed()
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_another_name_changes_no_weight(name: str, tmp_path: Path) -> None:
+    case = RENAMED[name]
+    _, dense = read(tmp_path, case)
+    if case.weight is None:
+        assert digest(dense.to(getattr(torch, case.digest.split()[0]))) == case.digest
+    else:
+        assert torch.allclose(dense, case.weight, rtol=0, atol=2**-22 * dense.abs().max().item())
+
+
+def nvfp4() -> tuple[Case, Tensor]:
+    """Codes and scales at random, and what they mean in double precision."""
+    codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, ROWS, COLUMNS // 16) * 50).to(torch.float8_e4m3fn)
+    shared = torch.tensor(0.00123)
+    tensors = {
+        "weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_scale_2": shared,
+        "input_scale": torch.tensor(0.5),
+    }
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = torch.tensor([*positive, *(-value for value in positive)], dtype=torch.float64)[codes]
+    expected = values * scales.double().repeat_interleave(16, 1) * shared.double()
+    section = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    return Case({"quantization_config": section}, tensors, None), expected
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
+def test_nvfp4_of_modelopt_is_code_times_both_scales(method: str, tmp_path: Path) -> None:
+    case, expected = nvfp4()
+    section = {**case.section["quantization_config"], "quant_method": method}
+    weight, dense = read(tmp_path, replace(case, section={"quantization_config": section}))
+    assert weight.packing.name == "e2m1-g16" and dense.dtype == torch.float32
+    # One rounding of fp32 for the product of the scales and one for the weight.
+    assert ((dense.double() - expected).abs() <= 2.0**-23 * expected.abs()).all()
+
+
+def test_a_mixture_of_modelopt_is_told_by_its_tensors(tmp_path: Path) -> None:
+    case, expected = nvfp4()
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
+    weight, _ = read(tmp_path, replace(case, section={"quantization_config": mixed}))
+    assert weight.packing.layout == "modelopt"
+    (tmp_path / "8").mkdir()
+    eight = stored("fp8")["weight_scale-1-e4m3fn"]
+    weight, _ = read(tmp_path / "8", replace(eight, section={"quantization_config": mixed}))
+    assert weight.packing.layout == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("section", "scheme"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.3*"]}, "e2m1-g16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.3*"]}, "e4m3-channel"),
+        ({**quark("per_tensor"), "exclude": ["lm_head", "model.layers.3.*"]}, "e4m3-channel"),
+    ],
+    ids=["nvfp4", "modelopt-fp8", "quark"],
+)
+def test_without_tensors_the_section_tells_what_is_quantized(section: dict[str, Any], scheme: str) -> None:
+    found = read_section(section)
+    expected = [name for name in NAMES if name != "lm_head" and ".layers.3." not in name]
+    assert list(found) == expected and {packing.name for packing in found.values()} == {scheme}
+    assert CONFIG.layers > 4, "there is a layer that is left out"
+
+
+REFUSED = {
+    "auto-round-mx": ({**AUTO_ROUND, "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
+    "auto-round-mlx": ({**AUTO_ROUND, "bits": 4, "packing_format": "mlx"}, "packing_format 'mlx'"),
+    "auto-round-llm-compressor": ({**AUTO_ROUND, "bits": 4, "packing_format": "llm_compressor"}, "'llm_compressor'"),
+    "auto-round-int8-activations": (
+        {**AUTO_ROUND, "bits": 8, "act_bits": 8, "packing_format": "auto_round"},
+        "act_bits '8'",
+    ),
+    "auto-round-mixed-symmetry": (
+        {**AUTO_ROUND, "bits": 4, "extra_config": {"model.layers.0.mlp.up_proj": {"sym": True}}},
+        "sym differs",
+    ),
+    "modelopt-awq": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+    "modelopt-blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo 'FP8_PB_WO'"),
+    "modelopt-unsaid": ({"quant_method": "modelopt"}, "quant_algo is missing"),
+    "quark-int4": (quark("per_group", "int4"), "dtype 'int4'"),
+    "quark-fp4": (quark("per_group", "fp4"), "dtype 'fp4'"),
+    "quark-blocks": (quark("per_block"), "qscheme 'per_block'"),
+    "quark-two-levels": ({**QUARK, "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}]}}, "weight"),
+    "quark-layers": ({**quark("per_tensor"), "layer_quant_config": {"*lm_head": {"weight": {}}}}, "layer_quant_config"),
+    "torchao": ({"quant_method": "torchao", "quant_type": {}}, "'torchao' is not supported"),
+    "hqq": ({"quant_method": "hqq"}, "'hqq' is not supported"),
+    "private-file": ({"quant_method": "_parts"}, "'_parts' is not supported"),
+    "method-number": ({"quant_method": 4}, "quant_method must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_layout_here_holds_is_refused_by_name(name: str) -> None:
+    section, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message) as caught:
+        read_section(section)
+    if name != "modelopt-unsaid" and "number" not in name:
+        assert "readable" in (caught.value.hint or "")
