@@ -1,4 +1,4 @@
-"""setup.py of the wheel that carries compiled libraries: for one platform, and for any Python, whose API they do not use.
+"""setup.py of the wheel that carries compiled libraries: for one platform and any Python, whose API they do not use.
 
 `tests/support/platform_wheel.py` puts it beside pyproject.toml; any other build has none.
 """

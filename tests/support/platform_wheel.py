@@ -22,19 +22,24 @@ UNNAMED = re.compile(r"GOMP_\w+|omp_\w+|_ITM_\w+|__gmon_start__")
 WANTED = re.compile(r"lib(c|m|stdc\+\+|gcc_s)\.so\.\d+")
 
 
-def complaints(library: Path) -> list[str]:
-    """What keeps a library from machines that `PLATFORM` means; read with objdump."""
-    show = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
-    text = subprocess.run(show, capture_output=True, text=True, check=True).stdout
-    wanted = [one for one in re.findall(r"NEEDED +(\S+)", text) if not WANTED.fullmatch(one)]
+def complaints(headers: str) -> list[str]:
+    """What keeps a library from machines that `PLATFORM` means; of what `objdump` shows."""
+    wanted = [one for one in re.findall(r"NEEDED +(\S+)", headers) if not WANTED.fullmatch(one)]
     found = [f"wants {one}" for one in wanted]
-    for symbol in re.finditer(r"\*UND\*\s+[0-9a-f]+\s+(?:\((\w+?)_([\d.]+)\)|Base)?\s*(\S+)$", text, re.MULTILINE):
-        source, version, name = symbol.groups()
+    for line in headers.splitlines():
+        symbol = re.search(r"\*UND\*\s+[0-9a-f]+\s+(?:\((\w+?)_([\d.]+)\)|Base)?\s*(\S+)$", line)
+        source, version, name = symbol.groups() if symbol else ("", "", "")
         if source is None and not UNNAMED.fullmatch(name):
             found.append(f"{name} is in no library")
         if source == "GLIBC" and tuple(map(int, version.split("."))) > GLIBC:
             found.append(f"{name} is of GLIBC {version}")
     return found
+
+
+def headers(library: Path) -> str:
+    """What a library wants of others, as objdump shows it."""
+    show = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
+    return subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
 def build(folder: Path, names: Iterable[str] = tuple(isa.portable_flags())) -> Path:
@@ -49,7 +54,7 @@ def build(folder: Path, names: Iterable[str] = tuple(isa.portable_flags())) -> P
         shutil.copy(ROOT / ".ci" / "wheel_setup.py", source / "setup.py")
         for name in names:
             library = prebuilt.compile_portable(name, source / "runtime" / "kernels" / "cpu" / "prebuilt")
-            if wrong := complaints(library):
+            if wrong := complaints(headers(library)):
                 raise SystemExit(f"{library.name}: {'; '.join(wrong)}")
         pip = [
             sys.executable,

@@ -4,7 +4,7 @@ Knows the dialects by name and no config.json. Imports torch only to read or wri
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 _PACK_WEIGHTS = 1 << 22  # packed at a time
+Pack = Callable[["torch.Tensor", int], "torch.Tensor"]  # as `packed_weight.pack`, or a kernel that does the same
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,10 @@ def planned_tensors(
 
 
 def write_weight(
-    writer: "CheckpointWriter", linear: str, packing: Packing, codes: "torch.Tensor", scales: "torch.Tensor"
+    writer: "CheckpointWriter", linear: str, packing: Packing, codes: "torch.Tensor", scales: "torch.Tensor", pack: Pack
 ) -> None:
-    """Write codes uint8 [N, K] and scales [N, groups] as `planned_tensors` promised them."""
+    """Write codes uint8 [N, K], made words by `pack`, and scales [N, groups] as `planned_tensors` promised them."""
     import torch
-
-    from mycli.runtime.quantization.packed_weight import pack
 
     rows, columns = codes.shape
     packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)

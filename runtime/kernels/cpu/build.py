@@ -93,9 +93,20 @@ class CRotation(ctypes.Structure):
     ]
 
 
+class CRounding(ctypes.Structure):
+    """`Rounding` of quantize_cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "importance", "factors", "scales", "codes", "sums")),
+        *((name, c_int64) for name in ("rows", "inputs", "group", "factor_count", "refits")),
+        *((name, c_int32) for name in ("weight_type", "scale_type", "bits", "search")),
+        *((name, c_float) for name in ("divisor", "smallest", "largest", "limit")),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
-    """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
+    """The functions of the C++ sources, where they are described; addresses are `data_ptr()`."""
 
     repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
@@ -111,6 +122,8 @@ class Native:
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
+    round_weight: Callable[..., int]
+    pack_codes: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
     origin: str  # whence it came, for a person
 
@@ -140,6 +153,8 @@ def load_library(path: Path, origin: str = "") -> Native:
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
+        round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
+        pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
         origin=origin,
     )

@@ -1,0 +1,69 @@
+"""Quantizing tensor by tensor, without data: each is read, solved, packed and written, one or two in memory at a time.
+
+Knows no solver by name, and nothing of what becomes of the folder.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from mycli.quant import solvers
+from mycli.quant.model_card import Layer
+from mycli.quant.planning import QuantizationPlan
+from mycli.quant.progress import ReportProgress
+from mycli.quant.rounding.grid import Grid, Quantized, relative_error
+from mycli.quant.source_weights import SourceWeights
+from mycli.runtime.checkpoint.formats import compressed_tensors
+from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.device.placement import torch_dtype
+from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu.rounding import pack_rows
+from mycli.runtime.quantization.scheme import Packing
+
+
+def write_tensors(
+    work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
+) -> tuple[Layer, ...]:
+    """All tensors. While one is solved, the one before it is written, and the system reads the one after it."""
+    source = SourceWeights(work.folder)
+    layers: list[Layer] = []
+    names = [name for name, _ in work.config.tensors()]
+    with ThreadPoolExecutor(1) as aside:
+        written: Future[None] | None = None
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            source.checkpoint.expect(following)
+            linear = name.removesuffix(".weight")
+            if linear in work.packings:
+                solved, layer = _quantize_linear(work, source, linear, device)
+                layers.append(layer)
+                task = partial(write_linear, writer, linear, work.packings[linear], solved)
+            else:
+                task = partial(writer.write, name, source.read(name))
+            if written is not None:
+                written.result()
+            written = aside.submit(task)
+            if linear in work.packings:
+                progress("quantizing", len(layers), len(work.packings))
+        if written is not None:
+            written.result()
+    return tuple(layers)
+
+
+def write_linear(writer: CheckpointWriter, linear: str, packing: Packing, solved: Quantized) -> None:
+    """The tensors that stand in place of a linear's weight."""
+    compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales, pack_rows)
+
+
+def _quantize_linear(
+    work: QuantizationPlan, source: SourceWeights, linear: str, device: torch.device
+) -> tuple[Quantized, Layer]:
+    packing = work.packings[linear]
+    grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
+    weight = source.read(f"{linear}.weight").to(device)
+    try:
+        solution = solvers.load(work.recipe.solver).solve(weight, grid, None)
+    except ModelError as error:
+        raise error.reworded(f"{linear}.weight: {error.message}") from error
+    solved, measured = solution.quantized, solution.error
+    return solved, Layer(linear, packing.name, relative_error(weight, solved, grid) if measured is None else measured)
