@@ -22,7 +22,7 @@ needs_native = pytest.mark.skipif(isinstance(native(), str), reason=f"no native 
 
 
 def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Rows of quite other sizes; some of zeros, of the smallest numbers, of one value, and with ties for the largest."""
+    """Rows of quite other sizes: of zeros, of the smallest numbers, of one value, with ties for the largest."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, max(rows, 1))[:rows, None]
     if rows > 4:
