@@ -139,14 +139,14 @@ def _quantize(
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
-    origin = model_card.digests(work.folder.source_files())
     with ExitStack() as stack:
+        origin = stack.enter_context(model_card.digests_aside(work.folder.source_files()))
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         kept, tuning = None, None
         if shown is None:
             layers = write_tensors(work, writer, placement.device, progress)
         else:
-            run = model_card.identify(work.recipe, shown, origin, placement, work.need.at_once)
+            run = model_card.identify(work.recipe, shown, origin.result(), placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
         for name, data in work.folder.companions().items():
@@ -168,7 +168,7 @@ def _quantize(
                 layers=layers,
                 tuning=tuning,
                 card=card,
-                source_files=origin,
+                source_files=origin.result(),
                 files=model_card.digests(written),
             ),
         )

@@ -160,13 +160,28 @@ template <int64_t Size> float least_squares(const Rounding& r, const Group& g, f
 
 // NaN where a weight is none that a scale could reach.
 float find_scale(const Rounding& r, const Group& g) {
-    float extreme = 0, most = -1;
-    for (int64_t i = 0; i < g.size; i++) {
-        const float magnitude = g.x[i] < 0 ? -g.x[i] : g.x[i];
+    Sixteen largest = {};
+    Integers inside = Integers{} - 1;
+    int64_t i = 0;
+    float most = 0;
+    for (; i + 16 <= g.size; i += 16) {
+        const Sixteen x = read<Sixteen>(g.x + i), magnitude = larger(x, -x);
+        inside &= magnitude <= r.limit;
+        largest = larger(largest, magnitude);
+    }
+    for (; i < g.size; i++) {
+        const float magnitude = larger(g.x[i], -g.x[i]);
         if (!(magnitude <= r.limit)) return __builtin_nanf("");
-        if (magnitude > most) most = magnitude, extreme = g.x[i];
+        most = larger(most, magnitude);
+    }
+    for (int lane = 0; lane < 16; lane++) {
+        if (!inside[lane]) return __builtin_nanf("");
+        most = larger(most, float(largest[lane]));
     }
     if (r.search == ABSMAX) return storable(r, most / r.divisor);
+    const float* first = g.x;  // of the largest magnitude
+    while (larger(*first, -*first) != most) first++;
+    const float extreme = *first;
     switch (g.size) {
         case 32: return least_squares<32>(r, g, extreme);
         case 64: return least_squares<64>(r, g, extreme);
@@ -202,7 +217,11 @@ void round_group(const Group& g, float scale, uint8_t* codes, double* sums) {
 
 // False: a weight is not finite or too large.
 bool round_row(const Rounding& r, int64_t row, float* x) {
-    for (int64_t i = 0; i < r.inputs; i++) x[i] = loaded(r.weight, r.weight_type, row * r.inputs + i);
+    const int64_t from = row * r.inputs;
+    const uint16_t* halves = static_cast<const uint16_t*>(r.weight) + from;
+    if (r.weight_type == F32) memcpy(x, static_cast<const float*>(r.weight) + from, size_t(r.inputs) * 4);
+    else if (r.weight_type == BF16) for (int64_t i = 0; i < r.inputs; i++) x[i] = from_bf16(halves[i]);
+    else for (int64_t i = 0; i < r.inputs; i++) x[i] = from_f16(halves[i]);
     const int64_t groups = r.inputs / r.group;
     if (r.sums) r.sums[2 * row] = r.sums[2 * row + 1] = 0;
     for (int64_t n = 0; n < groups; n++) {
