@@ -35,7 +35,7 @@ def write_tensors(
             source.checkpoint.expect(following)
             linear = name.removesuffix(".weight")
             if linear in work.packings:
-                solved, layer = _quantize_linear(work, source, linear, device)
+                solved, layer = quantize_linear(work, source, linear, device)
                 layers.append(layer)
                 task = partial(write_linear, writer, linear, work.packings[linear], solved)
             else:
@@ -55,9 +55,10 @@ def write_linear(writer: CheckpointWriter, linear: str, packing: Packing, solved
     compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales, pack_rows)
 
 
-def _quantize_linear(
+def quantize_linear(
     work: QuantizationPlan, source: SourceWeights, linear: str, device: torch.device
 ) -> tuple[Quantized, Layer]:
+    """A linear solved, and what is to be said of it. Raises ModelError that names it for weights that cannot be."""
     packing = work.packings[linear]
     grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
     weight = source.read(f"{linear}.weight").to(device)

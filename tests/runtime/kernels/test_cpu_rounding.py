@@ -38,23 +38,20 @@ def in_torch(weight: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Qua
 
 
 @needs_native
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("search", ["absmax", "mse"])
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape[:2])) + f"-g{shape[2]}")
-def test_the_bits_are_torchs(
-    library: Native, shape: tuple[int, int, int | None], bits: int, search: grids.Search, weighted: bool
-) -> None:
+def test_the_bits_are_torchs(library: Native, shape: tuple[int, int, int | None], search: grids.Search) -> None:
     rows, columns, group = shape
-    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) * 4 if weighted else None
-    for index, dtype in enumerate(DTYPES):
-        weight = weights(rows, columns, bits).to(dtype)
-        grid = Grid(Packing(bits, group), DTYPES[index - 1], search)
-        ours, error = round_to_nearest(weight, grid, importance)
-        theirs, expected = in_torch(weight, grid, importance)
-        assert torch.equal(ours.scales, theirs.scales)
-        assert torch.equal(ours.codes, theirs.codes)
-        assert error == pytest.approx(expected, rel=1e-12)
+    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) * 4
+    for index, bits in enumerate(BITS):
+        for weighing in (None, importance):
+            weight = weights(rows, columns, bits).to(DTYPES[index % 3])
+            grid = Grid(Packing(bits, group), DTYPES[(index + (weighing is None)) % 3], search)
+            ours, error = round_to_nearest(weight, grid, weighing)
+            theirs, expected = in_torch(weight, grid, weighing)
+            assert torch.equal(ours.scales, theirs.scales), bits
+            assert torch.equal(ours.codes, theirs.codes), bits
+            assert error == pytest.approx(expected, rel=1e-12)
 
 
 @needs_native
