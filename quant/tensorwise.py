@@ -4,7 +4,6 @@ Knows no solver by name, and nothing of what becomes of the folder.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import torch
 
@@ -25,7 +24,7 @@ from mycli.runtime.quantization.scheme import Packing
 def write_tensors(
     work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
 ) -> tuple[Layer, ...]:
-    """All tensors. While one is solved, the one before it is written, and the system reads the one after it."""
+    """All tensors. While a linear is solved, the one before is written, and the system reads the tensor after it."""
     source = SourceWeights(work.folder)
     layers: list[Layer] = []
     names = [name for name, _ in work.config.tensors()]
@@ -34,17 +33,16 @@ def write_tensors(
         for name, following in zip(names, [*names[1:], ""], strict=True):
             source.checkpoint.expect(following)
             linear = name.removesuffix(".weight")
-            if linear in work.packings:
-                solved, layer = quantize_linear(work, source, linear, device)
-                layers.append(layer)
-                task = partial(write_linear, writer, linear, work.packings[linear], solved)
-            else:
-                task = partial(writer.write, name, source.read(name))
+            if linear not in work.packings:  # they may be large: none is kept until the one before it is written
+                writer.write(name, source.read(name))
+                continue
+            solved, layer = quantize_linear(work, source, linear, device)
             if written is not None:
                 written.result()
-            written = aside.submit(task)
-            if linear in work.packings:
-                progress("quantizing", len(layers), len(work.packings))
+            written = aside.submit(write_linear, writer, linear, work.packings[linear], solved)
+            del solved
+            layers.append(layer)
+            progress("quantizing", len(layers), len(work.packings))
         if written is not None:
             written.result()
     return tuple(layers)
