@@ -239,13 +239,12 @@ bool round_row(const Rounding& r, int64_t row, float* x) {
     return true;
 }
 
-// Eight codes, a byte each, to the low 8 * bits bits.
+// Eight codes, a byte each, to the low 8 * bits bits: neighbours join, then pairs, then fours.
 inline uint64_t squeezed(uint64_t codes, int bits) {
-    auto low = [](int count) { return (uint64_t(1) << count) - 1; };
-    const int free = 8 - bits;
-    codes = (codes | codes >> free) & (low(2 * bits) * 0x0001000100010001u);
-    codes = (codes | codes >> 2 * free) & (low(4 * bits) * 0x0000000100000001u);
-    return bits == 8 ? codes : (codes | codes >> 4 * free) & low(8 * bits);
+    constexpr uint64_t ONE = 0x00ff00ff00ff00ff, TWO = 0x0000ffff0000ffff, FOUR = 0x00000000ffffffff;
+    codes = (codes & ONE) | (codes >> 8 & ONE) << bits;
+    codes = (codes & TWO) | (codes >> 16 & TWO) << 2 * bits;
+    return (codes & FOUR) | codes >> 32 << 4 * bits;
 }
 
 }  // namespace

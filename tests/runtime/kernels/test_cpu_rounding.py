@@ -98,7 +98,7 @@ def test_words(bits: int, columns: int) -> None:
 
 @needs_native
 @settings(max_examples=50, deadline=None)
-@given(st.integers(2, 8), st.integers(0, 5), st.integers(1, 70), st.integers(0, 1 << 30))
+@given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 70), st.integers(0, 1 << 30))
 def test_words_hold_the_codes(bits: int, rows: int, columns: int, seed: int) -> None:
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     packed = pack_rows(codes, bits)
