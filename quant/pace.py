@@ -19,7 +19,7 @@ from mycli.quant.rounding.grid import Grid
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tensorwise import quantize_linear
 from mycli.runtime.device.placement import Placement, torch_dtype
-from mycli.runtime.kernels.cpu.rounding import pack_rows
+from mycli.runtime.kernels.cpu.rounding import pack_codes
 
 _SECONDS = 0.5  # of each kind of work
 _WIDEST = 1024  # of the matrix that is solved
@@ -65,7 +65,7 @@ def _rounding(work: QuantizationPlan, placement: Placement) -> float:
     sizes = {spec.name: spec.out_features * spec.in_features for spec in work.config.linears()}
     for linear, packing in work.packings.items():
         solved, _ = quantize_linear(work, source, linear, placement.device)
-        pack_rows(solved.codes, packing.bits)
+        pack_codes(solved.codes, packing.bits)
         done += sizes[linear]
         if time.perf_counter() - began > 2 * _SECONDS:
             break

@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.formats import compressed_tensors
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
-from mycli.runtime.kernels.cpu.rounding import pack_rows
+from mycli.runtime.kernels.cpu.rounding import pack_codes
 from mycli.runtime.quantization.scheme import Packing
 
 
@@ -50,7 +50,7 @@ def write_tensors(
 
 def write_linear(writer: CheckpointWriter, linear: str, packing: Packing, solved: Quantized) -> None:
     """The tensors that stand in place of a linear's weight."""
-    compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales, pack_rows)
+    compressed_tensors.write_weight(writer, linear, packing, solved.codes, solved.scales, pack_codes)
 
 
 def quantize_linear(

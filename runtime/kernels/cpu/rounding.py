@@ -91,7 +91,7 @@ def native_round(
     return "no memory for a row" if status else None
 
 
-def pack_rows(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """As `packed_weight.pack`, which does what this code cannot."""
     if not codes.is_cpu or codes.dtype != torch.uint8:
         return pack(codes, bits)

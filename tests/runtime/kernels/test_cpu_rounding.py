@@ -11,7 +11,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, round_to_nearest
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import Native, native
-from mycli.runtime.kernels.cpu.rounding import native_round, pack_rows
+from mycli.runtime.kernels.cpu.rounding import native_round, pack_codes
 from mycli.runtime.quantization.packed_weight import pack, unpack
 from mycli.runtime.quantization.scheme import BITS, Packing
 
@@ -92,8 +92,8 @@ def test_what_it_cannot_do_is_left_to_torch() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_words(bits: int, columns: int) -> None:
     codes = torch.randint(0, 1 << bits, (9, columns), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
-    assert torch.equal(pack_rows(codes, bits), pack(codes, bits))
-    assert torch.equal(pack_rows(codes.t().contiguous().t(), bits), pack(codes, bits)), "another order in memory"
+    assert torch.equal(pack_codes(codes, bits), pack(codes, bits))
+    assert torch.equal(pack_codes(codes.t().contiguous().t(), bits), pack(codes, bits)), "another order in memory"
 
 
 @needs_native
@@ -101,7 +101,7 @@ def test_words(bits: int, columns: int) -> None:
 @given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 70), st.integers(0, 1 << 30))
 def test_words_hold_the_codes(bits: int, rows: int, columns: int, seed: int) -> None:
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = pack_rows(codes, bits)
+    packed = pack_codes(codes, bits)
     assert torch.equal(unpack(packed, bits, columns), codes)
 
 
@@ -109,5 +109,5 @@ def test_without_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build, "native", lambda: "no GNU C++ compiler found")
     weight, grid = weights(6, 128), Grid(Packing(4, 64), torch.bfloat16)
     found, error = round_to_nearest(weight, grid)
-    assert error > 0 and torch.equal(pack_rows(found.codes, 4), pack(found.codes, 4))
+    assert error > 0 and torch.equal(pack_codes(found.codes, 4), pack(found.codes, 4))
     assert native_round(weight, found.scales, 4) == "no GNU C++ compiler found"
