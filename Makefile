@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all check fix docs test-floor test-gpu first-gpu-call bench-gpu test-vllm clean
+.PHONY: demo test test-all check fix docs wheel test-floor test-gpu first-gpu-call bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -52,6 +52,10 @@ fix: $(VENV)/.ready
 docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.command_reference docs/commands.md
 	$(RUN) -m tests.support.family_tables docs/families.md
+
+# With the CPU's native code in it, compiled for every set of instructions, for Linux on x86-64.
+wheel: $(VENV)/.ready .links/mycli
+	$(RUN) -m tests.support.platform_wheel dist
 
 clean:
 	rm -rf $(VENV) .vllm-venv $(FLOOR) .links .demo build dist *.egg-info .mycli-work

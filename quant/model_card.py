@@ -7,9 +7,12 @@ the same source, recipe and versions give the same bytes.
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from mycli.runtime.utils.version import version
 
 CARD_FILE = "mycli.json"
 CARD_VERSION = 1
+_HASHED_AT_ONCE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,29 @@ def label(source: Source) -> str:
     return source.repo or source.folder.resolve().name.removesuffix(".gguf")
 
 
-def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of each file by its name, sorted."""
+def digests(files: Iterable[Path], stop: Event | None = None) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file by its name, sorted. Raises CancelledError soon after `stop` is set."""
     result = {}
     for path in sorted(files):
-        with path.open("rb") as file:
-            result[path.name] = {
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-                "bytes": path.stat().st_size,
-            }
+        found = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while part := file.read(_HASHED_AT_ONCE):
+                found.update(part)
+                if stop is not None and stop.is_set():
+                    raise CancelledError
+        result[path.name] = {"sha256": found.hexdigest(), "bytes": path.stat().st_size}
     return result
+
+
+@contextmanager
+def digests_aside(files: Iterable[Path]) -> Iterator[Future[dict[str, dict[str, Any]]]]:
+    """`digests` on a thread of its own, given up where the context is left before they are there."""
+    stop = Event()
+    with ThreadPoolExecutor(1) as aside:
+        try:
+            yield aside.submit(digests, files, stop)
+        finally:
+            stop.set()
 
 
 def _versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.quant import model_card, solvers
+from mycli.quant import model_card
 from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
@@ -32,8 +32,8 @@ from mycli.quant.planning import (
 )
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
-from mycli.quant.rounding.grid import Grid, relative_error
 from mycli.quant.source_weights import SourceWeights
+from mycli.quant.tensorwise import write_linear, write_tensors
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint import formats
@@ -41,7 +41,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
-from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.utils.units import gib
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
@@ -139,14 +139,14 @@ def _quantize(
     shown = _calibration(work) if work.calibrates else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
-    origin = model_card.digests(work.folder.source_files())
     with ExitStack() as stack:
+        origin = stack.enter_context(model_card.digests_aside(work.folder.source_files()))
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         kept, tuning = None, None
         if shown is None:
-            layers = _write_tensors(work, writer, placement.device, progress)
+            layers = write_tensors(work, writer, placement.device, progress)
         else:
-            run = model_card.identify(work.recipe, shown, origin, placement, work.need.at_once)
+            run = model_card.identify(work.recipe, shown, origin.result(), placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
         for name, data in work.folder.companions().items():
@@ -168,7 +168,7 @@ def _quantize(
                 layers=layers,
                 tuning=tuning,
                 card=card,
-                source_files=origin,
+                source_files=origin.result(),
                 files=model_card.digests(written),
             ),
         )
@@ -218,21 +218,6 @@ def _notes(
     return tuple(notes)
 
 
-def _write_tensors(
-    work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
-) -> tuple[Layer, ...]:
-    source = SourceWeights(work.folder)
-    layers: list[Layer] = []
-    for name, _ in work.config.tensors():
-        linear = name.removesuffix(".weight")
-        if linear in work.packings:
-            layers.append(_quantize_linear(work, source, writer, linear, device))
-            progress("quantizing", len(layers), len(work.packings))
-        else:
-            writer.write(name, source.read(name))
-    return tuple(layers)
-
-
 def _write_blocks(
     work: QuantizationPlan,
     writer: CheckpointWriter,
@@ -241,15 +226,14 @@ def _write_blocks(
     kept: WorkFolder,
     progress: ReportProgress,
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
-    source, layout = SourceWeights(work.folder), formats.writable(work.packings)
+    source = SourceWeights(work.folder)
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, source.read(name))
 
     def sink(solved: Solved) -> None:
         for linear, quantized in solved.linears.items():
-            packing, scales = work.packings[linear], quantized.stored_scales
-            layout.write_weight(writer, linear, packing, quantized.codes, scales, work.config.dtype)
+            write_linear(writer, work, linear, quantized)
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 
@@ -264,21 +248,6 @@ def _write_blocks(
     for block in tuned.blocks:
         sink(block)
     return tuple(layers), tuned.kl
-
-
-def _quantize_linear(
-    work: QuantizationPlan, source: SourceWeights, writer: CheckpointWriter, linear: str, device: torch.device
-) -> Layer:
-    packing = work.packings[linear]
-    grid = Grid(packing, torch_dtype(work.config.dtype), work.recipe.scales)
-    weight = source.read(f"{linear}.weight").to(device)
-    try:
-        solved = solvers.load(work.recipe.solver).solve(weight, grid, None).quantized
-    except ModelError as error:
-        raise error.reworded(f"{linear}.weight: {error.message}") from error
-    layout = formats.writable(work.packings)
-    layout.write_weight(writer, linear, packing, solved.codes, solved.stored_scales, work.config.dtype)
-    return Layer(linear, packing.name, relative_error(weight, solved, grid))
 
 
 def _config(work: QuantizationPlan) -> bytes:

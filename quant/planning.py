@@ -138,8 +138,13 @@ def plan_quantization(
     return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
 
 
+def measured_tokens(report: Report) -> int:
+    """Of held-out text, at most."""
+    return {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[report]
+
+
 def _stages(work: QuantizationPlan) -> QuantizationWork:
-    measured = {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[work.report]
+    measured = measured_tokens(work.report)
     return QuantizationWork(
         config=work.config,
         packings=work.packings,

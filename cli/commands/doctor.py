@@ -62,7 +62,7 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
         why = "the best that this machine has"
     else:
         why = f"the compiler or the system keeps it from {best}"
-    return [("CPU kernel", f"native, {library.isa}: {why}")]
+    return [("CPU kernel", f"native, {library.isa}: {why}; {library.origin}")]
 
 
 def _kernel_row(one: "KernelFinding") -> list[str]:

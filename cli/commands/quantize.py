@@ -57,7 +57,11 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float | None) -> None:
     size = work.size
     answer = {
         "folder": str(target),
@@ -66,6 +70,7 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
         "memory_bytes": work.need.host,
         "device_memory_bytes": work.need.device,
         "tokens_at_once": work.need.at_once,
+        "seconds": seconds,
     }
     if call.out.answered(answer):
         return
@@ -75,6 +80,7 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path) -> None:
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         ("memory", f"{gib(work.need.host)} beyond the program's own"),
         *([("GPU memory", gib(work.need.device))] if work.need.device else []),
+        *([] if seconds is None else [("time", f"about {_about(seconds)}, by a second of such work on this machine")]),
     ]
     call.out.card(f"{target.name} (nothing is written)", rows)
 
@@ -170,7 +176,7 @@ def quantize(
     max_vram: Annotated[int | None, options.size_option("--max-vram", help="Take no more of the GPU's memory.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say the exact size and the memory needed; write nothing.")
+        bool, typer.Option("--dry-run", help="Say the exact size, the memory and about the time needed; write nothing.")
     ] = False,
 ) -> None:
     """Make a smaller copy of a model, and measure what it lost.
@@ -214,7 +220,9 @@ def quantize(
         with stages(call.out.progress) as progress:
             work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
-        _show_plan(call, work, target)
+        from mycli.quant.pace import expected_seconds
+
+        _show_plan(call, work, target, expected_seconds(work, placement))
         return
     announce_placement(call, placement)
     try:

@@ -6,6 +6,7 @@ rounded to the dtype they are stored in *before* anything is rounded with them. 
 models, files or activations, except that a solver may hand in how much each input column matters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu.rounding import ScaleSearch, native_round
 from mycli.runtime.quantization.codes import code_values
 from mycli.runtime.quantization.nested_scales import NestedScales
 from mycli.runtime.quantization.scheme import Packing
@@ -85,8 +87,11 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
     dtype of the scales.
     """
     groups = grid.packing.groups(weight.shape[1])
-    weights = None if importance is None else importance.float().view(1, groups, -1)
     scales = torch.empty(weight.shape[0], groups, dtype=grid.scale_dtype, device=weight.device)
+    importance = None if importance is None else importance.float().contiguous()
+    if native_round(weight, scales, grid.packing.bits, _search(grid, importance is not None), importance) is None:
+        return scales
+    weights = None if importance is None else importance.view(1, groups, -1)
     rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], groups)
@@ -103,12 +108,58 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
 def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """The nearest codes uint8 [N, K] of weight [N, K] for given scales [N, groups]; ties go to the even level."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    if native_round(weight, scales, grid.packing.bits, codes=codes) is None:
+        return codes
     rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], scales.shape[1])
         levels = _levels(part, scales[start : start + rows].float(), grid.half)
         codes[start : start + rows] = levels.add_(grid.half).flatten(1)
     return codes
+
+
+def round_to_nearest(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Quantized, float]:
+    """weight [N, K] with the scales of `find_scales`, and its `relative_error`, on a CPU all in one pass.
+
+    Raises as `find_scales` does.
+    """
+    rows, columns = weight.shape
+    scales = torch.empty(rows, grid.packing.groups(columns), dtype=grid.scale_dtype, device=weight.device)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    sums = torch.empty(rows, 2, dtype=torch.float64, device=weight.device)
+    importance = None if importance is None else importance.float().contiguous()
+    search = _search(grid, importance is not None)
+    if native_round(weight, scales, grid.packing.bits, search, importance, codes, sums) is None:
+        lost, total = sums.sum(0).tolist()
+        return Quantized(codes, scales), lost / total if total else 0.0
+    scales = find_scales(weight, grid, importance)
+    found = Quantized(round_to_grid(weight, scales, grid), scales)
+    return found, relative_error(weight, found, grid)
+
+
+def _targets(grid: Grid, weighted: bool) -> list[float]:
+    """Where the largest weight of a group may land; first where "absmax" puts it, so that no search loses to it."""
+    low, high, count = (_WEIGHTED if weighted else _PLAIN)[grid.packing.bits]
+    steps = [grid.half * low * (high / low) ** (step / (count - 1)) for step in range(count)]
+    return [grid.half - 0.5, *steps]
+
+
+def _factors(targets: Sequence[float]) -> list[float]:
+    return [sign / target for sign in (1, -1) for target in targets]
+
+
+def _largest_scale(grid: Grid) -> float:
+    """Of which -Q times is finite: a power of two below the dtype's maximum, so exact."""
+    return torch.finfo(grid.scale_dtype).max / grid.half
+
+
+def _search(grid: Grid, weighted: bool) -> ScaleSearch:
+    """`find_scales` in numbers."""
+    targets = _targets(grid, weighted)
+    bounds = _SMALLEST[grid.scale_dtype], _largest_scale(grid), torch.finfo(grid.scale_dtype).max
+    if grid.search == "absmax":
+        return ScaleSearch(targets[0], *bounds, absmax=True)
+    return ScaleSearch(-targets[0], *bounds, factors=_factors(targets), refits=_REFITS)
 
 
 def require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
@@ -125,8 +176,7 @@ def require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
 
 def storable(scales: Tensor, grid: Grid) -> Tensor:
     """fp32 scales as the file will hold them: never zero, and -Q s never overflows."""
-    largest = torch.finfo(grid.scale_dtype).max / grid.half  # a power of two below the maximum: exact
-    magnitude = scales.abs().clamp(_SMALLEST[grid.scale_dtype], largest)
+    magnitude = scales.abs().clamp(_SMALLEST[grid.scale_dtype], _largest_scale(grid))
     return torch.where(scales < 0, -magnitude, magnitude).to(grid.scale_dtype).float()
 
 
@@ -152,9 +202,7 @@ def _refit(part: Tensor, scales: Tensor, half: int, weights: Tensor | None, buff
 def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | None) -> Tensor:
     """The best of a row of candidates of both signs, then refitted; fp32 [N, G]. part [N, G, S], extreme [N, G]."""
     half, buffer = grid.half, torch.empty_like(part)
-    low, high, count = (_PLAIN if weights is None else _WEIGHTED)[grid.packing.bits]
-    # The first is the scale of "absmax" up to its sign, so that the search never loses to it.
-    targets = [half - 0.5, *(half * low * (high / low) ** (step / (count - 1)) for step in range(count))]
+    targets = _targets(grid, weights is not None)
     best = storable(extreme / -targets[0], grid)
     least = _error(part, best, half, weights, buffer)
 
@@ -164,9 +212,8 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
         better = error < least
         best, least = torch.where(better, candidate, best), torch.where(better, error, least)
 
-    for sign in (1, -1):
-        for target in targets:
-            consider(storable(extreme * (sign / target), grid))
+    for factor in _factors(targets):
+        consider(storable(extreme * factor, grid))
     for _ in range(_REFITS):
         consider(storable(_refit(part, best, half, weights, buffer), grid))
     return best

@@ -22,12 +22,14 @@ class Solution:
 
     damping: what it added to the diagonal of the Hessian, as a share of its mean; None where it needed no factor.
     dead_columns: inputs that were always zero. fallback: the solver gave up, and the codes are plain rounding.
+    error: the `relative_error` of the codes, where the solver knows it anyway.
     """
 
     quantized: Quantized
     damping: float | None = None
     dead_columns: int = 0
     fallback: bool = False
+    error: float | None = None
 
 
 class SolverModule(Protocol):

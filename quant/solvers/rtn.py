@@ -6,7 +6,7 @@ how errors of different columns add up, which is what the other solvers improve 
 
 from torch import Tensor
 
-from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
+from mycli.quant.rounding.grid import Grid, round_to_nearest
 from mycli.quant.solvers import Solution
 from mycli.runtime.quantization.scheme import Codes
 
@@ -17,5 +17,5 @@ NEEDS_HESSIAN = False
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
     """Codes and scales for weight [N, K]; see `find_scales` for the errors raised."""
     importance = None if hessian is None else hessian.diagonal()
-    scales = find_scales(weight, grid, importance)
-    return Solution(Quantized(round_to_grid(weight, scales, grid), scales))
+    quantized, error = round_to_nearest(weight, grid, importance)
+    return Solution(quantized, error=error)

@@ -1,7 +1,8 @@
 """Packed weights where no kernel multiplies them: unpacked once, at load, and multiplied densely from then on.
 
 For GPUs older than those that the Triton kernels are for. Takes four times the memory of 4-bit weights, which the
-check before loading counts; to unpack them again for every pass would take a second a token. Does not know which models fit.
+check before loading counts; to unpack them again for every pass would take a second a token. Does not know which
+models fit.
 """
 
 import torch

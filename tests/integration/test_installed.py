@@ -5,25 +5,26 @@ Nothing is fetched: the new environments find the dependencies where this interp
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 import pexpect
 import pytest
 
+from mycli.runtime.device.system import cpu
+from mycli.runtime.kernels.cpu import isa
 from tests.support.paths import PICO, ROOT
+from tests.support.platform_wheel import build
 
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
 
 
-def install(kind: str, folder: Path) -> Path:
-    """The `mycli` of a fresh environment under `folder`. Sources are linked: a build leaves nothing in the checkout."""
-    source, target = folder / "source", folder / "environment"
-    source.mkdir()
-    for name in ("cli", "runtime", "quant", "pyproject.toml", "README.md", "LICENSE"):
-        (source / name).symlink_to(ROOT / name)
+def install(options: Sequence[str], target: Path) -> Path:
+    """The `mycli` of a fresh environment at `target`; `options` are pip's, with what to install."""
     venv.create(target, symlinks=True)
     (packages,) = target.glob("lib/python*/site-packages")
     theirs = [entry for entry in sys.path if entry.endswith("-packages")]
@@ -31,16 +32,24 @@ def install(kind: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(target / "bin" / "python"), "install", "--quiet"]
     pip += ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [*pip, *(["-e"] if kind == "editable" else []), str(source)], env=clean, capture_output=True, text=True
-    )
+    done = subprocess.run([*pip, *options], env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target / "bin" / "mycli"
 
 
+def linked(folder: Path) -> Path:
+    """The sources, by links: a build leaves nothing in the checkout."""
+    folder.mkdir()
+    for name in ("cli", "runtime", "quant", "pyproject.toml", "README.md", "LICENSE"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    program, elsewhere = install(kind, tmp_path), tmp_path / "elsewhere"
+    editable = ["-e"] if kind == "editable" else []
+    program = install([*editable, str(linked(tmp_path / "source"))], tmp_path / "environment")
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
     environment["MYCLI_DEVICE"] = "cpu"
@@ -80,3 +89,21 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
     chat.expect(pexpect.EOF)
     chat.close()
     assert chat.exitstatus == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("objdump") is None, reason="needs g++ and objdump")
+def test_the_wheel_needs_no_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
+    best = isa.portable_name(None, cpu())
+    if best not in isa.portable_flags():
+        pytest.skip("no library is for this processor")
+    program = install([str(build(tmp_path / "wheel", (best,)))], tmp_path / "environment")
+    environment = {key: value for key, value in environment.items() if key not in ("PYTHONPATH", "CXX", isa.VARIABLE)}
+    environment |= {"PATH": str(program.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [str(program), "doctor", "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["path"]["CPU kernel"].startswith("native, ") and found["path"]["CPU kernel"].endswith("; prebuilt")
+    assert {"cpu"} == {kernel["kernel"] for kernel in found["kernels"] if kernel["used"]} and ANSWER in found["reply"]
+    assert not list((tmp_path / "cache").rglob("*.so")), "nothing was compiled"

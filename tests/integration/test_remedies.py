@@ -12,7 +12,10 @@ from mycli.cli.main import COMMANDS
 from mycli.cli.remedies import REMEDIES
 from tests.support.sources import name, sources, tree
 
-COMPILER = {"runtime/kernels/cpu/build.py": {"-o", "--version"}}  # options of the compiler, not ours
+COMPILER = {
+    "runtime/kernels/cpu/compiler.py": {"-o", "--version"},
+    "runtime/kernels/cpu/prebuilt.py": {"--as-needed"},
+}  # options of the compiler, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
 SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"
 # A long option, a short one of ours, a command line, a command of the chat.

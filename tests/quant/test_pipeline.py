@@ -357,6 +357,6 @@ def test_memory_that_runs_out_is_no_crash(
 
 
 def test_other_errors_keep_their_name(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_write_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(pipeline, "write_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         make(source, tmp_path / "out")

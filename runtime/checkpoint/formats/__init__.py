@@ -8,7 +8,7 @@ name. Imports no torch before a weight is read. Modules whose names begin with `
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # a light command reads configurations only
 Headers = Mapping[str, TensorEntry]  # of a folder's tensors, by name
 Promise = tuple[str, Shape, Collection[str]]  # name, shape and allowed safetensors dtypes of a tensor
 EMBEDDING = "model.embed_tokens"
+
+Pack = Callable[["torch.Tensor", int], "torch.Tensor"]  # as `packed_weight.pack`, or a kernel that does the same
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ class WritableFormat(Format, Protocol):
         codes: "torch.Tensor",
         scales: "torch.Tensor | NestedScales",
         dtype: Dtype,
+        pack: Pack,
     ) -> None:
-        """Write codes uint8 [N, K] and scales [N, groups], or those of all rows nested, of a model in `dtype`."""
+        """Write codes uint8 [N, K] and scales [N, groups], or those of all rows nested, of a model in `dtype`.
+
+        `pack` makes words of codes, in layouts of words.
+        """
         ...
 
     def write_quantization(

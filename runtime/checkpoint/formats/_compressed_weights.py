@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import Headers, Promise, Scales, _parts
+from mycli.runtime.checkpoint.formats import Headers, Pack, Promise, Scales, _parts
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.models.layer_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
@@ -182,11 +182,13 @@ def write_weight(
     codes: "torch.Tensor",
     scales: "torch.Tensor | NestedScales",
     dtype: Dtype,
+    pack: Pack,
 ) -> None:
-    """Write codes uint8 [N, K] and scales [N, groups] as `planned_tensors` promised them; `dtype` is that of scales."""
-    import torch
+    """Write codes uint8 [N, K], made words by `pack`, and scales [N, groups] as `planned_tensors` promised them.
 
-    from mycli.runtime.quantization.packed_weight import pack
+    `dtype` is that of scales.
+    """
+    import torch
 
     assert isinstance(scales, torch.Tensor) and scales.dtype == getattr(torch, dtype)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Pack, Promise, Scales, _parts, _targets, quantizable
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -192,6 +192,7 @@ def write_weight(
     codes: "torch.Tensor",
     scales: "torch.Tensor | NestedScales",
     dtype: Dtype,
+    pack: Pack,
 ) -> None:
     """Write codes uint8 [N, K] and nested scales, of the blocks of all rows, as `planned_tensors` promised them.
 

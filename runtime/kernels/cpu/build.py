@@ -1,54 +1,36 @@
-"""Builds packed_cpu.cpp and its headers for this machine with the system's compiler, once, and loads it.
+"""The native library of this machine, which came with the installation or is built here, once; and its functions.
 
-The library is kept under `$XDG_CACHE_HOME/mycli/kernels`, named by a hash of everything it depends on, and moved into
-place whole, so that processes may race. Knows compilers, files and C signatures; not what a product is.
+What is built is kept under `$XDG_CACHE_HOME/mycli/kernels`, named by a hash of everything it depends on, and moved into
+place whole, so that processes may race. Knows C signatures and where libraries lie; not what a product is.
 """
 
 import ctypes
-import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import isa
-
-SOURCE = "packed_cpu.cpp"
-HEADERS = (
-    "attention.h",
-    "attention_float.h",
-    "attention_task.h",
-    "attention_tiles.h",
-    "dense.h",
-    "draw.h",
-    "layer.h",
-    "packed_integer.h",
-    "packed_layout.h",
-    "packed_panels.h",
-    "packed_repack.h",
-    "packed_tiles.h",
-    "steps.h",
-    "table.h",
-    "vectors.h",
+from mycli.runtime.kernels.cpu import isa, prebuilt
+from mycli.runtime.kernels.cpu.compiler import (
+    FLAGS,
+    BuildError,
+    compile_sources,
+    digest,
+    find_compiler,
+    read_sources,
+    torch_openmp,
 )
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
-TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
 
-
-class BuildError(Exception):
-    """Why there is no native library here."""
+THIS_MACHINE = "-march=native"
 
 
 class CWeight(ctypes.Structure):
@@ -111,9 +93,20 @@ class CRotation(ctypes.Structure):
     ]
 
 
+class CRounding(ctypes.Structure):
+    """`Rounding` of quantize_cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "importance", "factors", "scales", "codes", "sums")),
+        *((name, c_int64) for name in ("rows", "inputs", "group", "factor_count", "refits")),
+        *((name, c_int32) for name in ("weight_type", "scale_type", "bits", "search")),
+        *((name, c_float) for name in ("divisor", "smallest", "largest", "limit")),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
-    """The functions of packed_cpu.cpp, where they are described; addresses are `data_ptr()`."""
+    """The functions of the C++ sources, where they are described; addresses are `data_ptr()`."""
 
     repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
@@ -129,11 +122,14 @@ class Native:
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
+    round_weight: Callable[..., int]
+    pack_codes: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
+    origin: str  # whence it came, for a person
 
 
-def load_library(path: Path) -> Native:
-    """The library at `path`; torch's OpenMP is in the process already. Raises OSError where it cannot be loaded."""
+def load_library(path: Path, origin: str = "") -> Native:
+    """The library at `path`, which finds torch's OpenMP in the process. Raises OSError where it cannot be loaded."""
     library = ctypes.CDLL(str(path))
 
     def function(name: str, result: Any, *arguments: object) -> Callable[..., Any]:
@@ -157,33 +153,11 @@ def load_library(path: Path) -> Native:
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
+        round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
+        pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
+        origin=origin,
     )
-
-
-def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(path, version text) of GNU C++: $CXX, else g++, else c++. Raises BuildError.
-
-    Clang does not share GNU's OpenMP library, which is the one torch brings: its threads would be a second pool.
-    """
-    for name in (environment.get("CXX"), "g++", "c++"):
-        path = shutil.which(name) if name else None
-        if path is None:
-            continue
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
-        if "Free Software Foundation" in version:
-            return os.path.abspath(path), version  # it is started in another folder
-    raise BuildError("no GNU C++ compiler found (install g++, or set CXX)")
-
-
-def _openmp() -> str:
-    """The OpenMP library that torch has loaded into this process."""
-    with open("/proc/self/maps") as maps:
-        loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
-    torch_folder = str(Path(torch.__file__).parent)
-    for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
-        return path
-    raise BuildError("torch uses no OpenMP library here")
 
 
 def _processor() -> str:
@@ -209,11 +183,8 @@ def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
     if platform.system() != "Linux":
         raise BuildError(f"built on Linux only, not on {platform.system()}")
     compiler, version = find_compiler()
-    package, openmp = files("mycli.runtime.kernels.cpu"), _openmp()
-    sources = {name: package.joinpath(name).read_bytes() for name in (SOURCE, *HEADERS)}
-    flags = (*FLAGS, *extra_flags)
-    depends = (version, _processor(), torch.__version__, openmp, *flags)
-    key = hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
+    openmp, sources, flags = torch_openmp(), read_sources(), (*FLAGS, THIS_MACHINE, *extra_flags)
+    key = digest(sources, version, _processor(), torch.__version__, openmp, *flags)
     return _Recipe(compiler, flags, openmp, sources, f"packed_cpu-{key}.so")
 
 
@@ -223,23 +194,8 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
     compiler, target = recipe.compiler, folder / recipe.name
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        for name, text in recipe.sources.items():
-            (Path(work) / name).write_bytes(text)
-        # Two steps: with -fopenmp the link would bring the system's OpenMP beside torch's.
-        for command in (
-            [compiler, *recipe.flags, "-c", SOURCE, "-o", "packed_cpu.o"],
-            [compiler, "-shared", "-Wl,-z,defs", "packed_cpu.o", recipe.openmp, "-o", "packed_cpu.so"],
-        ):
-            try:
-                done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise BuildError(f"{compiler} took more than {TIMEOUT} s") from None
-            if done.returncode:
-                words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-                raise BuildError(f"{compiler} failed: {words[0] if words else done.returncode:.200}")
-        os.replace(Path(work) / "packed_cpu.so", target)
+    # With -fopenmp the link would bring the system's OpenMP beside torch's.
+    compile_sources(compiler, recipe.sources, recipe.flags, ("-Wl,-z,defs", recipe.openmp), target)
     return target
 
 
@@ -249,26 +205,47 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
 
 
-def _flags() -> tuple[str, ...]:
-    """Beside `FLAGS`, for this machine and what is asked for. Raises UsageError where that cannot be had."""
+@dataclass(frozen=True)
+class _Choice:
+    """For this machine and what is asked for: a library that is `ready`, or None and `why`; `flags` to build one."""
+
+    flags: tuple[str, ...]
+    ready: Path | None
+    why: str
+
+
+def _choose() -> _Choice:
+    """Raises UsageError as `isa.asked` does."""
     processor = cpu()
-    return isa.compiler_flags(isa.asked(processor.flags), processor)
+    asked = isa.asked(processor.flags)
+    flags = isa.compiler_flags(asked, processor)
+    found = prebuilt.find(isa.portable_name(asked, processor))
+    return _Choice(flags, found, "") if isinstance(found, Path) else _Choice(flags, None, found)
 
 
 @cache  # one library a process: finding the compiler takes longer than a product
 def native() -> Native | str:
     """The functions for this machine, or the reason why there are none. Raises UsageError as `isa.asked` does."""
-    extra = _flags()
+    choice = _choose()
+    why = choice.why
+    if choice.ready is not None:
+        try:
+            prebuilt.show_openmp()
+            return load_library(choice.ready, "prebuilt")
+        except (BuildError, OSError) as error:
+            why = str(error)
     try:
-        return load_library(compile_library(cache_folder(), extra))
+        return load_library(compile_library(cache_folder(), choice.flags), f"compiled here: {why}")
     except (BuildError, OSError, subprocess.SubprocessError) as error:
-        return str(error)
+        return f"{error}; {why}"
 
 
 def must_be_built() -> bool:
     """Whether the first call of `native` will take seconds, because it compiles. Raises UsageError as that does."""
-    extra = _flags()
+    choice = _choose()
+    if choice.ready is not None:
+        return False
     try:
-        return not (cache_folder() / _recipe(extra).name).exists()
+        return not (cache_folder() / _recipe(choice.flags).name).exists()
     except (BuildError, OSError, subprocess.SubprocessError):
         return False  # and `native` says why

@@ -1,7 +1,7 @@
 """Which instructions the native code may use: all that the processor has, or fewer, as MYCLI_CPU_ISA asks.
 
-A smaller set shows on one machine what others do. Knows the kernel's names of instructions and the compiler's; not what
-is compiled with them.
+A smaller set shows on one machine what others do. Knows the names that Linux and the compiler have for instructions;
+not what is compiled with them.
 """
 
 import os
@@ -12,17 +12,20 @@ from mycli.runtime.device.system import Cpu
 from mycli.runtime.errors import UsageError
 
 VARIABLE = "MYCLI_CPU_ISA"
-_AVX2, _AVX512 = ("avx2", "fma"), ("avx512f", "avx512bw", "avx512vl")
-# What the kernel of Linux calls an instruction, and what keeps the compiler from it.
-_WITHOUT = {
-    "amx_tile": "-mno-amx-tile",
-    "amx_int8": "-mno-amx-int8",
-    "amx_bf16": "-mno-amx-bf16",
-    "avx512_vnni": "-mno-avx512vnni",
-    "avx_vnni": "-mno-avxvnni",
-    "avx512f": "-mno-avx512f",
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl")
+# What the kernel of Linux calls an instruction, and the compiler behind -m and -mno-, where that is not the same.
+_COMPILERS = {
+    "amx_tile": "amx-tile",
+    "amx_int8": "amx-int8",
+    "amx_bf16": "amx-bf16",
+    "avx512_vnni": "avx512vnni",
+    "avx512_bf16": "avx512bf16",
+    "avx_vnni": "avxvnni",
 }
 _AMX = ("amx_tile", "amx_int8", "amx_bf16")
+BF16_DOTS = "-DBF16_DOT=1"
+_DOTS = "avx512vnni-bf16"  # of a wheel: the set beside it with dot products of bf16
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,12 @@ class InstructionSet:
 
     def compiler_flags(self, flags: Collection[str]) -> tuple[str, ...]:
         """Beside -march=native; none for what the processor has not: an old compiler may not know the name."""
-        return tuple(_WITHOUT[one] for one in self.leaves if one in flags)
+        return tuple(f"-mno-{_COMPILERS.get(one, one)}" for one in self.leaves if one in flags)
 
 
 # Best first. VNNI without AVX-512 is another instruction, which came later.
 SETS: Mapping[str, InstructionSet] = {
-    "amx": InstructionSet((*_AMX, *_AVX512, "avx512_vnni")),
+    "amx": InstructionSet((*_AMX, *_AVX512, "avx512_vnni", "avx512_bf16")),
     "avx512vnni": InstructionSet((*_AVX512, "avx512_vnni"), _AMX),
     "avx512": InstructionSet(_AVX512, (*_AMX, "avx512_vnni", "avx_vnni")),
     "avxvnni": InstructionSet((*_AVX2, "avx_vnni"), (*_AMX, "avx512f")),
@@ -71,9 +74,26 @@ def asked(flags: Collection[str], environment: Mapping[str, str] = os.environ) -
     return name
 
 
+def dots_are_fast(processor: Cpu) -> bool:
+    """Whether dot products of bf16 are worth it: on AMD's. On Intel's they are a fourth of integers' rate, and
+    converting is faster."""
+    return "AMD" in processor.model and "avx512_bf16" in processor.flags
+
+
 def compiler_flags(name: str | None, processor: Cpu) -> tuple[str, ...]:
-    """For the set `name` on `processor`; None: everything it has."""
+    """Beside -march=native, for the set `name` on `processor`; None: everything it has."""
     left = SETS[name].compiler_flags(processor.flags) if name else ()
-    # Dot products of bf16 are a fourth of integers' rate on Intel's processors, and converting is faster; not on AMD's.
-    fast = "AMD" in processor.model and "avx512_bf16" in processor.flags and _WITHOUT["avx512f"] not in left
-    return (*left, "-DBF16_DOT=1") if fast else left
+    return (*left, BF16_DOTS) if dots_are_fast(processor) and "-mno-avx512f" not in left else left
+
+
+def portable_flags() -> dict[str, tuple[str, ...]]:
+    """For every library that a wheel carries, by name, what lets the compiler use that set of instructions alone."""
+    names = {name: one.needs for name, one in SETS.items()} | {_DOTS: (*SETS["avx512vnni"].needs, "avx512_bf16")}
+    flags = {name: tuple(f"-m{_COMPILERS.get(one, one)}" for one in needs) for name, needs in names.items()}
+    return flags | {_DOTS: (*flags[_DOTS], BF16_DOTS)}
+
+
+def portable_name(name: str | None, processor: Cpu) -> str:
+    """Which of `portable_flags` is for the set `name` on `processor`, None for its best; "plain" is none of them."""
+    chosen = name or best_set(processor.flags)
+    return _DOTS if chosen == "avx512vnni" and dots_are_fast(processor) else chosen

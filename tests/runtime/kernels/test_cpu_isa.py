@@ -61,7 +61,7 @@ def test_the_environment_chooses_what_is_built(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(build, "cpu", lambda: Cpu("Some processor", 1, SAPPHIRE_RAPIDS))
     monkeypatch.setattr(build, "compile_library", lambda _, extra=(): asked.append(tuple(extra)))
-    monkeypatch.setattr(build, "load_library", lambda _: "loaded")
+    monkeypatch.setattr(build, "load_library", lambda *_: "loaded")
     for name in ("", "avx2", "amx"):
         monkeypatch.setenv(isa.VARIABLE, name)
         native.__wrapped__()

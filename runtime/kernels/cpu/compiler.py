@@ -1,0 +1,101 @@
+"""What the native library is made of, and the compiler that makes it: GNU C++ of the system.
+
+Knows sources, flags and processes; not where libraries are kept nor which one a machine wants.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+# And the compiler's options for each: what rounds as torch does rounds every operation on its own.
+SOURCES: Mapping[str, tuple[str, ...]] = {"packed_cpu.cpp": (), "quantize_cpu.cpp": ("-ffp-contract=off",)}
+HEADERS = (
+    "attention.h",
+    "attention_float.h",
+    "attention_task.h",
+    "attention_tiles.h",
+    "dense.h",
+    "draw.h",
+    "layer.h",
+    "packed_integer.h",
+    "packed_layout.h",
+    "packed_panels.h",
+    "packed_repack.h",
+    "packed_tiles.h",
+    "steps.h",
+    "table.h",
+    "vectors.h",
+)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
+
+
+class BuildError(Exception):
+    """Why there is no native library here."""
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """(path, version text) of GNU C++: $CXX, else g++, else c++. Raises BuildError.
+
+    Clang does not share GNU's OpenMP library, which is the one torch brings: its threads would be a second pool.
+    """
+    for name in (environment.get("CXX"), "g++", "c++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
+        if "Free Software Foundation" in version:
+            return os.path.abspath(path), version  # it is started in another folder
+    raise BuildError("no GNU C++ compiler found (install g++, or set CXX)")
+
+
+def torch_openmp() -> str:
+    """The OpenMP library that torch has loaded into this process. Raises BuildError where there is none."""
+    with open("/proc/self/maps") as maps:
+        loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
+    torch_folder = str(Path(torch.__file__).parent)
+    for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
+        return path
+    raise BuildError("torch uses no OpenMP library here")
+
+
+def read_sources() -> dict[str, bytes]:
+    """What the library is made of, by file name."""
+    package = files("mycli.runtime.kernels.cpu")
+    return {name: package.joinpath(name).read_bytes() for name in (*SOURCES, *HEADERS)}
+
+
+def digest(sources: Mapping[str, bytes], *depends: str) -> str:
+    """Of sources and all else that a library depends on."""
+    return hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
+
+
+def compile_sources(
+    compiler: str, sources: Mapping[str, bytes], flags: Sequence[str], link: Sequence[str], target: Path
+) -> None:
+    """A shared library at `target`, all at once; `link` comes behind the objects. Raises BuildError with the reason."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    objects = [f"{name}.o" for name in SOURCES]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
+        for name, text in sources.items():
+            (Path(work) / name).write_bytes(text)
+        for command in (
+            *([compiler, *flags, *own, "-c", name, "-o", f"{name}.o"] for name, own in SOURCES.items()),
+            [compiler, "-shared", *objects, *link, "-o", "library.so"],
+        ):
+            try:
+                done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise BuildError(f"{compiler} took more than {TIMEOUT} s") from None
+            if done.returncode:
+                words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                raise BuildError(f"{compiler} failed: {words[0] if words else done.returncode:.200}")
+        os.replace(Path(work) / "library.so", target)

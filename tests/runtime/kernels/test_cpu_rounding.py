@@ -1,0 +1,113 @@
+"""Rounding and packing by native code, bit by bit against the plain torch of `quant.rounding.grid`."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mycli.quant.rounding import grid as grids
+from mycli.quant.rounding.grid import Grid, Quantized, round_to_nearest
+from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import Native, native
+from mycli.runtime.kernels.cpu.rounding import native_round, pack_codes
+from mycli.runtime.quantization.packed_weight import pack, unpack
+from mycli.runtime.quantization.scheme import BITS, Packing
+
+SHAPES = ((40, 256, 32), (40, 256, 64), (7, 1024, 128), (5, 544, None), (3, 4864, None), (1, 27, None), (0, 64, 32))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+needs_native = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
+
+
+def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Rows of quite other sizes: of zeros, of the smallest numbers, of one value, with ties for the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, max(rows, 1))[:rows, None]
+    if rows > 4:
+        weight[0], weight[1], weight[2] = 0, 1e-40, 0.25
+        weight[3, 1::2] = -weight[3, ::2][: columns // 2]
+    return weight
+
+
+def in_torch(weight: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Quantized, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grids, "native_round", lambda *_, **__: "left to torch")
+        return round_to_nearest(weight, grid, importance)
+
+
+@needs_native
+@pytest.mark.parametrize("search", ["absmax", "mse"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape[:2])) + f"-g{shape[2]}")
+def test_the_bits_are_torchs(library: Native, shape: tuple[int, int, int | None], search: grids.Search) -> None:
+    rows, columns, group = shape
+    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) * 4
+    for index, bits in enumerate(BITS):
+        for weighing in (None, importance):
+            weight = weights(rows, columns, bits).to(DTYPES[index % 3])
+            grid = Grid(Packing(bits, group), DTYPES[(index + (weighing is None)) % 3], search)
+            ours, error = round_to_nearest(weight, grid, weighing)
+            theirs, expected = in_torch(weight, grid, weighing)
+            assert torch.equal(ours.scales, theirs.scales), bits
+            assert torch.equal(ours.codes, theirs.codes), bits
+            assert error == pytest.approx(expected, rel=1e-12)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    grid, weight = Grid(Packing(4, 64), torch.bfloat16), weights(33, 256)
+    expected, error = round_to_nearest(weight, grid)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, again = round_to_nearest(weight, grid)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales) and error == again
+
+
+@needs_native
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_weights_that_no_scale_reaches_are_said(value: float) -> None:
+    weight = weights(4, 64)
+    weight[2, 5] = value
+    with pytest.raises(ModelError, match="NaN or infinity|beyond the range"):
+        round_to_nearest(weight, Grid(Packing(4, 32), torch.float16))
+
+
+@needs_native
+def test_what_it_cannot_do_is_left_to_torch() -> None:
+    scales = torch.ones(4, 2)
+    assert "without a gradient" in str(native_round(weights(4, 64).requires_grad_(), scales, 4))
+    assert "contiguous" in str(native_round(weights(64, 4).t(), scales, 4))
+    assert "bf16, fp16 and fp32" in str(native_round(weights(4, 64).double(), scales, 4))
+    assert "groups of" in str(native_round(weights(4, 8), scales, 4))
+
+
+@needs_native
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("columns", [1, 7, 8, 10, 32, 100, 896])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words(bits: int, columns: int) -> None:
+    codes = torch.randint(0, 1 << bits, (9, columns), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
+    assert torch.equal(pack_codes(codes, bits), pack(codes, bits))
+    assert torch.equal(pack_codes(codes.t().contiguous().t(), bits), pack(codes, bits)), "another order in memory"
+
+
+@needs_native
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 70), st.integers(0, 1 << 30))
+def test_words_hold_the_codes(bits: int, rows: int, columns: int, seed: int) -> None:
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert torch.equal(unpack(packed, bits, columns), codes)
+
+
+def test_without_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "native", lambda: "no GNU C++ compiler found")
+    weight, grid = weights(6, 128), Grid(Packing(4, 64), torch.bfloat16)
+    found, error = round_to_nearest(weight, grid)
+    assert error > 0 and torch.equal(pack_codes(found.codes, 4), pack(found.codes, 4))
+    assert native_round(weight, found.scales, 4) == "no GNU C++ compiler found"
