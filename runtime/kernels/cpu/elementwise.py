@@ -42,7 +42,7 @@ def _tokens(x: Tensor) -> int:
 
 
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
-    """x bf16 or fp32 [..., size] to the same; gain [size] in its dtype, or in fp32 as gains of 1 + w are. Rounded once."""
+    """x bf16 or fp32 [..., size] to the same, rounded once; gain [size] in its dtype, or in fp32 as 1 + w is."""
     size = x.shape[-1]
     found = _library(x, size)
     if isinstance(found, str):
