@@ -22,14 +22,13 @@ from mycli.cli.command import Call
 from mycli.runtime.errors import GateError, ModelError, UsageError
 
 if TYPE_CHECKING:  # nothing slow, but no other test of `bench` needs it
-    from mycli.runtime.diagnostics.completion_client import Target
+    from mycli.runtime.diagnostics.completion_client import CompletionServer
     from mycli.runtime.diagnostics.serving_load import Load, LoadResult
 
-KEY_VARIABLE = "MYCLI_API_KEY"
-COLUMNS = ("server", "test", "t/s", "TTFT p50/p95/p99", "TPOT p50/p95/p99", "queue", "preempted", "hits", "failed")
-NARROW = (1, 2, 3, 4, 0, 8, 7, 5, 6)  # columns by what a narrow terminal shows first
-READY_SECONDS, STOP_SECONDS = 600, 60
-PART = 0.95  # of the replies must keep what --slo asks
+_COLUMNS = ("server", "test", "t/s", "TTFT p50/p95/p99", "TPOT p50/p95/p99", "queue", "preempted", "hits", "failed")
+_NARROW = (1, 2, 3, 4, 0, 8, 7, 5, 6)  # columns by what a narrow terminal shows first
+_STOP_SECONDS = 60
+_PART = 0.95  # of the replies must keep what --slo asks
 _PROMISES = {"ttft": "ttft_p95_seconds", "tpot": "tpot_p95_seconds"}
 
 
@@ -112,19 +111,19 @@ def _own_server(model: str, flags: Sequence[str], context: int, together: int) -
     """The address of `mycli serve` of a model, while the context lasts."""
     command = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--ctx", str(context)]
     command += ["--max-sequences", str(together), *flags]
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != options.KEY_VARIABLE}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
             if not line:
-                code = process.wait(STOP_SECONDS)
+                code = process.wait(_STOP_SECONDS)
                 raise ModelError(f"{model} could not be served (the server ended with {code})", "it said why above")
             yield str(json.loads(line)["url"])
         finally:
             process.terminate()
             try:
-                process.wait(STOP_SECONDS)
+                process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -136,7 +135,7 @@ def bench_serving(
     rows: list[Row] = []
     for model in models:
         if re.match(r"https?://", model):
-            rows += _measure(call, model, "http", loads, repetitions, os.environ.get(KEY_VARIABLE))
+            rows += _measure(call, model, "http", loads, repetitions, os.environ.get(options.KEY_VARIABLE))
             continue
         context = max(128, *(2 * (load.prompt + load.reply) for load in loads))  # a prompt has about so many tokens
         together = min(max(load.clients or load.requests for load in loads), 256)
@@ -154,10 +153,10 @@ def _measure(
     key: str | None,
     name: str | None = None,
 ) -> list[Row]:
-    from mycli.runtime.diagnostics.completion_client import Target
+    from mycli.runtime.diagnostics.completion_client import CompletionServer
     from mycli.runtime.diagnostics.serving_load import run_load, tokens_per_word
 
-    target = Target(url, key)
+    target = CompletionServer(url, key)
     name = name or f"{target.model} at {url}"
     per_word = tokens_per_word(target)  # and whatever the server makes at its first request is made
     rows = []
@@ -172,7 +171,7 @@ def _measure(
     return rows
 
 
-def _row(target: "Target", name: str, kind: str, runs: "Sequence[LoadResult]") -> Row:
+def _row(target: "CompletionServer", name: str, kind: str, runs: "Sequence[LoadResult]") -> Row:
     from mycli.runtime.diagnostics.throughput import percentile
 
     answered = [reply for run in runs for reply in run.answered]
@@ -214,8 +213,12 @@ def _times(row: Row, field: str) -> str:
     return "" if values[0] is None else "/".join(f"{1e3 * value:.0f}" for value in values) + " ms"
 
 
-def cells(row: Row) -> list[str]:
-    """A row of the table."""
+def serving_table(call: Call, rows: Sequence[Row]) -> None:
+    """Show `rows` as a table."""
+    call.out.table(_COLUMNS, [_cells(row) for row in rows], right=tuple(range(2, len(_COLUMNS))), order=_NARROW)
+
+
+def _cells(row: Row) -> list[str]:
     queue, preempted = row["queue_mean_seconds"], row["preemptions"]
     return [
         row["model"],
@@ -247,7 +250,7 @@ def judge(call: Call, rows: Sequence[Row], promises: dict[str, float], asked: st
         servers.setdefault(row["model"], []).extend([row] if keeps(row, promises) else [])
     for name, kept in servers.items():
         if kept:
-            call.out.note(f"{name}: {kept[-1]['test']} is the largest load that keeps {asked} for {PART:.0%}")
+            call.out.note(f"{name}: {kept[-1]['test']} is the largest load that keeps {asked} for {_PART:.0%}")
     without = [name for name, kept in servers.items() if not kept]
     if without:
         raise GateError(f"no load keeps {asked}: {', '.join(without)}", "try fewer clients, or shorter prompts")

@@ -12,10 +12,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.bench_results import Row, check_save, compare_results, read_results, save_results
-from mycli.cli.bench_serving import COLUMNS as SERVING_COLUMNS
-from mycli.cli.bench_serving import NARROW as SERVING_NARROW
-from mycli.cli.bench_serving import ServingFlags, bench_serving, judge
-from mycli.cli.bench_serving import cells as serving_cells
+from mycli.cli.bench_serving import ServingFlags, bench_serving, judge, serving_table
 from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
@@ -167,8 +164,7 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
         writer.writerows(flat)
         call.out.result(text.getvalue().rstrip("\n"))
     elif "failed" in rows[0]:
-        shown = [serving_cells(row) for row in rows]
-        call.out.table(SERVING_COLUMNS, shown, right=(2, 3, 4, 5, 6, 7, 8), order=SERVING_NARROW)
+        serving_table(call, rows)
     else:
         call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10), order=NARROW)
 

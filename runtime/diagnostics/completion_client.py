@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.json_fields import strict_json
 
-SECONDS = 600.0  # that a server may be silent
-MAX_ANSWER = 1 << 24  # bytes of a whole answer
-MAX_LINE = 1 << 20  # bytes of an event
-MAX_LINES = 1 << 22  # of one reply
+_SECONDS = 600.0  # that a server may be silent
+_MAX_ANSWER = 1 << 24  # bytes of a whole answer
+_MAX_LINE = 1 << 20  # bytes of an event
+_MAX_LINES = 1 << 22  # of one reply
 _COUNTERS = re.compile(
     r"^(?:mycli|vllm):(prefix_cache_queries|prefix_cache_hits|num_preemptions|request_queue_time_seconds_sum|"
     r"request_queue_time_seconds_count)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$",
@@ -50,7 +50,7 @@ class Reply:
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-class Target:
+class CompletionServer:
     """A server: its address, and the model that it names first."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -72,7 +72,7 @@ class Target:
             raise ModelError(f"{self.url} names no model", "it must have OpenAI's /v1/models") from None
 
     def _open(self, method: str, path: str, body: bytes | None = None) -> tuple[HTTPConnection, HTTPResponse]:
-        connection = self._kind(self._host, self._port, timeout=SECONDS)
+        connection = self._kind(self._host, self._port, timeout=_SECONDS)
         try:
             connection.request(method, self._path + path, body, self._headers)
             return connection, connection.getresponse()
@@ -84,7 +84,7 @@ class Target:
         try:
             connection, response = self._open("GET", path)
             try:
-                answer = response.read(MAX_ANSWER)
+                answer = response.read(_MAX_ANSWER)
             finally:
                 connection.close()
         except (OSError, HTTPException) as error:
@@ -116,7 +116,7 @@ class Target:
             connection, response = self._open("POST", "/v1/completions", json.dumps(asked).encode())
             try:
                 if response.status != 200:
-                    return Reply(sent, problem=f"{response.status}: {_problem(response.read(MAX_ANSWER))}")
+                    return Reply(sent, problem=f"{response.status}: {_problem(response.read(_MAX_ANSWER))}")
                 return _timed(sent, response)
             finally:
                 connection.close()
@@ -134,8 +134,8 @@ def _problem(answer: bytes) -> str:
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """The data of a stream of events, up to the mark of its end. Raises ValueError for what is none."""
-    for _ in range(MAX_LINES):
-        line = response.readline(MAX_LINE)
+    for _ in range(_MAX_LINES):
+        line = response.readline(_MAX_LINE)
         if not line:
             return
         if not line.startswith(b"data:"):
@@ -150,6 +150,13 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     raise ValueError("a reply without an end")
 
 
+def _written(data: Mapping[str, Any]) -> bool:
+    """Whether an event brings a token; one that only tells why a reply ended has none."""
+    choices = data.get("choices")
+    one = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(one, dict) and (bool(one.get("text")) or not one.get("finish_reason"))
+
+
 def _timed(sent: float, response: HTTPResponse) -> Reply:
     first = last = 0.0
     usage: Mapping[str, Any] = {}
@@ -158,7 +165,7 @@ def _timed(sent: float, response: HTTPResponse) -> Reply:
         now = time.monotonic()
         if "error" in data:
             return Reply(sent, problem=str(data["error"])[:200])
-        if data.get("choices"):
+        if _written(data):
             seen += 1
             first, last = first or now, now
         if isinstance(data.get("usage"), dict):

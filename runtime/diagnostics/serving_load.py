@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mycli.runtime.diagnostics.completion_client import Reply, Target
+from mycli.runtime.diagnostics.completion_client import CompletionServer, Reply
 from mycli.runtime.errors import ModelError
 
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
@@ -86,33 +86,33 @@ class Texts:
         return (self._shared + self._text(self._own)).strip()
 
 
-def tokens_per_word(target: Target) -> float:
+def tokens_per_word(server: CompletionServer) -> float:
     """How many tokens the words of `Texts` take, by the server's count of two texts: what it adds itself is no word's.
 
     Raises ModelError where it does not answer or does not count.
     """
     chance, counts = random.Random(0), []
     for words in _MEASURED:
-        answer = target.reply(" ".join(chance.choice(_WORDS) for _ in range(words)), 1)
+        answer = server.reply(" ".join(chance.choice(_WORDS) for _ in range(words)), 1)
         if answer.problem:
-            raise ModelError(f"{target.url}: {answer.problem}", "it must have room, and OpenAI's /v1/completions")
+            raise ModelError(f"{server.url}: {answer.problem}", "it must have room, and OpenAI's /v1/completions")
         counts.append(answer.prompt)
     if counts[1] <= counts[0]:
-        raise ModelError(f"{target.url} does not count the tokens of a prompt", "its streams must have a usage")
+        raise ModelError(f"{server.url} does not count the tokens of a prompt", "its streams must have a usage")
     return (counts[1] - counts[0]) / (_MEASURED[1] - _MEASURED[0])
 
 
 def run_load(
-    target: Target, load: Load, per_word: float, seed: int, progress: Callable[[], None] = lambda: None
+    server: CompletionServer, load: Load, per_word: float, seed: int, progress: Callable[[], None] = lambda: None
 ) -> LoadResult:
     """One run: every request of `load`, each with a text of its own. `progress` is called after each, by any thread."""
     texts = Texts(load, per_word, seed)
     prompts = [texts.next() for _ in range(load.requests)]
     replies: list[Reply] = []
-    before, began = target.counters(), time.monotonic()
+    before, began = server.counters(), time.monotonic()
 
     def ask(prompt: str) -> None:
-        replies.append(target.reply(prompt, load.reply))
+        replies.append(server.reply(prompt, load.reply))
         progress()
 
     if load.clients is not None:
@@ -121,7 +121,7 @@ def run_load(
         assert load.rate is not None
         _open_load(prompts, load.rate, random.Random(seed), ask)
     seconds = max((one.last for one in replies if not one.problem), default=time.monotonic()) - began
-    after = target.counters()
+    after = server.counters()
     counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return LoadResult(load, tuple(replies), seconds, counted)
 

@@ -78,11 +78,16 @@ def event(**fields: Any) -> str:
 
 
 def talkative(asked: Any, say: Callable[[str], None]) -> None:
-    """Three tokens, the second 30 ms after the first; a word is a token and a half, and every prompt has 3 more."""
+    """Three tokens, the second 30 ms after the first, and the end later.
+
+    A word is a token and a half, and every prompt has 3 more.
+    """
     say(": ping")
     for pause in (0.0, 0.03, 0.0):
         time.sleep(pause)
         say(event(choices=[{"text": "a"}]))
+    time.sleep(0.1)
+    say(event(choices=[{"text": "", "finish_reason": "length"}]))
     words = len(asked["prompt"].split())
     counts = {
         "prompt_tokens": 3 + words * 3 // 2,
