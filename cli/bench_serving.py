@@ -6,6 +6,7 @@ Knows flags, tables and words. The load and the clocks are `runtime.diagnostics.
 import json
 import os
 import re
+import secrets
 import statistics
 import subprocess
 import sys
@@ -130,18 +131,16 @@ def _own_server(model: str, flags: Sequence[str], context: int, together: int) -
 
 def bench_serving(
     call: Call, models: Sequence[str], loads: "Sequence[Load]", repetitions: int, flags: Sequence[str]
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """All loads on each server in turn; `flags`: of `mycli serve`, where a model is to be served."""
-    rows: list[Row] = []
     for model in models:
         if re.match(r"https?://", model):
-            rows += _measure(call, model, "http", loads, repetitions, os.environ.get(options.KEY_VARIABLE))
+            yield _measure(call, model, "http", loads, repetitions, os.environ.get(options.KEY_VARIABLE))
             continue
         context = max(128, *(2 * (load.prompt + load.reply) for load in loads))  # a prompt has about so many tokens
         together = min(max(load.clients or load.requests for load in loads), 256)
         with _own_server(model, flags, context, together) as url:
-            rows += _measure(call, url, "own", loads, repetitions, None, model)
-    return rows
+            yield _measure(call, url, "own", loads, repetitions, None, model)
 
 
 def _measure(
@@ -158,13 +157,14 @@ def _measure(
 
     target = CompletionServer(url, key)
     name = name or f"{target.model} at {url}"
+    salt = secrets.randbits(32)  # texts that the server has never seen: it may keep those of an earlier measurement
     per_word = tokens_per_word(target)  # and whatever the server makes at its first request is made
     rows = []
     with call.out.progress(name, repetitions * sum(load.requests for load in loads), "replies") as bar:
         for number, load in enumerate(loads):
             bar.describe(f"{name} {load.name}")
             runs = [
-                run_load(target, load, per_word, 1000 * number + run, lambda: bar.advance(1))
+                run_load(target, load, per_word, salt + 1000 * number + run, lambda: bar.advance(1))
                 for run in range(repetitions)
             ]
             rows.append(_row(target, name, kind, runs))

@@ -257,7 +257,14 @@ def bench(
         loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
         _check_files(compare, save)
         given = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
-        rows = bench_serving(call, models, loads, repetitions, given)
+        rows = list[Row]()
+        try:
+            for found in bench_serving(call, models, loads, repetitions, given):
+                rows += found
+        except UserError:
+            if rows:
+                _print(call, rows, style)
+            raise
         _keep(call, rows, style, compare, save, limit)
         judge(call, rows, promises, serving.slo or "")
         return
@@ -279,7 +286,7 @@ def bench(
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
     _check_files(compare, save)
     opened = [_open(call, model, engine, trials) for model in models]
-    rows = list[Row]()
+    rows = []
     try:
         for one in opened:
             rows += _measure(call, one, trials, repetitions)
