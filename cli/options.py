@@ -12,6 +12,7 @@ import typer
 from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
+KEY_VARIABLE = "MYCLI_API_KEY"  # of a server, for it and for its clients
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 # A letter alone is binary, as for llama.cpp, Docker and systemd.
 _MEMORY = {

@@ -12,6 +12,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.bench_results import Row, check_save, compare_results, read_results, save_results
+from mycli.cli.bench_serving import ServingFlags, bench_serving, judge, serving_table
 from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
@@ -32,6 +33,7 @@ EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
     "mycli bench pico -p 64 -n 16 -d 0,128 -b 1,2 -r 2 -o csv",
     "mycli bench pico --draft pico-draft -n 16 -r 1",
+    "mycli bench pico --serve --clients 1,4 -p 32 -n 8 -r 1",
     "mycli bench pico -p 64 -n 16 -r 3 --save before.json && mycli bench pico -p 64 -n 16 -r 3 --compare before.json",
 )
 FORMATS = ("md", "json", "jsonl", "csv")
@@ -161,6 +163,8 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
         writer.writeheader()
         writer.writerows(flat)
         call.out.result(text.getvalue().rstrip("\n"))
+    elif "failed" in rows[0]:
+        serving_table(call, rows)
     else:
         call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10), order=NARROW)
 
@@ -172,6 +176,35 @@ def _parse_share(text: str | None) -> float | None:
     if not text.endswith("%") or not number.replace(".", "", 1).isdecimal():
         raise UsageError(f"--fail-on-regress {text}: not a percentage", "write it as 5%")
     return float(number) / 100
+
+
+def _check_files(compare: Path | None, save: Path | None) -> None:
+    """A bad file is told before minutes of work."""
+    if compare is not None:
+        read_results(compare)
+    if save is not None:
+        check_save(save)
+
+
+def _keep(
+    call: Call, rows: Sequence[Row], style: str, compare: Path | None, save: Path | None, limit: float | None
+) -> None:
+    """Show the results, compare and save them where that is asked. Raises GateError for what is slower by `limit`."""
+    changes = compare_results(call, rows, compare, style) if compare is not None and style != "md" else []
+    _print(call, rows, style)
+    if compare is not None and style == "md":
+        changes = compare_results(call, rows, compare, style)
+    if save is not None:
+        save_results(save, rows)
+    slower = [
+        f"{row['model']} {row['test']} {change.relative:+.1%}"
+        for row, change in changes
+        if limit is not None and change.regressed(limit)
+    ]
+    if slower:
+        raise GateError(
+            "slower than before: " + ", ".join(slower), f"see {compare}; other work on the machine counts too"
+        )
 
 
 @command
@@ -204,23 +237,45 @@ def bench(
     dtype: options.Precision = "auto",
     kv: options.CacheKind = "auto",
     shadow: options.Shadow = False,
+    *,
+    serving: ServingFlags,
 ) -> None:
     """Measure how fast a model is.
 
     Tokens per second of prompts (pp) and replies (tg) on synthetic tokens. With --draft: replies of -n tokens to real
-    prompts, -r times without and with a draft in turn, by kind of text.
+    prompts, -r times without and with a draft in turn, by kind of text. With --serve: as clients see a server.
     """
     style = "json" if call.out.json_mode else options.choice("-o", output, FORMATS, "format")
     engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
+    limit = _parse_share(fail_on_regress)
+    if limit is not None and compare is None:
+        raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
+    if serving.serve:
+        if (depth, batch) != ("0", "1"):
+            raise UsageError("-d and -b are not of --serve", "--shared and --clients are")
+        promises = serving.promises()
+        loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
+        _check_files(compare, save)
+        given = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
+        rows = list[Row]()
+        try:
+            for found in bench_serving(call, models, loads, repetitions, given):
+                rows += found
+        except UserError:
+            if rows:
+                _print(call, rows, style)
+            raise
+        _keep(call, rows, style, compare, save, limit)
+        judge(call, rows, promises, serving.slo or "")
+        return
+    if serving.slo is not None:
+        raise UsageError("--slo is a promise of a server", "add --serve")
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "omit --save and --compare")
         (longest, *_) = options.parse_counts(generate)
         bench_draft(call, models[0], engine, limit=max(longest, 2), repetitions=repetitions, style=style)
         return
-    limit = _parse_share(fail_on_regress)
-    if limit is not None and compare is None:
-        raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
     from mycli.runtime.diagnostics.throughput import grid
 
     lengths = [options.parse_counts(text) for text in (prompt, generate, depth, batch)]
@@ -229,12 +284,9 @@ def bench(
     trials = grid(*lengths)
     if not trials:
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")
-    if compare is not None:
-        read_results(compare)  # a bad file is told before minutes of work
-    if save is not None:
-        check_save(save)
+    _check_files(compare, save)
     opened = [_open(call, model, engine, trials) for model in models]
-    rows: list[Row] = []
+    rows = []
     try:
         for one in opened:
             rows += _measure(call, one, trials, repetitions)
@@ -242,18 +294,4 @@ def bench(
         if rows:
             _print(call, rows, style)  # what was measured is not lost with the model that failed
         raise
-    changes = compare_results(call, rows, compare, style) if compare is not None and style != "md" else []
-    _print(call, rows, style)
-    if compare is not None and style == "md":
-        changes = compare_results(call, rows, compare, style)
-    if save is not None:
-        save_results(save, rows)
-    slower = [
-        f"{row['model']} {row['test']} {change.relative:+.1%}"
-        for row, change in changes
-        if limit is not None and change.regressed(limit)
-    ]
-    if slower:
-        raise GateError(
-            "slower than before: " + ", ".join(slower), f"see {compare}; other work on the machine counts too"
-        )
+    _keep(call, rows, style, compare, save, limit)

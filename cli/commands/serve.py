@@ -26,7 +26,6 @@ EXAMPLES = (
     "mycli serve pico",
     "mycli serve pico --port 9000 --alias gpt-4o-mini --ctx 1k",
 )
-KEY_VARIABLE = "MYCLI_API_KEY"
 MAX_KEY_BYTES = 4096
 
 
@@ -38,7 +37,9 @@ class AddressFlags:
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080
     key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help=f"Ask clients for this key; or set {KEY_VARIABLE}."),
+        typer.Option(
+            "--api-key-file", metavar="FILE", help=f"Ask clients for this key; or set {options.KEY_VARIABLE}."
+        ),
     ] = None
     open_to_all: Annotated[bool, typer.Option("--insecure-no-auth", help="Let other machines in without a key.")] = (
         False
@@ -83,8 +84,8 @@ class AddressFlags:
     def _key(self, call: Call) -> bytes | None:
         """The key, from the file or the environment: never from the command line, which others can see."""
         if self.key_file is None:
-            given = os.environ.get(KEY_VARIABLE, "").strip().encode()
-            source = KEY_VARIABLE
+            given = os.environ.get(options.KEY_VARIABLE, "").strip().encode()
+            source = options.KEY_VARIABLE
         else:
             given = read_bytes(self.key_file, MAX_KEY_BYTES).strip()
             source = str(self.key_file)

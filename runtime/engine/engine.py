@@ -273,6 +273,7 @@ class Engine:
             reason,
             sequence.cached,
             sequence.miss,
+            sequence.queued,
             guessed,
             len(drawn) - 1 if guessed else 0,
         )
@@ -289,7 +290,12 @@ class Engine:
         if self.speculator is not None:
             self.speculator.end(sequence.id, sequence.tokens)
         return SequenceOutput(
-            sequence.id, finish_reason=reason, cached_tokens=sequence.cached, cache_miss=sequence.miss, error=error
+            sequence.id,
+            finish_reason=reason,
+            cached_tokens=sequence.cached,
+            cache_miss=sequence.miss,
+            queued=sequence.queued,
+            error=error,
         )
 
     def _made_ahead(self, turns: Sequence[Turn]) -> list[list[int]] | None:

@@ -190,6 +190,7 @@ class Scheduler:
         self._run(sequence)
         if not sequence.started:
             sequence.started = True
+            sequence.queued = self._clock() - sequence.arrived
             sequence.cached = table.length
             sequence.miss = "the prompt's logprobs are wanted" if found is None else found.miss
             self.counts.queries += sequence.prompt
@@ -246,6 +247,7 @@ class Scheduler:
                 self._wait(fork)
                 continue
             fork.table, fork.cached, fork.started = sequence.table.branch(), fork.prompt, True
+            fork.queued = sequence.queued
             self._run(fork)
             turns.append(Turn(fork, len(fork.tokens), 0))
         return turns

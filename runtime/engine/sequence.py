@@ -43,7 +43,8 @@ class SequenceOutput:
 
     logprobs: one for each of `tokens`, where they were asked for; prompt_logprobs: of the prompt's tokens, from the
     second on, as they are read; cached_tokens: of the prompt, that were in the cache, and `cache_miss` says why not
-    more; drafted, accepted: tokens, by speculation in this step; error: what went wrong, where the reason is "error".
+    more; queued: seconds before its first turn; drafted, accepted: tokens, by speculation in this step; error: what
+    went wrong, where the reason is "error".
     """
 
     sequence: int
@@ -53,6 +54,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     cache_miss: str = ""
+    queued: float = 0.0
     drafted: int = 0
     accepted: int = 0
     error: UserError | None = None
@@ -80,6 +82,7 @@ class Sequence:
     started: bool = False  # it had its turn once
     cached: int = 0
     miss: str = ""
+    queued: float = 0.0  # seconds before its first turn
     branches: "list[Sequence]" = field(default_factory=list)  # begin with what this one has once its prompt is read
 
     @property

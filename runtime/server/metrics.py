@@ -38,6 +38,12 @@ class _Load(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(PREFIX + name, text, value=value)
+        misses = CounterMetricFamily(
+            PREFIX + "prefix_cache_misses", "Prompts that were not whole in the cache, by why.", labels=["reason"]
+        )
+        for reason, count in load.misses.items():  # a few sentences of our own, the positions left out
+            misses.add_metric([reason], count)
+        yield misses
 
 
 class Metrics:
@@ -63,19 +69,39 @@ class Metrics:
         self._first = seconds("time_to_first_token_seconds", "From the request to its first token.")
         self._between = seconds("inter_token_latency_seconds", "Between two tokens of a sequence.")
         self._whole = seconds("e2e_request_latency_seconds", "From the request to its end.")
+        self._queue = seconds("request_queue_time_seconds", "From the request to its first turn.")
+        self._prefill = seconds("request_prefill_time_seconds", "From the first turn to the first token.")
         self._decode = seconds("request_decode_time_seconds", "From the first token to the last.")
         self._per_token = seconds("request_time_per_output_token_seconds", "Mean time of a token after the first.")
+        self._drafts = Counter(PREFIX + "spec_decode_num_drafts", "Passes that verified a draft.", registry=registry)
+        self._drafted = Counter(PREFIX + "spec_decode_num_draft_tokens", "Tokens that were drafted.", registry=registry)
+        self._accepted = Counter(
+            PREFIX + "spec_decode_num_accepted_tokens", "Drafted tokens that stood.", registry=registry
+        )
         self._prompt_size = counts("request_prompt_tokens", "Tokens of a prompt.")
         self._reply_size = counts("request_generation_tokens", "Tokens of a reply.")
 
-    def stepped(self, asked: float, first: float | None, last: float | None, now: float, tokens: int) -> None:
-        """A sequence asked for at `asked` got `tokens`; its first and last before came at `first` and `last`."""
+    def stepped(
+        self, asked: float, first: float | None, last: float | None, now: float, tokens: int, queued: float
+    ) -> None:
+        """A sequence asked for at `asked` got `tokens`; its first and last before came at `first` and `last`.
+
+        It waited `queued` seconds for its first turn.
+        """
         self._generated.inc(tokens)
         if first is None:
             self._first.observe(now - asked)
+            self._queue.observe(queued)
+            self._prefill.observe(max(now - asked - queued, 0.0))
         elif last is not None and tokens:
             for _ in range(tokens):
                 self._between.observe((now - last) / tokens)
+
+    def speculated(self, drafted: int, accepted: int) -> None:
+        """A pass verified `drafted` tokens, of which `accepted` stood."""
+        self._drafts.inc()
+        self._drafted.inc(drafted)
+        self._accepted.inc(accepted)
 
     def ended(
         self, asked: float, first: float | None, last: float | None, prompt: int, tokens: int, reason: str

@@ -235,7 +235,9 @@ class EngineWorker:
             return output
         now = time.perf_counter()
         if output.tokens or output.finish_reason is not None:
-            self.metrics.stepped(ticket.asked, ticket.first, ticket.last, now, len(output.tokens))
+            self.metrics.stepped(ticket.asked, ticket.first, ticket.last, now, len(output.tokens), output.queued)
+            if output.drafted:
+                self.metrics.speculated(output.drafted, output.accepted)
             ticket.first, ticket.last = ticket.first or now, now
             ticket.tokens += len(output.tokens)
         try:

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.application import application
 from mycli.runtime.server.connection import DrainingServer, listen
 from mycli.runtime.server.service import Service
@@ -134,6 +135,7 @@ class _Turn:
     sequence: int
     request: Request
     left: list[int]
+    fresh: bool = True
 
 
 class ScriptedEngine:
@@ -201,11 +203,13 @@ class ScriptedEngine:
             if limit is not None:
                 one.request = _with_limit(one.request, limit - len(token))
             reason: Any = "stop" if end else "length" if one.request.limit == 0 else None
-            outputs.append(SequenceOutput(one.sequence, tuple(token), finish_reason=reason))
+            scored = one.request.prompt[1:] if one.request.prompt_logprobs and one.fresh else ()
+            told, one.fresh = tuple(TokenLogprob(each, -1.0, ()) for each in scored), False
+            outputs.append(SequenceOutput(one.sequence, tuple(token), (), told, reason))
             if reason is not None:
                 self._running.remove(one)
         return outputs
 
 
 def _with_limit(request: Request, limit: int) -> Request:
-    return Request(request.prompt, request.sampling, limit, request.stop_ids, request.grammar)
+    return replace(request, limit=limit)

@@ -78,7 +78,7 @@ class CNorm(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "gain", "y")),
         *((name, c_int64) for name in ("rows", "size")),
         ("eps", c_float),
-        ("gain_type", c_int32),
+        *((name, c_int32) for name in ("type", "gain_type")),
     ]
 
 
@@ -142,11 +142,11 @@ def load_library(path: Path, origin: str = "") -> Native:
         repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
         dequantize=function("packed_dequantize", None, weight, c_void_p, c_int32, c_int),
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
-        dense=function("dense_matmul", c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
-        gate=function("gate", None, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         attention_part=function("attention_part", c_int, *(c_void_p,) * 5, c_int),
         mlp_part=function("mlp_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),

@@ -1,5 +1,6 @@
-// A weight [outputs, inputs] of bf16 as it lies in memory, times any number of rows of bf16, with fp32 sums. Each output is summed
-// in one order, whatever the rows beside it: in AMX tiles, or lane by lane of a vector and then over the lanes.
+// A weight [outputs, inputs] of bf16 or fp32 as it lies in memory, times any number of rows of its type, with fp32 sums. Each
+// output is summed in one order, whatever the rows beside it: in AMX tiles (bf16), or lane by lane of a vector and then over
+// the lanes.
 
 #pragma once
 
@@ -7,46 +8,64 @@
 
 namespace {
 
-struct Dense {
-    const uint16_t *w, *x;
+template <class T> struct Dense {  // T: uint16_t, which is bf16, or float
+    const T *w, *x;
     int64_t outputs, inputs, rows;  // inputs: a multiple of 32
-    uint16_t* y;
+    T* y;
 };
 
 // ---- Vectors: a register tile is up to DENSE_HIGH rows times DENSE_ACROSS outputs ----
 
 constexpr int DENSE_ACROSS = 4, DENSE_HIGH = VECTOR == 64 ? 6 : 3;
-constexpr int STEP = 2 * LANES;  // bf16 of a vector
 
+// How a type is multiplied: a vector of weights, STEP of them, times the activations they meet, which `expand` lays out.
+template <class T> struct Element;
+template <> struct Element<uint16_t> {
+    static constexpr int STEP = 2 * LANES;
+    static void store(uint16_t* to, float value) { *to = to_bf16(value); }
 #if defined(BF16_DOT) && defined(__AVX512BF16__) && VECTOR == 64
-// bf16 dot products: for processors on which they are faster than converting.
-typedef uint16_t Activation;
-inline void expand(const uint16_t* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
-struct Expanded {
-    Ints pairs;
-    explicit Expanded(const uint16_t* w) : pairs(load_vector<Ints>(w)) {}
-    Floats add(Floats sum, const Activation* x) const {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)load_vector<Ints>(x));
-    }
-};
+    // bf16 dot products: for processors on which they are faster than converting.
+    typedef uint16_t Activation;
+    static void expand(const uint16_t* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
+    struct Weights {
+        Ints pairs;
+        explicit Weights(const uint16_t* w) : pairs(load_vector<Ints>(w)) {}
+        Floats add(Floats sum, const Activation* x) const {
+            return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)load_vector<Ints>(x));
+        }
+    };
 #else
-// Exact products in fp32: the even inputs of a vector, then the odd ones.
-typedef float Activation;
-inline void expand(const uint16_t* x, int64_t inputs, Activation* to) {
-    for (int64_t i = 0; i < inputs; i += STEP)
-        for (int64_t j = 0; j < LANES; j++) to[i + j] = from_bf16(x[i + 2 * j]), to[i + LANES + j] = from_bf16(x[i + 2 * j + 1]);
-}
-struct Expanded {
-    Floats even, odd;
-    explicit Expanded(const uint16_t* w) {
-        const Ints pairs = load_vector<Ints>(w);
-        even = (Floats)(pairs << 16), odd = (Floats)(pairs & int32_t(0xffff0000));
+    // Exact products in fp32: the even inputs of a vector, then the odd ones.
+    typedef float Activation;
+    static void expand(const uint16_t* x, int64_t inputs, Activation* to) {
+        for (int64_t i = 0; i < inputs; i += STEP)
+            for (int64_t j = 0; j < LANES; j++)
+                to[i + j] = from_bf16(x[i + 2 * j]), to[i + LANES + j] = from_bf16(x[i + 2 * j + 1]);
     }
-    Floats add(Floats sum, const Activation* x) const {
-        return fused(odd, load_vector<Floats>(x + LANES), fused(even, load_vector<Floats>(x), sum));
-    }
-};
+    struct Weights {
+        Floats even, odd;
+        explicit Weights(const uint16_t* w) {
+            const Ints pairs = load_vector<Ints>(w);
+            even = (Floats)(pairs << 16), odd = (Floats)(pairs & int32_t(0xffff0000));
+        }
+        Floats add(Floats sum, const Activation* x) const {
+            return fused(odd, load_vector<Floats>(x + LANES), fused(even, load_vector<Floats>(x), sum));
+        }
+    };
 #endif
+};
+template <> struct Element<float> {
+    static constexpr int STEP = LANES;
+    typedef float Activation;
+    static void store(float* to, float value) { *to = value; }
+    static void expand(const float* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
+    struct Weights {
+        Floats values;
+        explicit Weights(const float* w) : values(load_vector<Floats>(w)) {}
+        Floats add(Floats sum, const Activation* x) const { return fused(values, load_vector<Floats>(x), sum); }
+    };
+};
+template <class T> using Activation = typename Element<T>::Activation;
 
 inline float sum_lanes(Floats v) {
     float lane[LANES];
@@ -57,23 +76,24 @@ inline float sum_lanes(Floats v) {
 }
 
 // M rows of x times DENSE_ACROSS outputs from `output` on, of which those past the last repeat it.
-template <int M> void dense_tile(const Dense& d, int64_t output, const Activation* x, uint16_t* y) {
-    const uint16_t* row[DENSE_ACROSS];
+template <int M, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
+    const T* row[DENSE_ACROSS];
     for (int n = 0; n < DENSE_ACROSS; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
     Floats sum[M][DENSE_ACROSS] = {};
-    for (int64_t k = 0; k < d.inputs; k += STEP)
+    for (int64_t k = 0; k < d.inputs; k += Element<T>::STEP)
 #pragma GCC unroll 4
         for (int n = 0; n < DENSE_ACROSS; n++) {
-            const Expanded w(row[n] + k);
+            const typename Element<T>::Weights w(row[n] + k);
             if (M <= 2) __builtin_prefetch(reinterpret_cast<const uint8_t*>(row[n] + k) + AHEAD / 2);
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * d.inputs + k);
         }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n++) y[m * d.outputs + output + n] = to_bf16(sum_lanes(sum[m][n]));
+        for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n++)
+            Element<T>::store(y + m * d.outputs + output + n, sum_lanes(sum[m][n]));
 }
 
-inline void dense_rows(const Dense& d, int64_t rows, int64_t output, const Activation* x, uint16_t* y) {
+template <class T> void dense_rows(const Dense<T>& d, int64_t rows, int64_t output, const Activation<T>* x, T* y) {
     switch (rows) {
         case 1: return dense_tile<1>(d, output, x, y);
         case 2: return dense_tile<2>(d, output, x, y);
@@ -84,8 +104,8 @@ inline void dense_rows(const Dense& d, int64_t rows, int64_t output, const Activ
     }
 }
 
-inline bool dense_vectors(const Dense& d, int threads) {
-    Activation* x = static_cast<Activation*>(aligned_alloc(64, size_t(d.rows * d.inputs) * sizeof(Activation)));
+template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
+    Activation<T>* x = static_cast<Activation<T>*>(aligned_alloc(64, size_t(d.rows * d.inputs) * sizeof(Activation<T>)));
     if (!x) return false;
     const Tiling tiling(d.rows, DENSE_HIGH);
     const int64_t together = tiling.together(d.inputs * int64_t(sizeof *x)), parts = (tiling.tiles + together - 1) / together;
@@ -93,7 +113,7 @@ inline bool dense_vectors(const Dense& d, int threads) {
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < d.rows; m++) expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs);
+        for (int64_t m = 0; m < d.rows; m++) Element<T>::expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs);
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++)
             for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
@@ -111,7 +131,7 @@ inline bool dense_vectors(const Dense& d, int threads) {
 constexpr int64_t TILE_OUTPUTS = 2 * ROWS;
 
 // Tiles t and, before `last`, t + 1 of rows times 32 outputs from `output` on, of which `skip` have been done.
-inline void dense_tiles(const Dense& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
+inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
     alignas(64) float part[4][ROWS][ROWS];
     const int64_t pairs = d.inputs / 2, stride = 2 * d.inputs, start = tiling.first(t), across = tiling.first(t + 1) - start;
     const int64_t beside = t + 1 < last ? tiling.first(t + 2) - start - across : 0;
@@ -149,7 +169,7 @@ inline void dense_tiles(const Dense& d, int64_t output, int64_t skip, const Tili
 }
 
 // Needs TILE_OUTPUTS outputs.
-inline bool dense_amx(const Dense& d, int threads) {
+inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
     const Tiling tiling(d.rows, ROWS);
     const int64_t pairs = d.inputs / 2, high = (d.rows + tiling.tiles - 1) / tiling.tiles;
     int32_t* x = static_cast<int32_t*>(aligned_alloc(64, size_t(d.rows * pairs * 4 + 127) & ~size_t(63)));  // a column is read past the end

@@ -17,14 +17,14 @@ from mycli.runtime.kernels.cpu.build import CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
 LANES = 16
-GAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+GAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h, of gains and of rows
 GATE_TYPES = {"silu": 0, "gelu_tanh": 1}  # `GateType` of steps.h
 
 
 def _library(x: Tensor, width: int) -> Native | str:
-    """For x bf16 in rows of `width`."""
-    if x.dtype != torch.bfloat16 or not x.is_cpu:
-        return "takes bf16 on the CPU only"
+    """For x bf16 or fp32 in rows of `width`."""
+    if x.dtype not in GAIN_TYPES or not x.is_cpu:
+        return "takes bf16 and fp32, on the CPU only"
     if width % LANES or x.stride(-1) != 1:
         return f"takes contiguous rows in multiples of {LANES}"
     if x.requires_grad:
@@ -42,31 +42,39 @@ def _tokens(x: Tensor) -> int:
 
 
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
-    """x [..., size] to the same; gain [size] in bf16, or in fp32 as gains of 1 + w are. Rounded once."""
+    """x bf16 or fp32 [..., size] to the same, rounded once; gain [size] in its dtype, or in fp32 as 1 + w is."""
     size = x.shape[-1]
     found = _library(x, size)
     if isinstance(found, str):
         return found
     if gain.requires_grad:
         return "has no gradient"
-    if gain.dtype not in GAIN_TYPES or not gain.is_contiguous():
-        return "takes a contiguous gain of bf16 or fp32"
+    if gain.dtype not in (x.dtype, torch.float32) or not gain.is_contiguous():
+        return "takes a contiguous gain of its input's dtype or fp32"
     given = x.contiguous()
     y = torch.empty_like(given)
     pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
-    task = CNorm(*pointers, given.numel() // size, size, eps, GAIN_TYPES[gain.dtype])
+    task = CNorm(*pointers, given.numel() // size, size, eps, GAIN_TYPES[x.dtype], GAIN_TYPES[gain.dtype])
     found.norm(ctypes.byref(task), _threads(_tokens(x)))
     return y
 
 
 def _gated(gate_up: Tensor, gate_type: int) -> Tensor | str:
-    """gate_up [..., 2 * size], gate first, to [..., size]; `gate_type` is one of steps.h."""
+    """gate_up bf16 or fp32 [..., 2 * size], gate first, to [..., size]; `gate_type` is one of steps.h."""
     size = gate_up.shape[-1] // 2
     found = _library(gate_up, size)
     if isinstance(found, str):
         return found
     given, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
-    found.gate(gate_type, given.data_ptr(), y.numel() // size, size, y.data_ptr(), _threads(_tokens(y)))
+    found.gate(
+        gate_type,
+        GAIN_TYPES[given.dtype],
+        given.data_ptr(),
+        y.numel() // size,
+        size,
+        y.data_ptr(),
+        _threads(_tokens(y)),
+    )
     return y
 
 
@@ -81,9 +89,14 @@ def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
 
 
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | str:
-    """As `runtime.layers.rope.rotate`: x [sequences, tokens, heads, head_dim], tables [tokens, dim / 2]."""
+    """As `runtime.layers.rope.rotate`: x bf16 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2].
+
+    In fp32 torch's products and sums have a row's bits wherever it lies.
+    """
     sequences, tokens, heads, head_dim = x.shape
     half = cos.shape[-1]
+    if x.dtype != torch.bfloat16:
+        return "takes bf16 only"
     found = _library(x, half)
     if isinstance(found, str):
         return found

@@ -14,7 +14,7 @@
 
 // Defined in packed_cpu.cpp.
 EXPORT int packed_matmul(const Weight*, const void*, int32_t, int64_t, void*, int);
-EXPORT int dense_matmul(const uint16_t*, int64_t, int64_t, const uint16_t*, int64_t, uint16_t*, int);
+EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int);
 
 namespace {
 
@@ -102,7 +102,7 @@ struct Rowwise {
             const bool direct = linear.count == 1 || rows == 1;
             uint16_t* to = direct ? y + column : spare;
             if (one.packed ? packed_matmul(one.packed, x, BF16, rows, to, threads)
-                           : dense_matmul(one.dense, one.outputs, one.inputs, x, rows, to, threads))
+                           : dense_matmul(BF16, one.dense, one.outputs, one.inputs, x, rows, to, threads))
                 return false;
             if (!direct)
                 for (int64_t row = 0; row < rows; row++)
@@ -120,10 +120,8 @@ struct Rowwise {
     // Rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values normed by itself.
     void norm(const Gain& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
         each([&](int64_t row) {
-            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, gain.type};
-            for (int64_t i = 0; i < n.rows; i++)
-                gain.type == F32 ? norm_row(n, i, static_cast<const float*>(gain.gain))
-                                 : norm_row(n, i, static_cast<const uint16_t*>(gain.gain));
+            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type};
+            for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
         });
     }
     // What enters the products of a part: the stream x, or its norm in y.

@@ -18,6 +18,7 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_cpu.cpp
+_DENSE = (torch.float32, torch.bfloat16)
 _ROWS, _INPUTS = 16, 32  # of a block
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
@@ -182,12 +183,12 @@ class TorchInt4Kernel:
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
-    """x [rows, K] times a dense weight [N, K], both bf16 on the CPU, with fp32 sums.
+    """x [rows, K] times a dense weight [N, K], both bf16 or both fp32 on the CPU, with fp32 sums.
 
     A row's bits do not depend on the rows beside it. The reason where this code cannot.
     """
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        return "takes bf16 on the CPU only"
+    if x.dtype != weight.dtype or x.dtype not in _DENSE or weight.device.type != "cpu":
+        return "takes two of bf16 or of fp32, on the CPU only"
     if x.shape[1] % _INPUTS or not weight.is_contiguous():
         return f"takes contiguous weights of inputs in multiples of {_INPUTS}"
     if x.requires_grad or weight.requires_grad:
@@ -199,12 +200,12 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
 
 
 def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, K] times a contiguous weight [N, K], both bf16; K a multiple of 32."""
+    """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32; K a multiple of 32."""
     given, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
-    assert inputs == weight.shape[1]
-    y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in _DENSE
+    y = torch.empty(rows, outputs, dtype=x.dtype)
     pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
-    if rows and library.dense(*pointers, torch.get_num_threads()):
+    if rows and library.dense(_TYPES[x.dtype], *pointers, torch.get_num_threads()):
         raise _no_memory(rows, inputs)
     return y
 

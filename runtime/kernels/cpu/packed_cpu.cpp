@@ -202,10 +202,15 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
     });
 }
 
-// bf16 weight [outputs, inputs] as torch has it, times rows of bf16; inputs a multiple of 32. 0: done; 1: no memory.
-EXPORT int dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t rows, uint16_t* y,
+// Weight [outputs, inputs] as torch has it times rows x, both of `type`, F32 or BF16; inputs a multiple of 32. 0: done; 1: no
+// memory.
+EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t inputs, const void* x, int64_t rows, void* y,
                         int threads) {
-    const Dense d{w, x, outputs, inputs, rows, y};
+    if (type == F32) {
+        const Dense<float> d{static_cast<const float*>(w), static_cast<const float*>(x), outputs, inputs, rows, static_cast<float*>(y)};
+        return dense_vectors(d, threads) ? 0 : 1;
+    }
+    const Dense<uint16_t> d{static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)};
 #if AMX
     if (have_amx() && outputs >= TILE_OUTPUTS) return dense_amx(d, threads) ? 0 : 1;
 #endif
@@ -222,13 +227,11 @@ EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) {
 // As norm_row, gate_row and rotate_token in steps.h, for all rows and tokens.
 EXPORT void norm(const Norm* n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t row = 0; row < n->rows; row++)
-        n->gain_type == F32 ? norm_row(*n, row, static_cast<const float*>(n->gain))
-                            : norm_row(*n, row, static_cast<const uint16_t*>(n->gain));
+    for (int64_t row = 0; row < n->rows; row++) norm_row(*n, row);
 }
-EXPORT void gate(int32_t type, const uint16_t* x, int64_t rows, int64_t size, uint16_t* y, int threads) {
+EXPORT void gate(int32_t gate_type, int32_t type, const void* x, int64_t rows, int64_t size, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t row = 0; row < rows; row++) gate_row(type, x + 2 * row * size, size, y + row * size);
+    for (int64_t row = 0; row < rows; row++) gate_row(gate_type, type, x, row, size, y);
 }
 EXPORT void rotate(const Rotation* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

@@ -1,4 +1,6 @@
-// What lies between the products, in bf16: norm, rotation, activation. Rounded wherever torch rounds.
+// What lies between the products: norm and activation in bf16 or fp32, rotation in bf16. Rounded wherever torch rounds. A row's
+// bits do not depend on the rows beside it, as torch's fp32 activations do: what is left over at the end of a vector loop, which
+// begins wherever threads share the rows, is done by other code.
 
 #pragma once
 
@@ -21,19 +23,21 @@ inline void store16(uint16_t* at, V16 v) {
     memcpy(at, &half, 32);
 }
 
+inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
+
 struct Norm {  // mirrored by build.py
-    const uint16_t* x;  // [rows, size]; size is a multiple of 16
+    const void* x;      // [rows, size] of type; size is a multiple of 16
     const void* gain;   // [size] of gain_type
-    uint16_t* y;        // as x
+    void* y;            // as x
     int64_t rows, size;
     float eps;
-    int32_t gain_type;  // BF16, or F32: 1 + w, where w alone has a place in bf16
+    int32_t type, gain_type;  // a gain of F32 beside BF16: 1 + w, where w alone has a place in bf16
 };
 
 // x / sqrt(mean of x^2 + eps) * gain of a row, rounded once.
-template <class Gain> inline void norm_row(const Norm& n, int64_t row, const Gain* gain) {
-    const uint16_t* x = n.x + row * n.size;
-    uint16_t* y = n.y + row * n.size;
+template <class T, class Gain> inline void norm_row(const Norm& n, int64_t row, const T* all, const Gain* gain) {
+    const T* x = all + row * n.size;
+    T* y = static_cast<T*>(n.y) + row * n.size;
     V16 sum = {};
     for (int64_t i = 0; i < n.size; i += LANE) {
         const V16 v = load16(x + i);
@@ -41,6 +45,13 @@ template <class Gain> inline void norm_row(const Norm& n, int64_t row, const Gai
     }
     const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
     for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
+}
+inline void norm_row(const Norm& n, int64_t row) {
+    const float* gain = static_cast<const float*>(n.gain);
+    if (n.type == F32) return norm_row(n, row, static_cast<const float*>(n.x), gain);
+    const uint16_t* x = static_cast<const uint16_t*>(n.x);
+    if (n.gain_type == F32) return norm_row(n, row, x, gain);
+    norm_row(n, row, x, static_cast<const uint16_t*>(n.gain));
 }
 
 enum GateType : int32_t { SILU, GELU_TANH };  // mirrored by elementwise.py
@@ -61,9 +72,16 @@ inline V16 gelu_tanh(V16 x) { return times_sigmoid(x, x * (1.595769122f + 0.0713
 template <class Active> inline void gate_row(const uint16_t* x, int64_t size, uint16_t* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, rounded(active(load16(x + i))) * load16(x + size + i));
 }
-inline void gate_row(int32_t type, const uint16_t* x, int64_t size, uint16_t* y) {
-    if (type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
+template <class Active> inline void gate_row(const float* x, int64_t size, float* y, Active active) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)) * load16(x + size + i));
+}
+template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
+    if (gate_type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
     gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });
+}
+inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row, int64_t size, void* y) {
+    if (type == F32) gate_row(gate_type, static_cast<const float*>(x) + 2 * row * size, size, static_cast<float*>(y) + row * size);
+    else gate_row(gate_type, static_cast<const uint16_t*>(x) + 2 * row * size, size, static_cast<uint16_t*>(y) + row * size);
 }
 
 struct Rotation {  // mirrored by build.py

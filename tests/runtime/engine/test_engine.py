@@ -22,7 +22,6 @@ from tests.support.paths import PICO
 from tests.support.prefix_model import PrefixModel, random_function
 
 KINDS: tuple[Kv, ...] = ("auto", "int8")
-ONE_ARITHMETIC = pytest.mark.xfail(strict=False, reason="needs one arithmetic for all row counts")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 CPU = torch.device("cpu")
@@ -205,11 +204,7 @@ def test_a_fork_survives_the_reply_that_it_branched_from(pico: ModelRunner) -> N
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
-def test_logprobs_of_a_prompt_are_those_of_the_whole_text(
-    pico: ModelRunner, chunk: int, request: pytest.FixtureRequest
-) -> None:
-    if pico.kv == "int8" and chunk == 3:
-        request.applymarker(ONE_ARITHMETIC)
+def test_logprobs_of_a_prompt_are_those_of_the_whole_text(pico: ModelRunner, chunk: int) -> None:
     kind = torch.int8 if pico.kv == "int8" else torch.float32
     expected = whole(pico.model, torch.tensor([PROMPT]), kind=kind)[0].log_softmax(-1)
     engine = lanes(pico, 64, chunk=chunk)

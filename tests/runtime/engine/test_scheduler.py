@@ -320,3 +320,16 @@ def test_waiting_ends_at_the_deadline_and_running_does_not() -> None:
     assert not patient.expired()
     now = 3.0
     assert patient.expired() == [second] and first.status is Status.RUNNING
+
+
+def test_the_time_before_the_first_turn_is_kept_through_a_preemption() -> None:
+    now = 0.0
+    tight = Scheduler(BlockPool(4, PrefixIndex(2)), Limits(8, 8, 2), lambda: now)
+    sequences = [tight.submit(Request((token, token), limit=6)) for token in (1, 2)]
+    while tight.has_work:
+        now += 1.5
+        for turn in tight.schedule():
+            _, reason = tight.advance(turn, [0])
+            if reason:
+                tight.end(turn.sequence)
+    assert tight.counts.preemptions == 1 and [one.queued for one in sequences] == [1.5, 1.5]

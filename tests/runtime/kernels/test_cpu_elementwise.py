@@ -73,6 +73,21 @@ def test_gelu(shape: tuple[int, ...], scale: float) -> None:
     torch.testing.assert_close(found.double(), true * up, rtol=2**-7, atol=1e-35)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0])
+@pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (2, 40, 512)], ids=str)
+def test_steps_in_fp32(shape: tuple[int, ...], scale: float) -> None:
+    """Against torch in fp64."""
+    x, gain = normal(*shape) * scale, normal(shape[-1], seed=1)
+    wide = x.double()
+    for found, expected in (
+        (native_rms_norm(x, gain, 1e-5), rms_norm(wide, gain.double(), 1e-5)),
+        (native_silu_multiply(x), silu_multiply(wide)),
+        (native_gelu_multiply(x), gelu_multiply(wide)),
+    ):
+        assert isinstance(found, Tensor) and found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=1e-6 * scale)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(
@@ -101,6 +116,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
             (native_rms_norm(x[:, one], gain, 1e-6), native_rms_norm(x, gain, 1e-6)),
             (native_silu_multiply(x[:, one]), native_silu_multiply(x)),
             (native_gelu_multiply(x[:, one]), native_gelu_multiply(x)),
+            (native_rms_norm(x[:, one].float(), gain, 1e-6), native_rms_norm(x.float(), gain, 1e-6)),
+            (native_silu_multiply(x[:, one].float()), native_silu_multiply(x.float())),
+            (native_gelu_multiply(x[:, one].float()), native_gelu_multiply(x.float())),
             (native_rotate(heads[:, one], cos[one], sin[one]), native_rotate(heads, cos, sin)),
             (native_rotate(heads[:, one], cos[one], sin[one], True), native_rotate(heads, cos, sin, True)),
         ):
@@ -143,7 +161,7 @@ def test_a_reply_is_made_with_them(library: Native, monkeypatch: pytest.MonkeyPa
 def test_what_it_leaves_to_torch() -> None:
     gain = torch.ones(64).bfloat16()
     x = normal(1, 2, 64).bfloat16()
-    others = [x.float(), x.half(), normal(1, 2, 128).bfloat16()[..., ::2]]
+    others = [x.double(), x.half(), normal(1, 2, 128).bfloat16()[..., ::2]]
     for one in (*others, x.clone().requires_grad_()):
         for declined in (
             native_rms_norm(one, gain, 1e-5),
@@ -152,6 +170,8 @@ def test_what_it_leaves_to_torch() -> None:
         ):
             assert isinstance(declined, str)
     assert "a contiguous gain" in str(native_rms_norm(x, gain.half(), 1e-5))
+    assert "a contiguous gain" in str(native_rms_norm(x.float(), gain, 1e-5))
+    assert "bf16 only" in str(native_rotate(x[..., None, :].float(), torch.ones(2, 32), torch.ones(2, 32)))
     assert "a contiguous gain" in str(native_rms_norm(x, torch.ones(128)[::2], 1e-5))
     assert "has no gradient" in str(native_rms_norm(x, gain.float().requires_grad_(), 1e-5))
     assert "multiples of 16" in str(native_rms_norm(x[..., :24].contiguous(), gain[:24], 1e-5))

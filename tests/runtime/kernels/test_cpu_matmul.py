@@ -268,9 +268,9 @@ def test_declines(packing: Packing, inputs: int, device: torch.device, dtype: to
 
 def test_no_match_explains_itself() -> None:
     operation = Operation("nothing", (dense_product,))
-    with pytest.raises(ModelError, match=r"nothing of \(1, 32\) torch.float32, \(4, 32\) torch.float32") as error:
-        operation(torch.zeros(1, 32), torch.zeros(4, 32))
-    assert "dense_product: takes bf16 on the CPU only" in str(error.value.hint)
+    with pytest.raises(ModelError, match=r"nothing of \(1, 32\) torch.float16, \(4, 32\) torch.float16") as error:
+        operation(torch.zeros(1, 32).half(), torch.zeros(4, 32).half())
+    assert "dense_product: takes two of bf16 or of fp32, on the CPU only" in str(error.value.hint)
 
 
 def test_first_in_the_list() -> None:
@@ -293,19 +293,20 @@ def test_torch_int4(group: int) -> None:
     assert kernel.decline(Packing(4, 128), 96, 256, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [(77, 352), (20, 64), (256, 2048)], ids=str)
-def test_dense_product(library: Native, shape: tuple[int, int]) -> None:
+def test_dense_product(library: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Right, and a row has the same bits alone, with any number of threads and where tiles and parts end."""
-    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05).to(torch.bfloat16)
+    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05).to(dtype)
 
     def multiply(x: Tensor) -> Tensor:
         y = dense_product(x, weight)
         assert isinstance(y, Tensor)
         return y
 
-    x = activations(300, shape[1], torch.bfloat16)
+    x = activations(300, shape[1], dtype)
     wanted = alone(multiply, x)
-    assert relative(wanted, x.double() @ weight.double().T) < 0.0022
+    assert relative(wanted, x.double() @ weight.double().T) < (0.0022 if dtype is torch.bfloat16 else 1e-6)
     for rows in (2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33, 70, 300):
         assert torch.equal(multiply(x[:rows]), wanted[:rows]), rows
     with threads(3):
@@ -315,17 +316,19 @@ def test_dense_product(library: Native, shape: tuple[int, int]) -> None:
 
 def test_dense_product_leaves_to_torch_what_it_cannot() -> None:
     x, weight = activations(5, 64, torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
-    assert "bf16" in str(dense_product(x.float(), weight.float()))
+    assert "bf16" in str(dense_product(x.half(), weight.half()))
+    assert "two of bf16 or of fp32" in str(dense_product(x.float(), weight))
     assert "multiples of 32" in str(dense_product(x[:, :40], weight[:, :40]))
     assert "contiguous" in str(dense_product(x, torch.zeros(64, 32, dtype=torch.bfloat16).t()))
     assert "no gradient" in str(dense_product(x, weight.clone().requires_grad_()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: float) -> None:
-    x = activations(20, 64, torch.bfloat16)
+def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: float, dtype: torch.dtype) -> None:
+    x = activations(20, 64, dtype)
     x[3, 40] = value
-    y = dense_product(x, torch.ones(48, 64, dtype=torch.bfloat16))
+    y = dense_product(x, torch.ones(48, 64, dtype=dtype))
     assert isinstance(y, Tensor)
     assert not y[3].isfinite().any() and y[:3].isfinite().all() and y[4:].isfinite().all()
 

@@ -360,6 +360,10 @@ def test_g30_g32_neither_the_log_nor_the_metrics_hold_a_prompt(served: Served) -
         assert f"mycli:{name}" in metrics
     assert "mycli:time_to_first_token_seconds_bucket" in metrics
     assert 'mycli:request_success_total{finished_reason="length"}' in metrics
+    assert 'mycli:prefix_cache_misses_total{reason="' in metrics
+    assert "mycli:spec_decode_num_draft_tokens_total 0.0" in metrics
+    times = [float(line.split()[1]) for line in metrics.splitlines() if "seconds_sum" in line]
+    assert len(times) == 7 and all(time >= 0 for time in times)
 
 
 def test_the_host_of_a_header_is_read() -> None:

@@ -1,0 +1,91 @@
+"""`mycli bench --serve` against a server whose answers are known: table, records, promises and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.bench_serving import keeps
+from mycli.cli.main import main
+from mycli.runtime.errors import ExitCode
+from tests.support.completion_server import scripted
+
+LOAD = ("--serve", "-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("MYCLI_API_KEY", raising=False)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_a_table_has_the_smallest_load_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted() as server:
+        assert call(server.url, *LOAD) == ExitCode.OK
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert [row[2] for row in rows] == ["test", "-" * len(rows[1][2]), "c1 p12 n3", "c2 p12 n3"]
+    assert rows[2][1] == f"it at {server.url}"
+    assert [row[6] for row in rows[2:]] == ["250 ms"] * 2 and [row[7] for row in rows[2:]] == ["8"] * 2
+    assert not any(row[9] for row in rows[2:])
+
+
+def test_records_hold_every_number_and_can_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    with scripted() as server:
+        assert call(server.url, *LOAD, "--shared", "4", "--json", "--save", str(kept)) == ExitCode.OK
+        first, second = json.loads(capsys.readouterr().out)["results"]
+        assert call(server.url, *LOAD, "--shared", "4", "--json", "--compare", str(kept)) == ExitCode.OK
+    assert [first["test"], second["test"]] == ["c1 p12/4 n3", "c2 p12/4 n3"]
+    assert first["requests"] == 8 and first["reply_tokens"] == 24 and first["cached_tokens"] == 16
+    assert len(first["samples"]) == 2 and first["failed"] == 0
+    for field in ("ttft", "tpot"):
+        times = [first[f"{field}_p{share}_seconds"] for share in (50, 95, 99)]
+        assert times == sorted(times) and times[0] > 0
+    again = json.loads(capsys.readouterr().out)["results"]
+    assert all(len(row["change_95"]) == 2 for row in again)
+
+
+def test_a_promise_that_no_load_keeps_ends_with_6(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted() as server:
+        assert call(server.url, *LOAD, "--slo", "ttft=600s,tpot=600s") == ExitCode.OK
+        assert "c2 p12 n3 is the largest load that keeps ttft=600s,tpot=600s" in capsys.readouterr().err
+        assert call(server.url, *LOAD, "--slo", "tpot=0.001ms") == ExitCode.GATE
+        assert "no load keeps tpot=0.001ms" in capsys.readouterr().err
+
+
+def test_a_promise_is_kept_by_nearly_all_and_failed_by_any_failure() -> None:
+    row = {"failed": 0, "ttft_p95_seconds": 0.5, "tpot_p95_seconds": None}
+    assert keeps(row, {"ttft_p95_seconds": 0.5, "tpot_p95_seconds": 0.1})
+    assert not keeps(row, {"ttft_p95_seconds": 0.49})
+    assert not keeps(row | {"failed": 1}, {"ttft_p95_seconds": 0.5})
+
+
+def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted(status=429) as server:
+        assert call(server.url, *LOAD) == ExitCode.MODEL
+    assert "429: too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("pico", "--slo", "ttft=1s"), "--serve"),
+        (("pico", "--serve", "--slo", "ttft=1"), "no limit"),
+        (("pico", "--serve", "--clients", "0"), "1 to 1024"),
+        (("pico", "--serve", "--rate", "nan"), "requests per second"),
+        (("pico", "--serve", "-p", "0"), "a prompt has a token of its own"),
+        (("pico", "--serve", "-p", "16", "--shared", "16"), "a prompt has a token of its own"),
+        (("pico", "--serve", "-d", "16"), "--shared"),
+        (("http://127.0.0.1:1", "--serve"), "is a server running there"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value[1:]) or "nobody",
+)
+def test_refusals(arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*arguments) in (ExitCode.USAGE, ExitCode.MODEL)
+    assert problem in capsys.readouterr().err

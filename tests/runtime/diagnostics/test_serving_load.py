@@ -1,0 +1,104 @@
+"""The client that times, against servers whose every answer and pause is known; and loads."""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mycli.runtime.diagnostics.completion_client import CompletionServer
+from mycli.runtime.diagnostics.serving_load import Load, Texts, run_load, tokens_per_word
+from mycli.runtime.errors import ModelError, UsageError
+from tests.support.completion_server import Stream, event, scripted, talkative
+
+
+def test_a_reply_is_timed_and_counted_as_its_client_sees_it() -> None:
+    with scripted() as server:
+        reply = CompletionServer(server.url + "/v1", "secret").reply("one two", 3)
+        came = time.monotonic()
+        assert server.keys == ["Bearer secret"]
+        (asked,) = server.asked
+    assert (reply.prompt, reply.cached, reply.tokens, reply.problem) == (6, 2, 3, "")
+    assert reply.token_seconds is not None and 0.015 <= reply.token_seconds < 10
+    assert 0 <= reply.first_token_seconds < 10 and reply.last - reply.first >= 0.03
+    assert came - reply.last >= 0.1, "the end is no token"
+    assert asked["model"] == "it" and asked["ignore_eos"] and asked["max_tokens"] == 3 and asked["temperature"] == 0
+
+
+def test_words_are_measured_without_what_the_server_adds() -> None:
+    with scripted() as server:
+        target = CompletionServer(server.url)
+        assert tokens_per_word(target) == 1.5
+        texts = Texts(Load(30, 3, 1, shared=15, clients=1), 1.5, seed=3)
+        first, second = texts.next().split(), texts.next().split()
+    assert len(first) == len(second) == 20 and first[:10] == second[:10] and first != second
+
+
+@pytest.mark.parametrize("clients", [1, 3, 9])
+def test_closed_load_keeps_so_many_busy(clients: int) -> None:
+    with scripted() as server:
+        done: list[int] = []
+        result = run_load(CompletionServer(server.url), Load(8, 3, 9, clients=clients), 1.0, 0, lambda: done.append(1))
+        assert server.most <= clients and len({one["prompt"] for one in server.asked}) == 9
+        assert clients == 1 or server.most > 1
+    assert len(done) == len(result.answered) == 9
+    assert result.rate == pytest.approx(27 / result.seconds)
+    assert result.counted["num_preemptions"] == 9 and result.counted["prefix_cache_hits"] == 0
+    assert result.queue_seconds == pytest.approx(0.25)
+
+
+def test_open_load_does_not_wait_for_replies() -> None:
+    def slow(asked: Any, say: Callable[[str], None]) -> None:
+        time.sleep(0.3)
+        talkative(asked, say)
+
+    with scripted(slow) as server:
+        result = run_load(CompletionServer(server.url), Load(8, 3, 12, rate=200.0), 1.0, 0)
+        assert server.most > 2
+    assert len(result.answered) == 12 and result.load.name == "r200 p8 n3"
+
+
+def broken(asked: Any, say: Callable[[str], None]) -> None:
+    say("data: {nothing")
+
+
+def failing(asked: Any, say: Callable[[str], None]) -> None:
+    say(event(choices=[{"text": "a"}]))
+    say(event(error={"message": "lost"}))
+
+
+def silent(asked: Any, say: Callable[[str], None]) -> None:
+    say("data: [DONE]")
+
+
+@pytest.mark.parametrize(
+    ("stream", "status", "problem"),
+    [(broken, 200, "JSONDecodeError"), (failing, 200, "lost"), (silent, 200, "empty"), (silent, 400, "400: too long")],
+    ids=["no-json", "error-in-stream", "empty", "refused"],
+)
+def test_what_is_no_reply_is_a_problem_and_ends_nothing(stream: Stream, status: int, problem: str) -> None:
+    with scripted(stream, status=status) as server:
+        result = run_load(CompletionServer(server.url), Load(8, 3, 3, clients=2), 1.0, 0)
+        assert not result.answered and all(problem in one.problem for one in result.replies)
+        with pytest.raises(ModelError, match="http"):
+            tokens_per_word(CompletionServer(server.url))
+
+
+@pytest.mark.parametrize("models", [b"{}", b'{"data": []}', b"[1]", b"x", b'{"data": [{"id": 3'])
+def test_a_server_of_something_else_is_refused(models: bytes) -> None:
+    with scripted(models=models) as server, pytest.raises(ModelError, match="names no model"):
+        CompletionServer(server.url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "http://", "ftp://a", "http://a:x", "http://u@a", "http://a/?q=1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="not the address"):
+        CompletionServer(url)
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    with pytest.raises(ModelError, match="refused"):
+        CompletionServer(f"http://127.0.0.1:{port}")

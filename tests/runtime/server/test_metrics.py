@@ -1,0 +1,27 @@
+"""What is counted, against sums made by hand."""
+
+from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.server.metrics import Metrics
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    lines = [line for line in metrics.text().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
+    metrics = Metrics(lambda: EngineStats(1, 2, 3, 4, 5, 10, 60, 20, {"no text began like this": 2, "evicted from": 1}))
+    metrics.stepped(asked=10.0, first=None, last=None, now=14.0, tokens=1, queued=3.0)
+    metrics.stepped(asked=10.0, first=14.0, last=14.0, now=15.0, tokens=2, queued=3.0)
+    metrics.speculated(4, 1)
+    metrics.speculated(2, 2)
+    metrics.ended(10.0, 14.0, 15.0, 7, 3, "stop")
+    found = {name.removeprefix("mycli:"): value for name, value in values(metrics).items()}
+    assert found["time_to_first_token_seconds_sum"] == 4 and found["request_queue_time_seconds_sum"] == 3
+    assert found["request_prefill_time_seconds_sum"] == 1 and found["request_prefill_time_seconds_count"] == 1
+    assert found["request_decode_time_seconds_sum"] == 1 and found["inter_token_latency_seconds_count"] == 2
+    assert found['prefix_cache_misses_total{reason="no text began like this"}'] == 2
+    assert found['prefix_cache_misses_total{reason="evicted from"}'] == 1
+    drafts = [found[f"spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert drafts == [2, 6, 3]
+    assert found["kv_cache_usage_perc"] == 0.4 and found["num_preemptions_total"] == 3
