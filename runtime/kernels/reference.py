@@ -1,11 +1,14 @@
 """The kernels that always work, in plain torch on any device; packed weights are slow. The others are held to them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
@@ -88,6 +91,48 @@ def gelu_multiply(gate_up: Tensor) -> Tensor:
 def relu_square(x: Tensor) -> Tensor:
     """ReLU(x)^2 (arXiv 2109.08668)."""
     return functional.relu(x).square()
+
+
+def route(scores: Tensor, top_k: int, normalized: bool) -> Route:
+    """Where tokens of `scores` [tokens, experts] go: to their `top_k` highest, with weights from a softmax in fp32 over
+    all scores, or over those of the chosen if `normalized`. All else is exact, so no token's route depends on others.
+    """
+    exact = scores.float()
+    highest, chosen = exact.topk(top_k)
+    weights = highest.softmax(-1) if normalized else exact.softmax(-1).gather(1, chosen)
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
+    hit = counts.nonzero().flatten()
+    starts = torch.cat((counts.new_zeros(1), counts[hit].cumsum(0)))
+    tokens = order // top_k
+    return Route(hit.tolist(), starts.int(), tokens.int(), places.view(chosen.shape).int(), weights)
+
+
+def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
+    """Rows of several experts, each by its own weight: [pairs, N] in the dtype of x.
+
+    `weights` of the experts that have pairs, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
+    x [tokens, K], or row p where there are no `tokens`.
+    """
+    bounds, parts = starts.tolist(), []
+    for index, weight in enumerate(weights):
+        pairs = slice(*bounds[index : index + 2])
+        rows = x[pairs] if tokens is None else x.index_select(0, tokens[pairs])
+        parts.append(functional.linear(rows, weight) if isinstance(weight, Tensor) else weight(rows))
+    return torch.cat(parts)
+
+
+def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Of each token the sum of its rows of x [pairs, N], by places [tokens, top_k], times weights fp32 [tokens, top_k].
+
+    Summed in fp32 in the order of `places`; [tokens, N] in the dtype of x.
+    """
+    total = torch.zeros(len(places), x.shape[1], device=x.device)
+    for place, weight in zip(places.T, weights.T, strict=True):
+        total = total + x.index_select(0, place).float() * weight.unsqueeze(1)
+    return total.to(x.dtype)
 
 
 def attend_dense(

@@ -17,6 +17,7 @@ from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.layer_spec import (
     ActivationName,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     LinearSpec,
     NormSpec,
@@ -227,6 +228,11 @@ class ModelConfig:
                 elements *= size
             total += elements
         return total
+
+    def active_parameters(self) -> int:
+        """Of `parameters` those that one token meets: without the experts that it does not go through."""
+        mixtures = [spec.mlp for spec in self.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+        return self.parameters() - sum(mixture.idle * mixture.expert_parameters for mixture in mixtures)
 
 
 def _check_attention(spec: AttentionSpec) -> None:

@@ -41,6 +41,9 @@ MULTIPLIERS = {
 GEMMA4 = {**IDS, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
 
 
+EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
 def longrope(pairs: int, original: int, **extra: Any) -> dict[str, Any]:
     """`original` beside TOKENS says which of the two sets of factors is used."""
     short, long = ([1 + step * index / pairs for index in range(pairs)] for step in (0.5, 30))
@@ -250,6 +253,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm-tied-window16": (
         "cwm",
         {**IDS, "bos_token_id": 3, "head_dim": 24, "sliding_window": 16, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe-8top2": ("qwen3_moe", {**EXPERTS8, "head_dim": 16}),
+    "qwen3_moe-every-other-normalized-tied": (
+        "qwen3_moe",
+        {
+            **EXPERTS8,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-4top2": ("mixtral", {**IDS, "num_local_experts": 4, "sliding_window": None}),
+    "mixtral-window7-top1-tied": (
+        "mixtral",
+        {**IDS, "num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True},
+    ),
+    "olmoe-16top4": ("olmoe", {**IDS, "num_experts": 16, "num_experts_per_tok": 4, "num_key_value_heads": 4}),
+    "olmoe-clip-normalized-gqa-tied": (
+        "olmoe",
+        {
+            **IDS,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "clip_qkv": 0.5,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (

@@ -33,6 +33,7 @@ HEADERS = (
     "attention_tiles.h",
     "dense.h",
     "draw.h",
+    "experts.h",
     "layer.h",
     "packed_integer.h",
     "packed_layout.h",
@@ -129,6 +130,9 @@ class Native:
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
+    experts_matmul: Callable[..., int]
+    experts_route: Callable[..., int]
+    experts_sum: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
 
 
@@ -157,6 +161,9 @@ def load_library(path: Path) -> Native:
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
+        experts_matmul=function("experts_matmul", c_int, c_void_p, c_int),
+        experts_route=function("experts_route", c_int64, c_void_p, c_int),
+        experts_sum=function("experts_sum", None, c_void_p, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
     )
 

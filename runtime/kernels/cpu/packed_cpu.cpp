@@ -10,6 +10,9 @@
 // registers), many rows (words, unpacked to a panel) and AMX (bytes, in tiles) are one arithmetic: the bits of a row depend on
 // neither the rows beside it nor the number of threads. The layout is in packed_layout.h.
 
+#include <cmath>
+#include <vector>
+
 #include "attention.h"
 #include "dense.h"
 #include "draw.h"
@@ -166,7 +169,16 @@ template <class Use> auto by_bits(int32_t bits, Use use) {
     }
 }
 
+inline bool dense_any(const Dense& d, int threads) {
+#if AMX
+    if (have_amx() && d.outputs >= TILE_OUTPUTS) return dense_amx(d, threads);
+#endif
+    return dense_vectors(d, threads);
+}
+
 }  // namespace
+
+#include "experts.h"
 
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
@@ -205,11 +217,20 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
 // bf16 weight [outputs, inputs] as torch has it, times rows of bf16; inputs a multiple of 32. 0: done; 1: no memory.
 EXPORT int dense_matmul(const uint16_t* w, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t rows, uint16_t* y,
                         int threads) {
-    const Dense d{w, x, outputs, inputs, rows, y};
-#if AMX
-    if (have_amx() && outputs >= TILE_OUTPUTS) return dense_amx(d, threads) ? 0 : 1;
-#endif
-    return dense_vectors(d, threads) ? 0 : 1;
+    return dense_any({w, x, outputs, inputs, rows, y}, threads) ? 0 : 1;
+}
+
+// As multiply_routed, choose_experts with sort_pairs, and sum_token in experts.h, for all tokens. 0: done; 1: no memory.
+EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
+EXPORT int64_t experts_route(const Routing* r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < r->tokens; token++) choose_experts(*r, token);
+    return sort_pairs(*r);
+}
+EXPORT void experts_sum(const WeightedSum* s, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < s->tokens; token++)
+        s->type == F32 ? sum_token<float>(*s, token) : sum_token<uint16_t>(*s, token);
 }
 
 // A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no
