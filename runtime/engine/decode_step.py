@@ -52,8 +52,8 @@ def _only(linear: Linear) -> TritonMatmul | None:
 def _unlike(spec: LayerSpec) -> str | None:
     """What of a layer the fused kernels do not do; None where they do all of it."""
     attention, mlp = spec.attention, spec.mlp
-    if isinstance(mlp, ExpertsSpec):
-        return "its tokens choose among experts"
+    if isinstance(mlp, ExpertsSpec) or attention.sinks is not None:
+        return "its tokens choose among experts, or its attention has sinks"
     if len(spec.parts) != 2 or attention.shares is not None:
         return "it has other parts, or reads the keys of another"
     if spec.parallel or attention.norm is None or mlp.norm is None:

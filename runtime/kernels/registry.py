@@ -66,9 +66,12 @@ LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", 
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
     "gelu_tanh": Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
+    "swiglu_clamped": Operation("clamped SwiGLU", (reference.clamped_swiglu,)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
-ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None], Tensor]
+ATTENTION: Operation[
+    [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
+]
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)

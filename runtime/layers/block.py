@@ -139,6 +139,7 @@ class Attention(LayerPart):
         self.v_norm = make_norm(spec.v_norm)
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
+        self.sinks: Tensor | None = None
         self._inner_norms = self.q_norm, self.k_norm, self.v_norm
         self._prepared = NativePart(self._prepare)
 
@@ -167,12 +168,12 @@ class Attention(LayerPart):
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
         if spec.shares is not None:
-            return context.attention.attend(self._layer, query, None, spec)
+            return context.attention.attend(self._layer, query, None, spec, self.sinks)
         key = own[:, :, : spec.kv_heads]
         value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key)
         value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
         key = self._turned(key, self.k_norm, context)
-        return context.attention.attend(self._layer, query, (key, value), spec)
+        return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
@@ -334,6 +335,8 @@ class Block(nn.Module):
             linear.load(checkpoint, packings, device, dtype)
         for linear in self.mlp.kept:
             linear.load(checkpoint, {}, device, dtype)
+        if self.spec.attention.sinks is not None:
+            self.attention.sinks = checkpoint.read(self.spec.attention.sinks).to(device, torch.float32)
         if self.spec.scalar is not None:
             last = self.per_layer or self.mlp
             last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)

@@ -165,6 +165,12 @@ class ModelConfig:
         """How the names of tensors begin that files may hold though nothing reads them."""
         return tuple(prefix for layer in self.layer_specs for prefix in layer.unread)
 
+    @cached_property
+    def stacks(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that files may have for those of all experts of a layer, with their parts in order."""
+        mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
+        return {stack.name: stack.parts for mixture in mixtures for stack in mixture.stacks}
+
     def layer(self, index: int) -> LayerSpec:
         """What layer `index` is made of."""
         return self.layer_specs[index]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec, LinearSpec, MlpSpec, SharedExpertSpec
+from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec, LinearSpec, MlpSpec, SharedExpertSpec, StackSpec
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
+    stacked_down: str = "experts.down_proj"
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,21 @@ class Mixture:
             experts=tuple(self._mlp(f"{block}.experts.{each}", self.size, config) for each in range(self.count)),
             top_k=self.top_k,
             normalized=self.normalized,
+            stacks=self._stacks(block),
             shared=shared,
             output_norm=layer.mlp.output_norm,
             residual=layer.mlp.residual,
         )
         return replace(layer, mlp=experts)
+
+    def _stacks(self, block: str) -> tuple[StackSpec, ...]:
+        names = self.names
+        experts = [f"{block}.experts.{each}" for each in range(self.count)]
+        gate_up = tuple(f"{expert}.{own}.weight" for expert in experts for own in (names.gate, names.up))
+        return (
+            StackSpec(f"{block}.{names.stacked_gate_up}", gate_up),
+            StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
+        )
 
     def _mlp(self, prefix: str, size: int, config: "ModelConfig") -> MlpSpec:
         names, hidden = self.names, config.hidden_size

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from mycli.runtime.models.config import RopeScaling
 
 Shape = tuple[int, ...]
-ActivationName = Literal["silu", "gelu_tanh", "relu2"]  # of a gate, times what goes up beside it; relu2 has no gate
+# Of a gate, times what goes up beside it. relu2 has no gate; swiglu_clamped, of gpt-oss, has gate and up in turn.
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class AttentionSpec:
     brought within -`clip` and `clip`.
 
     `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
-    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's.
+    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's. `sinks` names a tensor
+    [heads]: scores that take part in each head's softmax and have no value.
     """
 
     heads: int
@@ -131,6 +133,7 @@ class AttentionSpec:
     clip: float | None = None
     shares: int | None = None
     lends: bool = False
+    sinks: str | None = None
     residual: float = 1.0
 
     @property
@@ -195,7 +198,16 @@ class MlpSpec:
         """As `PartSpec.made_by`. Without a gate, an activation stands between a row of up and the input it makes."""
         if product == "gate_up":
             return self.norm
-        return OutputRows("gate_up", self.size, 1, 1, self.size) if self.gated else None
+        plain = self.gated and self.activation != "swiglu_clamped"
+        return OutputRows("gate_up", self.size, 1, 1, self.size) if plain else None
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """A tensor [experts, rows, ...] of a file that holds `parts`, equally many rows each, in their order."""
+
+    name: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,7 @@ class ExpertsSpec:
 
     The `router` scores the experts for a token; the highest `top_k` are chosen, and what they make is summed with
     weights from a softmax over all scores, or, where `normalized`, over those of the chosen. Router and gate decide,
-    and are never stored quantized.
+    and are never stored quantized. `stacks`: tensors that hold those of all experts.
     """
 
     norm: NormSpec | None
@@ -221,6 +233,7 @@ class ExpertsSpec:
     experts: tuple[MlpSpec, ...]
     top_k: int
     normalized: bool
+    stacks: tuple[StackSpec, ...] = ()
     shared: SharedExpertSpec | None = None
     output_norm: NormSpec | None = None
     residual: float = 1.0
@@ -356,5 +369,7 @@ class LayerSpec:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
+        if self.attention.sinks is not None:
+            yield self.attention.sinks, (self.attention.heads,)
         if self.scalar is not None:
             yield self.scalar, (1,)

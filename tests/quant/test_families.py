@@ -53,6 +53,7 @@ KINDS = (
     "qwen3_moe-every-other-normalized-tied",
     "mixtral-4top2",
     "olmoe-clip-normalized-gqa-tied",
+    "qwen2_moe-shared",
 )
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate.
@@ -147,7 +148,10 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
                 assert not wanted.numel() or (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
-    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection"}, "every linear of the model was looked at"
+    kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
+    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, (
+        "every linear of the model was looked at"
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
