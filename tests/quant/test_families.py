@@ -145,7 +145,9 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
             for spec in linear.specs:
                 wanted = expected.pop(spec.name)
                 assert found.numel() == wanted.numel()  # windows and tokens may be one axis there
-                assert not wanted.numel() or (found.view_as(wanted) - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
+                assert (
+                    not wanted.numel() or (found.view_as(wanted) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+                ), spec.name
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
     kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
