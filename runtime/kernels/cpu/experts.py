@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.matmul import CpuMatmul, out_of_memory
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -111,7 +111,7 @@ def native_routed_product(
         dense=dense,
     )
     if library.experts_matmul(ctypes.byref(task), torch.get_num_threads()):
-        raise out_of_memory(pairs, inputs)
+        raise no_room_for(pairs, inputs)
     return y.to(x.dtype)
 
 

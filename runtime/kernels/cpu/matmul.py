@@ -23,7 +23,7 @@ _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 
 
-def out_of_memory(rows: int, inputs: int) -> ResourceError:
+def no_room_for(rows: int, inputs: int) -> ResourceError:
     """The error where activations cannot be rearranged."""
     return ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
 
@@ -107,7 +107,7 @@ class CpuMatmul:
         threads = torch.get_num_threads()
         kind = _TYPES[given.dtype]
         if rows and self._library.matmul(self._pointer, given.data_ptr(), kind, rows, y.data_ptr(), threads):
-            raise out_of_memory(rows, inputs)
+            raise no_room_for(rows, inputs)
         return y.to(x.dtype)
 
     def dequantize(self) -> Tensor:
@@ -211,7 +211,7 @@ def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(rows, outputs, dtype=torch.bfloat16)
     pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
     if rows and library.dense(*pointers, torch.get_num_threads()):
-        raise out_of_memory(rows, inputs)
+        raise no_room_for(rows, inputs)
     return y
 
 

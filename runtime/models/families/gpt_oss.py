@@ -28,7 +28,7 @@ _ENDINGS = ("blocks", "scales", "bias")
 
 
 @dataclass(frozen=True)
-class Layers:
+class GptOssLayers:
     """What layers are made of; as `ModelConfig.declare`."""
 
     count: int
@@ -82,5 +82,5 @@ def read(raw: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         windows=hf_config.windows_of(raw, slides),
-        declare=Layers(count, top_k),
+        declare=GptOssLayers(count, top_k),
     )

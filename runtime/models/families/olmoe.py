@@ -14,7 +14,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 @dataclass(frozen=True)
-class Layers:
+class OlmoeLayers:
     """What layers are made of; as `ModelConfig.declare`."""
 
     mixture: Mixture
@@ -39,4 +39,4 @@ def read(raw: Fields) -> ModelConfig:
     mixture = Mixture(count, top_k, fields["intermediate_size"], raw.boolean("norm_topk_prob", False))
     clip = raw.number("clip_qkv", low=0.0) if raw.has("clip_qkv") else None
     bias = raw.boolean("attention_bias", False)
-    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=Layers(mixture, clip))
+    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=OlmoeLayers(mixture, clip))
