@@ -66,7 +66,7 @@ def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypa
     block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)
     other = stream * 1.5 + 0.1
-    fitted, held = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
+    fitted, held, _ = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
     x, y = (inputs(BlockState(block, each), "o", slice(0, 10), context, CPU.device).x for each in (stream, other))
     chosen = torch.arange(10) % HELD == HELD - 1
     for moments, rows in ((fitted, ~chosen), (held, chosen)):
