@@ -6,6 +6,7 @@ from mycli.runtime.engine.stats import Timing
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
+    from mycli.runtime.models.config import ModelConfig
 
 
 def compact(count: int) -> str:
@@ -14,6 +15,12 @@ def compact(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return str(count)
+
+
+def active(config: "ModelConfig") -> str:
+    """Behind the number of parameters, how many of them a token meets where it does not meet all."""
+    met = config.active_parameters()
+    return f", {compact(met)} of them active for a token" if met < config.parameters() else ""
 
 
 def speculation(timing: Timing) -> list[str]:

@@ -20,6 +20,7 @@ from mycli.quant.model_card import Layer
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, relative_error, round_to_grid
+from mycli.quant.solvers import rtn
 from mycli.quant.transforms import Transform
 from mycli.quant.tuning.block import preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
@@ -30,6 +31,11 @@ from mycli.runtime.layers.attention import TextAttention
 from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
+
+# An expert that calibration sends fewer tokens than one for so many inputs is rounded to nearest: what so few have in
+# common is their own, not the expert's.
+INPUTS_A_TOKEN = 8
+UNSEEN = "calibration sent the expert too few tokens"
 
 Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
 
@@ -100,6 +106,16 @@ class Solver:
                 calls[name] = preferred_shifts(wanted, solved[name], grid, hessian)
             start = rows.stop
         return solved, layers, calls
+
+    def round(self, weights: Mapping[str, Tensor], packing: Packing) -> tuple[dict[str, Quantized], list[Layer]]:
+        """Plain rounding of weights [N, K] by name, for an expert of which calibration says too little."""
+        grid = self.grid(packing)
+        solved = {name: rtn.solve(weight, grid).quantized for name, weight in weights.items()}
+        layers = [
+            Layer(name, packing.name, relative_error(weight, solved[name], grid), fallback=UNSEEN)
+            for name, weight in weights.items()
+        ]
+        return solved, layers
 
 
 def round_to_scales(weight: Tensor, scales: Tensor, grid: Grid) -> Quantized:
@@ -218,11 +234,15 @@ def _solve_block(
         changed = _fold_block(model, quantized, original, packings, solver, solver.transform, context)
     for product, linear in quantized.block.products.items():
         packing = packings[linear.specs[0].name]
-        moments = observe(model, quantized, original, product, context)
+        observed = observe(model, quantized, original, product, context)
         parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
         weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
-        solved, described, close = solver.solve(weights, packing, *moments)
-        del moments, parts, weights
+        close: dict[str, Tensor] = {}
+        if observed.tokens is not None and observed.tokens < linear.in_features / INPUTS_A_TOKEN:
+            solved, described = solver.round(weights, packing)
+        else:
+            solved, described, close = solver.solve(weights, packing, observed.fitted, observed.held)
+        del observed, parts, weights
         trim()
         _install(linear, solved, packing, torch_dtype(model.config.dtype))
         linears |= solved
@@ -243,9 +263,11 @@ def _fold_block(
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
     changed: dict[str, Tensor] = {}
     for product, linear in quantized.block.products.items():
-        fitted, held = observe(model, quantized, None, product, context)  # in order, or the stream stands still
+        fitted, held, tokens = observe(model, quantized, None, product, context)  # in order, or the stream stands still
         source = quantized.block.spec.made_by(product)
         if source is None:  # nothing before it could take a scale back
+            continue
+        if tokens is not None and tokens < linear.in_features / INPUTS_A_TOKEN:
             continue
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.weight(), fitted.hessian + held.hessian

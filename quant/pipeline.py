@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mycli.quant import model_card
-from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.blockwise import UNSEEN, Solver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
@@ -204,7 +204,9 @@ def _notes(
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
-        notes.append(f"{count} of {len(layers)} layers were rounded to nearest: {reason}")
+        named = [layer.name for layer in layers if layer.fallback == reason]
+        told = f" ({', '.join(named[:3])}{', ...' if count > 3 else ''})" if reason == UNSEEN else ""
+        notes.append(f"{count} of {len(layers)} layers were rounded to nearest: {reason}{told}")
     if tuning is not None:
         notes.append(f"tuning: mean KL of calibration windows held apart {tuning.before:.4g} → {tuning.after:.4g}")
     dead = [layer for layer in layers if layer.dead_columns]
@@ -251,7 +253,8 @@ def _write_blocks(
 
 
 def _config(work: QuantizationPlan) -> bytes:
-    dense = (work.config.head(), *work.config.per_layer_linears()[1:])
+    kept_inside = (linear for spec in work.config.layer_specs for linear in spec.kept)
+    dense = (work.config.head(), *work.config.per_layer_linears()[1:], *kept_inside)
     kept = [linear.name for linear in dense if linear.name not in work.packings]
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
     layout = formats.writable(work.packings)

@@ -130,6 +130,11 @@ def plan_quantization(
             f"{config.model_type}: gradients do not follow what layers read beside the stream",
             "leave tuning out, and give all layers one width",
         )
+    if any(spec.kept for spec in config.layer_specs) and (recipe.tune or recipe.target_bpw is not None):
+        raise UsageError(
+            f"{config.model_type}: gradients do not follow the choice of experts",
+            "leave tuning out, and give all layers one width",
+        )
     if recipe.tune and not work.calibrates:
         raise UsageError(f"tuning needs calibration, which method {recipe.method} has not", code="tune-gptq")
     if work.calibrates:

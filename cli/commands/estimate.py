@@ -10,6 +10,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
+from mycli.cli.format import active
 from mycli.cli.load import announce_placement, check_context, open_config
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
@@ -78,6 +79,7 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
         "model": subject.model,
         "scheme": subject.scheme,
         "parameters": plan.config.parameters(),
+        "active_parameters": plan.config.active_parameters(),
         "context": plan.context,
         "batch": plan.batch,
         "device": target.place,
@@ -135,7 +137,8 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
 
 
 def _card(call: Call, subject: _Subject) -> None:
-    parameters = f"{subject.plan.config.parameters():,} parameters"
+    config = subject.plan.config
+    parameters = f"{config.parameters():,} parameters{active(config)}"
     call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", _rows(subject))
 
 

@@ -9,6 +9,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.format import active
 from mycli.quant.plot import Point, require_svg, write
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
@@ -16,6 +17,7 @@ from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model
 from mycli.runtime.hub.names import is_hub_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import ExpertsSpec
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import gib
 
@@ -67,6 +69,7 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
         "rope": {"kind": config.rope.kind, "factor": config.rope.factor, "theta": config.rope_theta},
         "tied_head": config.tie_embeddings,
         "parameters": config.parameters(),
+        "active_parameters": config.active_parameters(),
         "bytes": info.nbytes,
         "bits_per_weight": round(info.bits_per_weight, 4),
         "dtype": config.dtype,
@@ -120,6 +123,16 @@ def _heads(config: ModelConfig) -> str:
     return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in said) + rest
 
 
+def _mlp(config: ModelConfig) -> str:
+    """The MLP of a layer, or its experts where it has some."""
+    mixtures = [spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+    if not mixtures:
+        return f"MLP {config.intermediate_size}"
+    first = mixtures[0]
+    where = "" if len(mixtures) == config.layers else f" in {len(mixtures)} of them"
+    return f"{len(first.experts)} experts of {first.size}{where}, {first.top_k} for a token"
+
+
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     config = info.config
     windows = sorted({window for window in config.windows if window is not None})
@@ -130,11 +143,11 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     quantized = f"{foreign}, {len(info.packings)} linears" if info.packings else ""
     return [
         ("architecture", config.model_type),
-        ("layers", f"{config.layers} of width {config.hidden_size}, MLP {config.intermediate_size}"),
+        ("layers", f"{config.layers} of width {config.hidden_size}, {_mlp(config)}"),
         ("heads", _heads(config)),
         ("context", f"{config.max_context} tokens{rope}{sliding}"),
         ("vocabulary", f"{config.vocab_size}, head {'tied' if config.tie_embeddings else 'of its own'}"),
-        ("parameters", f"{config.parameters():,}"),
+        ("parameters", f"{config.parameters():,}{active(config)}"),
         ("weights", f"{gib(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})"),
         ("end tokens", ", ".join(map(str, info.eos)) or "none"),
         ("sampling", ", ".join(f"{name} {value}" for name, value in _defaults(info).items()) or "none"),

@@ -6,6 +6,8 @@ computed again that did not change. Knows blocks and their inputs, nothing of wh
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,10 @@ from mycli.quant.layer_streaming import Sides, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.block import Block, PassContext, complete
+from mycli.runtime.kernels.routed import Route
+from mycli.runtime.layers.block import Block, Experts, PassContext, Steps, complete
+from mycli.runtime.layers.experts import RoutedProduct
+from mycli.runtime.layers.linear import Linear
 
 HELD = 8  # every so many windows, one is kept apart to judge by
 
@@ -33,6 +38,7 @@ class BlockState:
         self._sides = sides
         others = [stream if settled else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
+        self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
 
     def beside(self, context: PassContext, rows: slice) -> PassContext:
         """`context` with what goes along with the stream of the windows `rows`."""
@@ -61,16 +67,46 @@ def rough_products(device: torch.device) -> Iterator[None]:
 
 def require_finite(activations: Tensor) -> None:
     """Raises ModelError for NaN or infinity."""
+    if not activations.numel():
+        return
     low, high = torch.aminmax(activations)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ModelError("activations are NaN or infinite", code="other-calibration-text")
 
 
+class Observed(NamedTuple):
+    """Moments of the windows to fit to and of those held apart; `tokens`: of an expert, how many it
+    got; None for what gets all of them."""
+
+    fitted: Moments
+    held: Moments
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a product gets: `x` [windows, context, K] of all tokens, or, of an expert, [n, K] of `tokens`.
+
+    tokens: int [n], counted through the windows; None for all of them.
+    """
+
+    x: Tensor
+    tokens: Tensor | None = None
+
+
 @torch.inference_mode()
-def inputs(state: BlockState, product: str, rows: slice, context: PassContext, device: torch.device) -> Tensor:
-    """What `product` of the block gets for the windows `rows`: [windows, context, K].
+def inputs(
+    state: BlockState,
+    product: str,
+    rows: slice,
+    context: PassContext,
+    device: torch.device,
+    tokens: Tensor | None = None,
+) -> Given:
+    """What `product` of the block gets for the windows `rows`.
 
     Products must be asked for in order of execution: a part goes on from the stream that the first product of it left.
+    An expert gets the tokens that are routed to it, or those of another model's, `tokens`.
     """
     context = state.beside(context, rows)
     linear, index = state.block.products[product], state.part(product)
@@ -78,13 +114,43 @@ def inputs(state: BlockState, product: str, rows: slice, context: PassContext, d
     if linear is part.products[0] and index > 0 and not state.settled:
         x = streams[index - 1][rows].to(device)
         streams[index][rows] = complete(state.block.parts[index - 1].steps(x, context)).to(streams[index].device)
-    steps = part.steps(streams[index][rows].to(device), context)
-    current, given = next(steps)
-    while current is not linear:
-        current, given = steps.send(current(given))
+        state.routes.pop(rows.start, None)
+    x = streams[index][rows].to(device)
+    if isinstance(part, Experts) and (expert := part.expert_of(linear)) is not None:
+        if tokens is None:
+            if rows.start not in state.routes:
+                state.routes[rows.start] = _to_experts(part.steps(x, context))[0].route
+            tokens = state.routes[rows.start].of(expert)
+        given = Given(_expert_inputs(part, linear, x.flatten(0, 1)[tokens], context), tokens)
+        finished = None
+    else:
+        steps = part.steps(x, context)
+        current, found = next(steps)
+        while current is not linear:
+            current, found = steps.send(current(found))
+        given, finished = Given(found), steps
     if state.settled and linear is part.products[-1]:
-        streams[index][rows] = complete(steps, linear(given)).to(streams[index].device)
+        left = complete(part.steps(x, context)) if finished is None else complete(finished, linear(given.x))
+        streams[index][rows] = left.to(streams[index].device)
     return given
+
+
+def _to_experts(steps: Steps) -> tuple[RoutedProduct, Tensor]:
+    """The first product of the experts in a part, and its input; what is before it goes by other ways, and is 0."""
+    product, x = next(steps)
+    while not isinstance(product, RoutedProduct):
+        product, x = steps.send(x.new_zeros(*x.shape[:-1], product.out_features))
+    return product, x
+
+
+def _expert_inputs(part: Experts, linear: Linear, x: Tensor, context: PassContext) -> Tensor:
+    """What one linear of an expert gets of the residual streams x [n, hidden] of tokens that all go to this expert."""
+    steps = part.steps(x.unsqueeze(0), context)
+    product, given = _to_experts(steps)
+    expert = part.expert_of(linear)
+    assert expert is not None
+    first = product.linears[expert]
+    return given if first is linear else steps.send(first(given))[1]
 
 
 @torch.inference_mode()
@@ -99,29 +165,35 @@ def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None
 @torch.inference_mode()
 def observe(
     model: StreamedModel, quantized: BlockState, original: BlockState | None, product: str, context: PassContext
-) -> tuple[Moments, Moments]:
-    """Moments of what `product` gets in both models: of most windows, and of the windows held apart.
+) -> Observed:
+    """What `product` gets in both models, of most windows and of the windows held apart.
 
-    Without `original` there is no drift. Raises ModelError that names the layer and the windows where activations are
-    not finite.
+    Without `original` there is no drift. An expert is shown the tokens that the quantized model routes to it. Raises
+    ModelError that names the layer and the windows where activations are not finite.
     """
     linear = quantized.block.products[product]
-    device = model.placement.device
+    device, count = model.placement.device, None
     fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
     for rows in model.batches(quantized.streams[0]):
         with rough_products(device):
-            x = inputs(quantized, product, rows, context, device).float()
-            y = x if original is None else inputs(original, product, rows, context, device).float()
+            given = inputs(quantized, product, rows, context, device)
+            x = y = given.x.float()
+            if original is not None:
+                y = inputs(original, product, rows, context, device, given.tokens).x.float()
         try:
             require_finite(x)
             require_finite(y)
         except ModelError as error:
             windows = f"calibration windows {rows.start} to {rows.stop - 1}"
             raise error.reworded(f"{linear.specs[0].name}: {error.message} in {windows}") from None
-        apart = torch.arange(rows.start, rows.stop) % HELD == HELD - 1
+        window = torch.arange(rows.start, rows.stop, device=device)
+        if given.tokens is not None:
+            count = (count or 0) + len(given.tokens)
+            window = window[given.tokens // quantized.streams[0].shape[1]]
+        apart = window % HELD == HELD - 1
         with rough_products(device):
             for moments, chosen in ((fitted, ~apart), (held, apart)):
-                moments.add(x[chosen].flatten(0, 1), y[chosen].flatten(0, 1))
+                moments.add(x[chosen].flatten(0, -2), y[chosen].flatten(0, -2))
     del x, y
     trim(apart=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
-    return fitted, held
+    return Observed(fitted, held, count)

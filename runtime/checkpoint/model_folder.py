@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
@@ -99,13 +99,18 @@ class ModelFolder:
         return replace(found, tensors=tensors, warnings=(*found.warnings, *self._skipped(found.tensors)))
 
     def used(self, tensors: Headers) -> Headers:
-        """Of all tensors in the files those of the text model, by the names that it alone has for them."""
+        """Of all tensors in the files those of the text model, by the names that it alone has for them.
+
+        One that holds those of all experts is as many: they lie one after the other.
+        """
         names = {stored: stored if self.part is None else self.part.name(stored) for stored in tensors}
-        return {
-            name: replace(tensors[stored], name=name)
-            for stored, name in names.items()
-            if name is not None and not name.startswith(self.config.unread)
-        }
+        found: dict[str, TensorEntry] = {}
+        for stored, name in names.items():
+            if name is not None and not name.startswith(self.config.unread):
+                entry = replace(tensors[stored], name=name)
+                parts = self.config.stacks.get(name)
+                found |= {each.name: each for each in ([entry] if parts is None else entry.split(parts))}
+        return found
 
     def _skipped(self, tensors: Headers) -> Iterator[str]:
         """What a person should know of the rest."""

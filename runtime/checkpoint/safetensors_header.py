@@ -7,7 +7,7 @@ files: the bytes may come from a disk or from a range request. Does not import t
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,20 @@ class TensorEntry:
     file: str
     offset: int
     nbytes: int
+
+    def split(self, names: Sequence[str]) -> list["TensorEntry"]:
+        """This tensor [a, b, ...] as tensors [a * b / n, ...] of those n names, which lie in it one after the other.
+
+        Itself alone where it cannot be cut so.
+        """
+        rows = math.prod(self.shape[:2])
+        if len(self.shape) < 2 or rows % len(names):
+            return [self]
+        shape, size = (rows // len(names), *self.shape[2:]), self.nbytes // len(names)
+        return [
+            TensorEntry(name, self.dtype, shape, self.file, self.offset + index * size, size)
+            for index, name in enumerate(names)
+        ]
 
 
 def damaged(problem: str) -> ModelError:

@@ -48,14 +48,19 @@ def _per_rank(config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], rank
 
 
 def _set_problems(
-    config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], packings: Mapping[str, Packing], ranks: int
+    config: ModelConfig,
+    key: str,
+    specs: tuple[LinearSpec, ...],
+    size: int,
+    packings: Mapping[str, Packing],
+    ranks: int,
 ) -> list[str]:
-    """What is wrong with the linears that are one product."""
+    """What is wrong with the linears that are one product, of an MLP or expert of the inner width `size`."""
     found = {packings.get(spec.name) for spec in specs}
     if len(found) > 1:
         return ["the fused linears differ in scheme: " + ", ".join(sorted(p.name if p else "dense" for p in found))]
-    if key in ("gate_up", "down") and config.intermediate_size % ranks:
-        return [f"{config.intermediate_size} cannot be divided by {ranks}"]
+    if key in ("gate_up", "down") and size % ranks:
+        return [f"{size} cannot be divided by {ranks}"]
     packing = found.pop()
     if packing is None:
         return []
@@ -79,9 +84,10 @@ def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) 
     """
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.layers):
+        size = config.layer(layer).mlp.size
         for key, specs in config.block_linears(layer).items():
             name = "+".join(spec.name.rpartition(".")[2] for spec in specs)
-            for problem in _set_problems(config, key, specs, packings, ranks):
+            for problem in _set_problems(config, key.rpartition(".")[2], specs, size, packings, ranks):
                 counted[name, problem] = counted.get((name, problem), 0) + 1
     linears = [Obstacle(where, problem, layers) for (where, problem), layers in counted.items()]
     # The head is split by rows after its vocabulary was padded to a multiple of 64, so only its inputs can be wrong.

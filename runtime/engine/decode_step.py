@@ -22,7 +22,7 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec
 
 MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
 
@@ -51,6 +51,8 @@ def _only(linear: Linear) -> TritonMatmul | None:
 def _unlike(spec: LayerSpec) -> str | None:
     """What of a layer the fused kernels do not do; None where they do all of it."""
     attention, mlp = spec.attention, spec.mlp
+    if isinstance(mlp, ExpertsSpec) or attention.sinks is not None:
+        return "its tokens choose among experts, or its attention has sinks"
     if len(spec.parts) != 2 or attention.shares is not None:
         return "it has other parts, or reads the keys of another"
     if spec.parallel or attention.norm is None or mlp.norm is None:
@@ -61,7 +63,7 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "its norms are not plain"
     if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
         return "queries or keys are normed over all heads at once"
-    if attention.v_norm is not None or attention.norms_rotated or not attention.makes_values:
+    if attention.v_norm is not None or attention.norms_rotated or attention.clip or not attention.makes_values:
         return "keys or values are made in another way"
     if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
         return "heads are not turned whole, by halves"

@@ -1,11 +1,14 @@
 """The kernels that always work, in plain torch on any device; packed weights are slow. The others are held to them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
@@ -90,6 +93,55 @@ def relu_square(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, gate at most 7, up within -7 and 7: gate_up [..., 2 * size], a
+    gate and what goes up beside it in turn, to [..., size]."""
+    gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def route(scores: Tensor, top_k: int, normalized: bool) -> Route:
+    """Where tokens of `scores` [tokens, experts] go: to their `top_k` highest, with weights from a softmax in fp32 over
+    all scores, or over those of the chosen if `normalized`. All else is exact, so no token's route depends on others.
+    """
+    exact = scores.float()
+    highest, chosen = exact.topk(top_k)
+    weights = highest.softmax(-1) if normalized else exact.softmax(-1).gather(1, chosen)
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
+    hit = counts.nonzero().flatten()
+    starts = torch.cat((counts.new_zeros(1), counts[hit].cumsum(0)))
+    tokens = order // top_k
+    return Route(hit.tolist(), starts.int(), tokens.int(), places.view(chosen.shape).int(), weights)
+
+
+def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
+    """Rows of several experts, each by its own weight: [pairs, N] in the dtype of x.
+
+    `weights` of the experts that have pairs, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
+    x [tokens, K], or row p where there are no `tokens`.
+    """
+    bounds, parts = starts.tolist(), []
+    for index, weight in enumerate(weights):
+        pairs = slice(*bounds[index : index + 2])
+        rows = x[pairs] if tokens is None else x.index_select(0, tokens[pairs])
+        parts.append(functional.linear(rows, weight) if isinstance(weight, Tensor) else weight(rows))
+    return torch.cat(parts)
+
+
+def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Of each token the sum of its rows of x [pairs, N], by places [tokens, top_k], times weights fp32 [tokens, top_k].
+
+    Summed in fp32 in the order of `places`; [tokens, N] in the dtype of x.
+    """
+    total = torch.zeros(len(places), x.shape[1], device=x.device)
+    for place, weight in zip(places.T, weights.T, strict=True):
+        total = total + x.index_select(0, place).float() * weight.unsqueeze(1)
+    return total.to(x.dtype)
+
+
 def attend_dense(
     query: Tensor,
     keys: Stored,
@@ -98,6 +150,7 @@ def attend_dense(
     window: int | None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `runtime.layers.attention.attend`; codes become dense in the dtype of the query, those of this layer only."""
     batch, tokens, heads, head_dim = query.shape
@@ -105,8 +158,10 @@ def attend_dense(
     if tokens == 1 and window is not None:
         keys, values = keys.last(window), values.last(window)
     key, value = keys.dense(query.dtype), values.dense(query.dtype)
-    if softcap is not None:
-        return _attend_capped(query, key, value, mask, head_dim**-0.5 if scale is None else scale, softcap)
+    if softcap is not None or sinks is not None:
+        return _attend_written_out(
+            query, key, value, mask, Scoring(head_dim**-0.5 if scale is None else scale, None, softcap or 0.0, sinks)
+        )
     if tokens == 1:
         # The queries of one kv head become the rows of one product: nothing is repeated, nothing is masked.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
@@ -123,10 +178,8 @@ def attend_dense(
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _attend_capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """Written out, since no kernel of torch has a softcap; in fp32, for one key head at a time: scores are large."""
+def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """What no kernel of torch has: a softcap, and sinks. In fp32, for one key head at a time: scores are large."""
     batch, tokens, heads, head_dim = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     if mask is None and tokens > 1:
@@ -136,10 +189,17 @@ def _attend_capped(
     for head in range(kv_heads):
         rows = grouped[:, :, head].transpose(1, 2).float()  # [batch, copies, tokens, head_dim]
         scores = rows @ key[:, head].float().transpose(-1, -2).unsqueeze(1)
-        scores = torch.tanh(scores * (scale / softcap)) * softcap
+        scores = scores * scoring.scale
+        if scoring.softcap:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        out[:, :, head] = (scores.softmax(-1) @ value[:, head].float().unsqueeze(1)).transpose(1, 2).to(query.dtype)
+        if scoring.sinks is not None:
+            copies = heads // kv_heads
+            sink = scoring.sinks[head * copies : (head + 1) * copies].float().view(1, copies, 1, 1)
+            scores = torch.cat((scores, sink.expand(batch, copies, tokens, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[:, :, head] = (weights @ value[:, head].float().unsqueeze(1)).transpose(1, 2).to(query.dtype)
     return out.view(batch, tokens, -1)
 
 

@@ -6,7 +6,7 @@ others are asked at every call, and a kernel declines by returning its reason. F
 for a few tokens on a GPU, are `runtime.engine.decode_step`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, ParamSpec, TypeVar
 
@@ -24,9 +24,11 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_rotate,
     native_silu_multiply,
 )
+from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.kernels.unpacked import UnpackedKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
@@ -65,13 +67,23 @@ LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", 
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
     "gelu_tanh": Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
+    "swiglu_clamped": Operation("clamped SwiGLU", (reference.clamped_swiglu,)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
-ATTENTION: Operation[[Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None], Tensor]
+ATTENTION: Operation[
+    [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
+]
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )
+
+# Of experts: which tokens go to which, the products of all of them, and the sum of what they make.
+ROUTING: Operation[[Tensor, int, bool], Route] = Operation("routing", (native_route, reference.route))
+ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
+ROUTED_PRODUCT = Operation("product of experts", (native_routed_product, reference.routed_product))
+WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
+WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, reference.weighted_sum))
 
 
 def kernels() -> tuple[Kernel, ...]:

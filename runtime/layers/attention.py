@@ -40,13 +40,14 @@ def attend(
     window: int | None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [batch, tokens, heads, head_dim]; keys, values of [batch, kv_heads, length, head_dim], the new tokens last.
 
     Returns [batch, tokens, heads * head_dim]. `mask` comes from `visible` for the same tokens and `window`.
-    `scale` and `softcap` are those of `AttentionSpec`.
+    `scale` and `softcap` are those of `AttentionSpec`, `sinks` fp32 [heads] its scores without values.
     """
-    return ATTENTION(query, keys, values, mask, window, scale, softcap)
+    return ATTENTION(query, keys, values, mask, window, scale, softcap, sinks)
 
 
 KeyValue = tuple[Tensor, Tensor]
@@ -56,7 +57,9 @@ Lent = MutableMapping[int, tuple[Stored, Stored]]
 class KeysAndValues(Protocol):
     """What the queries of a pass attend to."""
 
-    def attend(self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """query [sequences, tokens, heads, head_dim], `new` keys and values [sequences, tokens, kv_heads, head_dim].
 
         All are rotated; `new` is None where the layer reads those of another, `spec.shares`. Returns [sequences,
@@ -81,7 +84,9 @@ class TextAttention:
         """As this, for other texts, which lend to `lent`."""
         return TextAttention(self._dtype, lent)
 
-    def attend(self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """As `KeysAndValues.attend`: each sequence is a text."""
         shape = query.shape[1], spec.window
         if shape not in self._masks:
@@ -94,7 +99,7 @@ class TextAttention:
             stored = self._stored(key.transpose(1, 2)), self._stored(value.transpose(1, 2))
         if spec.lends:
             self._lent[layer] = stored
-        return attend(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap)
+        return attend(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
 
     def _stored(self, values: Tensor) -> Stored:
         if self._dtype == torch.int8:
@@ -116,7 +121,9 @@ class PagedAttention:
         if batch.tokens.device.type == "cpu":
             self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table)
 
-    def attend(self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """As `KeysAndValues.attend`, with all rows of the batch as one sequence: [1, T, ...]."""
         batch, cache = self._batch, self._cache
         if new is not None:
@@ -124,16 +131,16 @@ class PagedAttention:
         layer = layer if spec.shares is None else spec.shares
         if self._ragged is not None:
             scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-            scoring = Scoring(scale, spec.window, spec.softcap or 0.0)
+            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
             return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
         if len(batch.spans) == 1:
-            return self._attended(layer, query, batch.spans[0], spec)
-        parts = [self._attended(layer, query[:, span.row : span.row + span.count], span, spec) for span in batch.spans]
-        return torch.cat(parts, dim=1)
+            return self._attended(layer, query, batch.spans[0], spec, sinks)
+        cut = ((query[:, span.row : span.row + span.count], span) for span in batch.spans)
+        return torch.cat([self._attended(layer, part, span, spec, sinks) for part, span in cut], dim=1)
 
-    def _attended(self, layer: int, query: Tensor, span: Span, spec: AttentionSpec) -> Tensor:
+    def _attended(self, layer: int, query: Tensor, span: Span, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         key = span.row, spec.window
         if key not in self._masks:
             self._masks[key] = visible(span.start, span.count, spec.window, query.device)
         stored = self._cache.read(layer, span.blocks, span.length)
-        return attend(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap)
+        return attend(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)

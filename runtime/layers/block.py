@@ -13,16 +13,26 @@ from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.cpu.layer import CAttentionPart, CMlpPart
-from mycli.runtime.kernels.registry import ACTIVATION
+from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, WEIGHTED_SUM
 from mycli.runtime.layers.attention import KeysAndValues
+from mycli.runtime.layers.experts import RoutedProduct
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native import Around, NativePart, NativePass, attention_part, mlp_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.rope import RopeTables, rotate
-from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, PartSpec, PerLayerSpec, RopeSpec
+from mycli.runtime.models.layer_spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    PartSpec,
+    PerLayerSpec,
+    RopeSpec,
+)
 from mycli.runtime.quantization.scheme import Packing
 
-Steps = Generator[tuple[Linear, Tensor], Tensor, Tensor]  # yields a product and its input, is sent its output
+Product = Linear | RoutedProduct
+Steps = Generator[tuple[Product, Tensor], Tensor, Tensor]  # yields a product and its input, is sent its output
 
 
 @dataclass(frozen=True)
@@ -68,10 +78,12 @@ def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
 class LayerPart(nn.Module):
     """A part of a layer on the residual stream: a norm, `products`, a norm, the sum. A subclass says what is between.
 
-    `scalar` [1], where there is one, multiplies the sum.
+    `scalar` [1], where there is one, multiplies the sum. `kept` are linears that no product is: they are never stored
+    quantized, and nobody observes them.
     """
 
     products: tuple[Linear, ...]
+    kept: tuple[Linear, ...] = ()
 
     def __init__(self, spec: PartSpec) -> None:
         super().__init__()
@@ -127,6 +139,7 @@ class Attention(LayerPart):
         self.v_norm = make_norm(spec.v_norm)
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
+        self.sinks: Tensor | None = None
         self._inner_norms = self.q_norm, self.k_norm, self.v_norm
         self._prepared = NativePart(self._prepare)
 
@@ -155,16 +168,19 @@ class Attention(LayerPart):
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
         if spec.shares is not None:
-            return context.attention.attend(self._layer, query, None, spec)
+            return context.attention.attend(self._layer, query, None, spec, self.sinks)
         key = own[:, :, : spec.kv_heads]
         value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key)
+        value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
         key = self._turned(key, self.k_norm, context)
-        return context.attention.attend(self._layer, query, (key, value), spec)
+        return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
         if not self.spec.norms_rotated:
             x = _normed_heads(norm, x)
+        if self.spec.clip is not None:
+            x = x.clamp(-self.spec.clip, self.spec.clip)
         if self.spec.rope is not None:
             tables = context.rope[self.spec.rope]
             x = rotate(x, tables.cos, tables.sin, tables.interleaved)
@@ -206,6 +222,48 @@ class Mlp(LayerPart):
         activated = self._activate(gate_up)
         del gate_up
         return (yield self.down, activated)
+
+
+class Experts(LayerPart):
+    """A mixture of experts, as `ExpertsSpec` describes it. The shared expert comes first, then all others at once."""
+
+    def __init__(self, spec: ExpertsSpec) -> None:
+        super().__init__(spec)
+        self.spec = spec
+        self.router = Linear((spec.router,))
+        self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)
+        gate = None if spec.shared is None else spec.shared.gate
+        self.shared_gate = None if gate is None else Linear((gate,))
+        self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        self._gate_up = tuple(Linear(expert.gate_up) for expert in spec.experts)
+        self._down = tuple(Linear((expert.down,)) for expert in spec.experts)
+        own = () if self.shared is None else self.shared.products
+        self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
+        self.experts = nn.ModuleList(self.products)
+        self._activate = ACTIVATION[spec.activation]
+
+    def expert_of(self, linear: Linear) -> int | None:
+        """Which expert one of `products` belongs to; None for one of the shared expert's."""
+        first = len(self.products) - 2 * len(self._gate_up)
+        place = self.products.index(linear) - first
+        return place // 2 if place >= 0 else None
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        tokens = x.reshape(-1, x.shape[-1])
+        beside = None
+        if self.shared is not None:
+            beside = yield from self.shared.inner(x, context)
+            if self.shared_gate is not None:
+                beside = beside * torch.sigmoid(self.shared_gate(x))
+        route = ROUTING(self.router(tokens), self.spec.top_k, self.spec.normalized)
+        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), tokens
+        activated = self._activate(gate_up)
+        del gate_up
+        made = yield RoutedProduct(self._down, route, gathers=False), activated
+        del activated
+        output = WEIGHTED_SUM(made, route.places, route.weights).view_as(x)
+        return output if beside is None else output + beside
 
 
 class PerLayer(LayerPart):
@@ -254,7 +312,7 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = Attention(spec.attention, spec.index)
-        self.mlp = Mlp(spec.mlp)
+        self.mlp = Mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
         others = () if self.per_layer is None else (self.per_layer,)
         first = (Parallel(self.attention, self.mlp),) if spec.parallel else (self.attention, self.mlp)
@@ -275,6 +333,10 @@ class Block(nn.Module):
             norm.load(checkpoint, device, dtype)
         for linear in self.products.values():
             linear.load(checkpoint, packings, device, dtype)
+        for linear in self.mlp.kept:
+            linear.load(checkpoint, {}, device, dtype)
+        if self.spec.attention.sinks is not None:
+            self.attention.sinks = checkpoint.read(self.spec.attention.sinks).to(device, torch.float32)
         if self.spec.scalar is not None:
             last = self.per_layer or self.mlp
             last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)

@@ -3,11 +3,15 @@
 Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, and measures nothing.
 """
 
-from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, weight_bytes
+from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, linears_bytes, weight_bytes
+from mycli.runtime.models.layer_spec import ExpertsSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
-    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
+    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window).
+
+    Of experts those that the tokens of the batch choose, as many as there would be if each chose by lot.
+    """
     cached = 0
     for spec in plan.config.layer_specs:
         attention = spec.attention
@@ -15,7 +19,18 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
         cached += min(depth, attention.window or depth) * plan.token_bytes(read)
     told = plan.config.per_layer_linears()
     beside = sum(told[0].in_features * plan.batch + each.out_features * each.in_features for each in told[1:])
-    return weight_bytes(plan) + head_bytes(plan) + beside * plan.value_bytes + cached * plan.batch
+    weights = weight_bytes(plan) - _unread_experts(plan)
+    return weights + head_bytes(plan) + beside * plan.value_bytes + cached * plan.batch
+
+
+def _unread_experts(plan: MemoryPlan) -> int:
+    """Bytes of experts that no token of the batch is expected to choose."""
+    unread = 0.0
+    for spec in plan.config.layer_specs:
+        if isinstance(spec.mlp, ExpertsSpec):
+            share = (spec.mlp.idle / len(spec.mlp.experts)) ** plan.batch
+            unread += share * linears_bytes(plan, (each for mlp in spec.mlp.experts for each in mlp.linears))
+    return int(unread)
 
 
 def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:

@@ -5,13 +5,13 @@ Sizes are bytes; R is the rows of the largest pass, the tokens of a chunk of pro
 packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
-from mycli.runtime.models.layer_spec import NormSpec
+from mycli.runtime.models.layer_spec import LinearSpec, NormSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
@@ -129,6 +129,16 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
     total += sum(norm.size for norm in inner if norm.name is None) * size  # gains of one
     return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in spec.norms())
+
+
+def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:
+    """Weights and biases of linears, packed or dense."""
+    total, size = 0, plan.value_bytes
+    for each in linears:
+        packing, dense = plan.packings.get(each.name), each.out_features * each.in_features * size
+        total += packing.bytes(each.out_features, each.in_features, plan.scale_bytes) if packing else dense
+        total += each.out_features * size * each.bias
+    return total
 
 
 def weight_bytes(plan: MemoryPlan) -> int:

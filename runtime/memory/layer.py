@@ -6,7 +6,7 @@ them by tokens and bytes. Knows a `LayerSpec`. Does not import torch.
 
 from math import prod
 
-from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec
 
 
 def weight_values(layer: LayerSpec) -> int:
@@ -28,15 +28,32 @@ def pass_values(layer: LayerSpec) -> int:
     """
     (query, key), hidden = _heads(layer), layer.attention.o.out_features
     attention = (query + 2 * key) + (query + key) + query + hidden
-    mlp = 4 * layer.mlp.size + hidden
+    mlp = _expert_values(layer.mlp, hidden) if isinstance(layer.mlp, ExpertsSpec) else 4 * layer.mlp.size + hidden
     beside = hidden if layer.parallel else 0  # what attention made waits for the MLP
     return 2 * hidden + beside + max(attention, mlp)
+
+
+def _expert_values(spec: ExpertsSpec, hidden: int) -> int:
+    """Of each token at the peak of a pass through experts: scores in two types, and of each pair gate and up and what
+    becomes of them, or that and its output, or that and the sums; beside them what the shared expert made."""
+    pairs = spec.top_k * max(3 * spec.size, spec.size + hidden) + hidden
+    shared = 0 if spec.shared is None else max(4 * spec.shared.mlp.size, 2 * hidden)
+    return 2 * len(spec.experts) + max(pairs + (hidden if shared else 0), shared + hidden)
+
+
+def inner_width(layer: LayerSpec) -> int:
+    """How many values a token has between the products of the MLP, of all the experts that it goes through together."""
+    if not isinstance(layer.mlp, ExpertsSpec):
+        return layer.mlp.size
+    shared = 0 if layer.mlp.shared is None else layer.mlp.shared.mlp.size
+    return layer.mlp.top_k * layer.mlp.size + shared
 
 
 def observed_values(layer: LayerSpec, product: str) -> int:
     """Of each token while a product's inputs are observed in two models: the inputs, what made the last of them, and
     what becomes of them before they are summed."""
-    (query, key), hidden, inner = _heads(layer), layer.attention.o.out_features, layer.mlp.size
+    (query, key), hidden, inner = _heads(layer), layer.attention.o.out_features, inner_width(layer)
+    product = product.rpartition(".")[2]  # at most all tokens go to one expert
     attention = query + 2 * key + 3 * query
     told = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
     made = {"qkv": hidden, "o": attention, "gate_up": attention, "down": 4 * inner, "per_layer_gate": 4 * inner}
@@ -48,4 +65,4 @@ def trained_values(layer: LayerSpec) -> int:
     """Of each token in a forward and backward pass: all that is saved from norm to norm, and the gradients of the
     widest part."""
     (query, key), hidden = _heads(layer), layer.attention.o.out_features
-    return 12 * hidden + 5 * query + 8 * key + 8 * layer.mlp.size
+    return 12 * hidden + 5 * query + 8 * key + 8 * inner_width(layer)

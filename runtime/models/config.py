@@ -17,6 +17,7 @@ from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.layer_spec import (
     ActivationName,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     LinearSpec,
     NormSpec,
@@ -164,6 +165,12 @@ class ModelConfig:
         """How the names of tensors begin that files may hold though nothing reads them."""
         return tuple(prefix for layer in self.layer_specs for prefix in layer.unread)
 
+    @cached_property
+    def stacks(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that files may have for those of all experts of a layer, with their parts in order."""
+        mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
+        return {stack.name: stack.parts for mixture in mixtures for stack in mixture.stacks}
+
     def layer(self, index: int) -> LayerSpec:
         """What layer `index` is made of."""
         return self.layer_specs[index]
@@ -227,6 +234,11 @@ class ModelConfig:
                 elements *= size
             total += elements
         return total
+
+    def active_parameters(self) -> int:
+        """Of `parameters` those that one token meets: without the experts that it does not go through."""
+        mixtures = [spec.mlp for spec in self.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+        return self.parameters() - sum(mixture.idle * mixture.expert_parameters for mixture in mixtures)
 
 
 def _check_attention(spec: AttentionSpec) -> None:

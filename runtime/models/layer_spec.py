@@ -6,14 +6,15 @@ what makes their inputs. Knows names and shapes of tensors. Does not import torc
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from mycli.runtime.models.config import RopeScaling
 
 Shape = tuple[int, ...]
-ActivationName = Literal["silu", "gelu_tanh", "relu2"]  # of a gate, times what goes up beside it; relu2 has no gate
+# Of a gate, times what goes up beside it. relu2 has no gate; swiglu_clamped, of gpt-oss, has gate and up in turn.
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,12 @@ class AttentionSpec:
     `q_norm`, `k_norm`, `v_norm` are over each head, or over all heads at once where their size is that of all heads;
     those of queries and keys come before the rotation, or after it (`norms_rotated`). `window` in tokens: a query sees
     itself and window - 1 before it, None for all. `scale` multiplies the products of queries and keys, None for
-    1 / sqrt(head_dim); a `softcap` c then makes them c tanh(. / c).
+    1 / sqrt(head_dim); a `softcap` c then makes them c tanh(. / c). Before the rotation queries, keys and values are
+    brought within -`clip` and `clip`.
 
     `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
-    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's.
+    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's. `sinks` names a tensor
+    [heads]: scores that take part in each head's softmax and have no value.
     """
 
     heads: int
@@ -127,8 +130,10 @@ class AttentionSpec:
     norms_rotated: bool = False
     scale: float | None = None
     softcap: float | None = None
+    clip: float | None = None
     shares: int | None = None
     lends: bool = False
+    sinks: str | None = None
     residual: float = 1.0
 
     @property
@@ -172,6 +177,11 @@ class MlpSpec:
     residual: float = 1.0
 
     @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """All of its linears."""
+        return (*self.gate_up, self.down)
+
+    @property
     def gated(self) -> bool:
         """Whether there is a gate."""
         return self.activation != "relu2"
@@ -188,7 +198,92 @@ class MlpSpec:
         """As `PartSpec.made_by`. Without a gate, an activation stands between a row of up and the input it makes."""
         if product == "gate_up":
             return self.norm
-        return OutputRows("gate_up", self.size, 1, 1, self.size) if self.gated else None
+        plain = self.gated and self.activation != "swiglu_clamped"
+        return OutputRows("gate_up", self.size, 1, 1, self.size) if plain else None
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """A tensor [experts, rows, ...] of a file that holds `parts`, equally many rows each, in their order."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SharedExpertSpec:
+    """An MLP that every token goes through beside its chosen experts, times sigmoid(gate) where there is a gate [1,
+    hidden]."""
+
+    mlp: MlpSpec
+    gate: LinearSpec | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts (arXiv 1701.06538): MLPs alike in shape, of which each token goes through `top_k`.
+
+    The `router` scores the experts for a token; the highest `top_k` are chosen, and what they make is summed with
+    weights from a softmax over all scores, or, where `normalized`, over those of the chosen. Router and gate decide,
+    and are never stored quantized. `stacks`: tensors that hold those of all experts.
+    """
+
+    norm: NormSpec | None
+    router: LinearSpec
+    experts: tuple[MlpSpec, ...]
+    top_k: int
+    normalized: bool
+    stacks: tuple[StackSpec, ...] = ()
+    shared: SharedExpertSpec | None = None
+    output_norm: NormSpec | None = None
+    residual: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Inner width of one expert."""
+        return self.experts[0].size
+
+    @property
+    def activation(self) -> ActivationName:
+        """Of every expert."""
+        return self.experts[0].activation
+
+    @property
+    def idle(self) -> int:
+        """How many experts a token does not go through."""
+        return len(self.experts) - self.top_k
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert: weights and biases."""
+        return sum(linear.out_features * (linear.in_features + linear.bias) for linear in self.experts[0].linears)
+
+    @property
+    def kept(self) -> tuple[LinearSpec, ...]:
+        """The linears that are never stored quantized."""
+        gate = None if self.shared is None else self.shared.gate
+        return (self.router,) if gate is None else (self.router, gate)
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        """As `PartSpec.products`: those of the shared expert, then `experts.<index>.gate_up` and `.down` of each."""
+        mlps = {} if self.shared is None else {"shared": self.shared.mlp}
+        mlps |= {f"experts.{index}": expert for index, expert in enumerate(self.experts)}
+        return {f"{name}.{own}": linears for name, mlp in mlps.items() for own, linears in mlp.products().items()}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        """As `PartSpec.inner_norms`."""
+        return ()
+
+    def made_by(self, product: str) -> MadeBy:
+        """As `PartSpec.made_by`. What the norm makes goes to the router and to all experts alike."""
+        owner, _, own = product.rpartition(".")
+        mlp = self.experts[int(owner.removeprefix("experts."))] if owner.startswith("experts.") else self._shared()
+        source = None if own == "gate_up" else mlp.made_by(own)
+        return replace(source, product=f"{owner}.{source.product}") if isinstance(source, OutputRows) else None
+
+    def _shared(self) -> MlpSpec:
+        assert self.shared is not None
+        return self.shared.mlp
 
 
 @dataclass(frozen=True)
@@ -227,7 +322,7 @@ class LayerSpec:
 
     index: int
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | ExpertsSpec
     parallel: bool = False
     per_layer: PerLayerSpec | None = None
     scalar: str | None = None
@@ -238,9 +333,20 @@ class LayerSpec:
         """What the layer does, in order."""
         return (self.attention, self.mlp) if self.per_layer is None else (self.attention, self.mlp, self.per_layer)
 
+    @property
+    def dense_mlp(self) -> MlpSpec:
+        """The MLP of a layer that has no experts."""
+        assert isinstance(self.mlp, MlpSpec)
+        return self.mlp
+
     def products(self) -> dict[str, tuple[LinearSpec, ...]]:
         """The linears of each product by its name, in order of execution; outputs lie side by side in this order."""
         return {name: linears for part in self.parts for name, linears in part.products().items()}
+
+    @property
+    def kept(self) -> tuple[LinearSpec, ...]:
+        """Its linears that are never stored quantized."""
+        return self.mlp.kept if isinstance(self.mlp, ExpertsSpec) else ()
 
     def norms(self) -> list[NormSpec]:
         """The norms of the layer that have a tensor."""
@@ -258,10 +364,12 @@ class LayerSpec:
         """Names and shapes of the layer's tensors in an unquantized checkpoint."""
         for norm in self.norms():
             yield f"{norm.name}.weight", (norm.size,)
-        for linears in self.products().values():
+        for linears in (self.kept, *self.products().values()):
             for linear in linears:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
+        if self.attention.sinks is not None:
+            yield self.attention.sinks, (self.attention.heads,)
         if self.scalar is not None:
             yield self.scalar, (1,)

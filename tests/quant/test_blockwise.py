@@ -46,7 +46,7 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
     attention, mlp = block.attention, block.mlp
     assert attention.norm is not None and mlp.norm is not None
     state = BlockState(block, x.clone(), settled)
-    got = {product: inputs(state, product, slice(0, 10), context, CPU.device) for product in block.products}
+    got = {product: inputs(state, product, slice(0, 10), context, CPU.device).x for product in block.products}
     assert torch.equal(got["qkv"], attention.norm(x))
     between = x + attention.o(got["o"])
     assert torch.equal(got["gate_up"], mlp.norm(between))
@@ -66,8 +66,8 @@ def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypa
     block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)
     other = stream * 1.5 + 0.1
-    fitted, held = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
-    x, y = (inputs(BlockState(block, each), "o", slice(0, 10), context, CPU.device) for each in (stream, other))
+    fitted, held, _ = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
+    x, y = (inputs(BlockState(block, each), "o", slice(0, 10), context, CPU.device).x for each in (stream, other))
     chosen = torch.arange(10) % HELD == HELD - 1
     for moments, rows in ((fitted, ~chosen), (held, chosen)):
         a, b = x[rows].flatten(0, 1), y[rows].flatten(0, 1)
@@ -101,7 +101,7 @@ def test_each_product_sees_what_was_quantized_before_it(
         block = model.block(index)
         state = BlockState(block, stream)
         for product, linear in block.products.items():
-            x = inputs(state, product, slice(0, 10), context, CPU.device).flatten(0, 1)
+            x = inputs(state, product, slice(0, 10), context, CPU.device).x.flatten(0, 1)
             assert close(seen[linear.specs[0].name], x.T @ x)
             linear.replace(torch.cat([restored[spec.name] for spec in linear.specs]))
         model.advance(block, stream, context)

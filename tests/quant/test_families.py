@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from mycli.quant.blockwise import UNSEEN
 from mycli.quant.calibration.hessian import BlockState, inputs
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
@@ -48,6 +49,11 @@ KINDS = (
     "ernie4_5-untied-biases",
     "arcee-tied-biases",
     "cwm-window7",
+    "qwen3_moe-8top2",
+    "qwen3_moe-every-other-normalized-tied",
+    "mixtral-4top2",
+    "olmoe-clip-normalized-gqa-tied",
+    "qwen2_moe-shared",
 )
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate.
@@ -59,7 +65,11 @@ COPIED = (
     "granite-tied-biases",
     "cohere2-untied-biases",
     "arcee-tied-biases",
+    "qwen3_moe-8top2",
 )
+
+
+MIXTRAL_NAMES = ("block_sparse_moe", "w1", "w3", "w2")
 
 
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
@@ -73,18 +83,49 @@ def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTra
 
 
 def hooked_inputs(reference: transformers.PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """What each linear of transformers' model gets, by its name: [windows, tokens, K]."""
+    """What each linear of transformers' model gets, by its name: [windows, tokens, K], or [n, K] of an expert.
+
+    Experts are one module there: as its own code has it, those that a token chose, in the order of the tokens.
+    """
     found: dict[str, Tensor] = {}
     modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
+    names = MIXTRAL_NAMES if reference.config.model_type == "mixtral" else ("mlp", "gate_proj", "up_proj", "down_proj")
+
+    def observe(name: str, module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        x, chosen, _ = given
+        prefix = name.replace(".mlp.", f".{names[0]}.")
+        for expert in range(module.num_experts):
+            rows = x[(chosen == expert).any(-1)]
+            gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+            for own, of in zip(names[1:], (rows, rows, torch.nn.functional.silu(gate) * up), strict=True):
+                found[f"{prefix}.{expert}.{own}"] = of
+
+    experts = {name: each for name, each in reference.named_modules() if name.endswith(".experts")}
     hooks = [
         module.register_forward_pre_hook(lambda _, given, name=name: found.__setitem__(name, given[0]))
         for name, module in modules.items()
+    ]
+    hooks += [
+        module.register_forward_pre_hook(lambda each, given, name=name: observe(name, each, given))
+        for name, module in experts.items()
     ]
     with torch.no_grad():
         reference(tokens)
     for hook in hooks:
         hook.remove()
     return found
+
+
+def weight_of(reference: transformers.PreTrainedModel, name: str) -> Tensor:
+    """The weight of a linear as transformers has read it; those of all experts are one tensor there."""
+    if ".experts." not in name:
+        return reference.get_submodule(name).weight
+    prefix, _, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+    expert, own = rest.split(".")
+    experts = reference.get_submodule(f"{prefix}.experts")
+    if own in ("down_proj", "w2"):
+        return experts.down_proj[int(expert)]
+    return experts.gate_up_proj[int(expert)].chunk(2)[own in ("up_proj", "w3")]
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -100,13 +141,19 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
         block = model.block(index)
         state = BlockState(block, stream.clone(), settled, sides)
         for product, linear in block.products.items():
-            found = inputs(state, product, slice(0, 3), context, CPU.device)
+            found = inputs(state, product, slice(0, 3), context, CPU.device).x
             for spec in linear.specs:
                 wanted = expected.pop(spec.name)
-                assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
+                assert found.numel() == wanted.numel()  # windows and tokens may be one axis there
+                assert (
+                    not wanted.numel() or (found.view_as(wanted) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+                ), spec.name
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
-    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection"}, "every linear of the model was looked at"
+    kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
+    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, (
+        "every linear of the model was looked at"
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -127,8 +174,13 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, t
     with torch.no_grad():
         logits, original = theirs(tokens).logits, reference(tokens).logits  # which unpacks theirs
     for name, weight in packed_weights(model).items():
-        assert torch.equal(weight, theirs.get_submodule(name).weight), name
+        assert torch.equal(weight, weight_of(theirs, name)), name
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations
     lost = (ours - original).norm() / original.norm()
+    if any(spec.kept for spec in model.config.layer_specs):  # where experts score alike, rounding makes tokens change
+        lost = ((ours - original).norm(dim=-1) / original.norm(dim=-1)).median()
     assert lost < 0.1, "a copy that folds or calibrates wrongly says something else"
-    assert all(layer.output_error is not None and layer.output_error < 1e-3 for layer in outcome.layers)
+    assert all(
+        layer.fallback == UNSEEN if layer.output_error is None else layer.output_error < 1e-3
+        for layer in outcome.layers
+    )

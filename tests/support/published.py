@@ -1,6 +1,7 @@
 """Configurations of published models with the figures they came with; no weights.
 
-`parameters` are those of the text part, exact; `about`: as rounded as they were told.
+`parameters` are those of the text part, exact; `about`: as rounded as they were told; `active`: those that a
+token meets, likewise, with the embeddings unless `embeddings` is false.
 """
 
 import json

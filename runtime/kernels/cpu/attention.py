@@ -57,6 +57,7 @@ def attend_cached(
     window: int | None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | str:
     """As `runtime.layers.attention.attend`, over a cache in one piece; the reason where this code cannot.
 
@@ -69,7 +70,7 @@ def attend_cached(
     numbers = (ctypes.c_int32 * len(layout))(*layout)
     at = ctypes.addressof(numbers)
     asked = _Pass(at, at + 4 * (batch + 1), at + 4 * (2 * batch + 1), batch, 1)
-    scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0)
+    scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0, sinks)
     return _attend(query, keys, values, asked, scoring)
 
 

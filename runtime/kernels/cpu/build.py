@@ -124,6 +124,9 @@ class Native:
     table_dequantize: Callable[..., int | None]
     round_weight: Callable[..., int]
     pack_codes: Callable[..., int | None]
+    experts_matmul: Callable[..., int]
+    experts_route: Callable[..., int]
+    experts_sum: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
     origin: str  # whence it came, for a person
 
@@ -155,6 +158,9 @@ def load_library(path: Path, origin: str = "") -> Native:
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
         round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
         pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
+        experts_matmul=function("experts_matmul", c_int, c_void_p, c_int),
+        experts_route=function("experts_route", c_int64, c_void_p, c_int),
+        experts_sum=function("experts_sum", None, c_void_p, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
         origin=origin,
     )

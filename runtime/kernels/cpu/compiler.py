@@ -24,6 +24,7 @@ HEADERS = (
     "attention_tiles.h",
     "dense.h",
     "draw.h",
+    "experts.h",
     "layer.h",
     "packed_integer.h",
     "packed_layout.h",

@@ -24,7 +24,8 @@ _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 
 
-def _no_memory(rows: int, inputs: int) -> ResourceError:
+def no_room_for(rows: int, inputs: int) -> ResourceError:
+    """The error where activations cannot be rearranged."""
     return ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
 
 
@@ -89,6 +90,11 @@ class CpuMatmul:
         return self._shape
 
     @property
+    def form(self) -> tuple[int, int, int]:
+        """Outputs, inputs and inputs of a group: weights alike in these can be multiplied in one call."""
+        return *self._shape, self._weight.group
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
@@ -102,7 +108,7 @@ class CpuMatmul:
         threads = torch.get_num_threads()
         kind = _TYPES[given.dtype]
         if rows and self._library.matmul(self._pointer, given.data_ptr(), kind, rows, y.data_ptr(), threads):
-            raise _no_memory(rows, inputs)
+            raise no_room_for(rows, inputs)
         return y.to(x.dtype)
 
     def dequantize(self) -> Tensor:
@@ -206,7 +212,7 @@ def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(rows, outputs, dtype=x.dtype)
     pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
     if rows and library.dense(_TYPES[x.dtype], *pointers, torch.get_num_threads()):
-        raise _no_memory(rows, inputs)
+        raise no_room_for(rows, inputs)
     return y
 
 

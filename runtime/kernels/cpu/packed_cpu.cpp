@@ -10,6 +10,9 @@
 // registers), many rows (words, unpacked to a panel) and AMX (bytes, in tiles) are one arithmetic: the bits of a row depend on
 // neither the rows beside it nor the number of threads. The layout is in packed_layout.h.
 
+#include <cmath>
+#include <vector>
+
 #include "attention.h"
 #include "dense.h"
 #include "draw.h"
@@ -166,7 +169,16 @@ template <class Use> auto by_bits(int32_t bits, Use use) {
     }
 }
 
+inline bool dense_any(const Dense<uint16_t>& d, int threads) {
+#if AMX
+    if (have_amx() && d.outputs >= TILE_OUTPUTS) return dense_amx(d, threads);
+#endif
+    return dense_vectors(d, threads);
+}
+
 }  // namespace
+
+#include "experts.h"
 
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
@@ -210,11 +222,21 @@ EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t in
         const Dense<float> d{static_cast<const float*>(w), static_cast<const float*>(x), outputs, inputs, rows, static_cast<float*>(y)};
         return dense_vectors(d, threads) ? 0 : 1;
     }
-    const Dense<uint16_t> d{static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)};
-#if AMX
-    if (have_amx() && outputs >= TILE_OUTPUTS) return dense_amx(d, threads) ? 0 : 1;
-#endif
-    return dense_vectors(d, threads) ? 0 : 1;
+    return dense_any({static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)},
+                     threads) ? 0 : 1;
+}
+
+// As multiply_routed, choose_experts with sort_pairs, and sum_token in experts.h, for all tokens. 0: done; 1: no memory.
+EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
+EXPORT int64_t experts_route(const Routing* r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < r->tokens; token++) choose_experts(*r, token);
+    return sort_pairs(*r);
+}
+EXPORT void experts_sum(const WeightedSum* s, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < s->tokens; token++)
+        s->type == F32 ? sum_token<float>(*s, token) : sum_token<uint16_t>(*s, token);
 }
 
 // A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no

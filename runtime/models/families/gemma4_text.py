@@ -40,10 +40,10 @@ class Layers:
         lender = self.lenders[index]
         width = config.intermediate_size * (2 if self.double_wide and lender is not None else 1)
         mlp = replace(
-            base.mlp,
+            base.dense_mlp,
             size=width,
-            gate_up=tuple(replace(linear, out_features=width) for linear in base.mlp.gate_up),
-            down=replace(base.mlp.down, in_features=width),
+            gate_up=tuple(replace(linear, out_features=width) for linear in base.dense_mlp.gate_up),
+            down=replace(base.dense_mlp.down, in_features=width),
         )
         unread = () if lender is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_")
         per_layer = None

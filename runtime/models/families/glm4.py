@@ -20,7 +20,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     return LayerSpec(
         index,
         replace(llama.attention, output_norm=after_attention),
-        replace(llama.mlp, gate_up=(gate_up,), output_norm=after_mlp),
+        replace(llama.dense_mlp, gate_up=(gate_up,), output_norm=after_mlp),
     )
 
 

@@ -9,7 +9,12 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Granite config.json."""
-    fields = hf_config.common(raw, handled=_MULTIPLIERS)
+    return read_granite(raw)
+
+
+def read_granite(raw: Fields, handled: tuple[str, ...] = ()) -> ModelConfig:
+    """Of a config of which the caller does what the keys `handled` ask for."""
+    fields = hf_config.common(raw, handled=(*_MULTIPLIERS, *handled))
     bias = raw.boolean("attention_bias", False)
     embedding, attention, residual, logits = (raw.number(key, 1.0, low=1e-9, high=1e9) for key in _MULTIPLIERS)
     return ModelConfig(

@@ -18,7 +18,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, prefix, hidden = decoder_layer(config, index), f"model.layers.{index}", config.hidden_size
     qkv = LinearSpec(f"{prefix}.self_attn.qkv_proj", (config.heads + 2 * config.kv_heads) * config.head_dim, hidden)
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, hidden)
-    return LayerSpec(index, replace(llama.attention, qkv=(qkv,)), replace(llama.mlp, gate_up=(gate_up,)))
+    return LayerSpec(index, replace(llama.attention, qkv=(qkv,)), replace(llama.dense_mlp, gate_up=(gate_up,)))
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -42,6 +42,35 @@ def test_published_parameter_counts(name: str) -> None:
     assert found == told["parameters"] if "parameters" in told else found == pytest.approx(told["about"], rel=0.02)
 
 
+@pytest.mark.parametrize("name", [name for name, told in PUBLISHED.items() if "active" in told])
+def test_published_active_parameters(name: str) -> None:
+    """What a token meets, as published; and a token reads no more than that, an embedding's rows aside."""
+    config, told = published(name), PUBLISHED[name]["active"]
+    tables = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    counted = config.active_parameters() - (0 if PUBLISHED[name].get("embeddings", True) else tables)
+    assert counted == pytest.approx(told, rel=0.03)
+    assert bytes_per_step(plan(name), 0) == 2 * (config.active_parameters() - tables)
+
+
+def test_experts_read_by_a_batch() -> None:
+    """Two tokens choose 8 of 128 experts each: by lot 15.5 of them are read; so many tokens as never end, all."""
+    one, two, many = (plan("Qwen3-30B-A3B", batch=batch) for batch in (1, 2, 1 << 20))
+    expert = 48 * 3 * 2048 * 768 * 2
+    assert bytes_per_step(two, 0) - bytes_per_step(one, 0) == pytest.approx(7.5 * expert)
+    assert bytes_per_step(many, 0) == pytest.approx(2 * (30532122624 - 151936 * 2048))
+
+
+@pytest.mark.parametrize("packing", [Packing(4, 128), Packing(8, None)], ids=lambda packing: packing.name)
+def test_memory_of_experts_is_that_of_all_of_them(packing: Packing) -> None:
+    """Counted linear by linear, router and norms dense, whatever a token reads."""
+    model = plan("OLMoE-1B-7B", packing)
+    linears = [linear for linear in model.config.linears() if linear.name != "lm_head"]
+    assert len(linears) == 16 * (4 + 64 * 3)
+    dense = 16 * (64 * 2048 + 4 * 2048) + 2048
+    packed = sum(packing.bytes(each.out_features, each.in_features) for each in linears)
+    assert weight_bytes(model) == packed + 2 * dense
+
+
 def test_every_family_has_a_published_model() -> None:
     assert {published(name).model_type for name in PUBLISHED} == set(families())
 

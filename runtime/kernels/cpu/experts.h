@@ -1,0 +1,177 @@
+// Experts: pairs of a token and an expert, sorted by expert, whose rows are multiplied by the weight of their own expert. Included
+// by packed_cpu.cpp after the products it is made of, whose arithmetic it keeps: the bits of a pair depend on its row and on
+// its expert, not on the pairs beside it.
+
+#pragma once
+
+namespace {
+
+struct Routed {  // mirrored by build.py
+    const void* const* weights;  // of each expert that has pairs: a Weight, or bf16 [outputs, inputs]
+    const int32_t* starts;  // [experts + 1]: expert e has the pairs from starts[e] to starts[e + 1]
+    const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null where each has its own
+    const void* x;  // [rows, inputs]
+    void* y;  // [pairs, outputs]
+    int64_t experts, rows, inputs, outputs;
+    int32_t type, dense;  // of x and y: F32 or BF16; whether weights are bf16
+};
+
+inline const Weight& packed_of(const Routed& r, int64_t expert) { return *static_cast<const Weight*>(r.weights[expert]); }
+inline int64_t count_of(const Routed& r, int64_t expert) { return r.starts[expert + 1] - r.starts[expert]; }
+
+// One expert's rows, gathered, through the product that any weight has. False: no memory.
+inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
+    const int64_t first = r.starts[expert], count = count_of(r, expert), size = r.type == F32 ? 4 : 2, row = r.inputs * size;
+    const char* x = static_cast<const char*>(r.x) + (r.tokens ? 0 : first * row);
+    const Memory gathered(r.tokens ? rounded_up(count * row) : 64);
+    if (!gathered.at) return false;
+    for (int64_t p = 0; r.tokens && p < count; p++) memcpy(gathered.at + p * row, x + r.tokens[first + p] * row, size_t(row));
+    if (r.tokens) x = gathered.at;
+    char* y = static_cast<char*>(r.y) + first * r.outputs * size;
+    const auto* words = reinterpret_cast<const uint16_t*>(x);
+    auto* out = reinterpret_cast<uint16_t*>(y);
+    if (r.dense)
+        return dense_any({static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out}, threads);
+    const Weight& w = packed_of(r, expert);
+    return by_bits(w.bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if (r.type == F32) return matmul_f32<B>(w, reinterpret_cast<const float*>(x), count, reinterpret_cast<float*>(y), threads);
+        return matmul_bf16<B>(w, words, count, out, threads);
+    });
+}
+
+#if WIDTH
+// Experts of few rows each, all in one parallel region: a task is a row block of one expert, so that what is read is what was
+// chosen, by all threads at once. False: no memory.
+inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int threads) {
+    const Weight& like = packed_of(r, few[0]);
+    const int64_t segment = segment_of(like), segments = r.inputs / segment, stride = r.inputs + 64, blocks = blocks_of(r.outputs);
+    const bool one = r.tokens && r.rows == 1;  // row, that all pairs read
+    std::vector<int64_t> slots(1, 0), row_of;  // of each of `few` the first converted row; of each converted row that of x
+    for (int64_t expert : few) {
+        for (int64_t p = r.starts[expert]; p < r.starts[expert + 1]; p++) row_of.push_back(r.tokens ? r.tokens[p] : p);
+        slots.push_back(int64_t(row_of.size()));
+    }
+    if (one) row_of.resize(1);
+    const int64_t rows = int64_t(row_of.size()), room = rounded_up(rows * 2 * stride + 64), notes = rounded_up(rows * segments * 4);
+    const int64_t own = rounded_up(2 * r.inputs);
+    const Memory memory(room + 2 * notes + threads * own);
+    if (!memory.at) return false;
+    int8_t* bytes = reinterpret_cast<int8_t*>(memory.at);
+    float* unit = reinterpret_cast<float*>(memory.at + room);
+    int32_t* sum = reinterpret_cast<int32_t*>(memory.at + room + notes);
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+        int16_t* integers = reinterpret_cast<int16_t*>(memory.at + room + 2 * notes + self * own);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < rows; m++) {
+            const uint16_t* x = static_cast<const uint16_t*>(r.x) + row_of[size_t(m)] * r.inputs;
+            for (int64_t s = 0; s < segments; s++)
+                make_integers(x + s * segment, segment, integers + s * segment, unit + m * segments + s, sum + m * segments + s);
+            cut_bytes(integers, r.inputs, bytes + m * 2 * stride, bytes + (m * 2 + 1) * stride);
+        }
+#pragma omp for schedule(guided) nowait
+        for (int64_t i = 0; i < int64_t(few.size()) * blocks; i++) {
+            const int64_t expert = few[size_t(i / blocks)], n = i % blocks, count = count_of(r, expert);
+            const int64_t slot = one ? 0 : slots[size_t(i / blocks)];
+            const Weight& w = packed_of(r, expert);
+            const Bytes row{bytes + slot * 2 * stride, stride, {unit + slot * segments, sum + slot * segments, segments}};
+            float part[FEW][ROWS];
+            by_bits(w.bits, [&](auto bits) { few_rows<bits.value>(w, n, row, count, part); });
+            for (int64_t m = 0; m < count; m++)
+                store_row(r.y, BF16, (r.starts[expert] + m) * r.outputs + n * ROWS, part[m], std::min<int64_t>(ROWS, r.outputs - n * ROWS));
+        }
+    }
+    return true;
+}
+#endif
+
+// False: no memory. Weights that are packed are alike in rows, inputs and group.
+inline bool multiply_routed(const Routed& r, int threads) {
+    std::vector<int64_t> few;
+    for (int64_t expert = 0; expert < r.experts; expert++) {
+        if (!r.dense && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES) few.push_back(expert);
+        else if (!multiply_expert(r, expert, threads)) return false;
+    }
+#if WIDTH
+    if (!few.empty()) return multiply_few(r, few, threads);
+#endif
+    return true;
+}
+
+struct Routing {  // mirrored by build.py
+    const float* scores;  // [tokens, experts]
+    float* weights;  // [tokens, top]
+    int32_t* chosen;  // [tokens, top], highest score first
+    int32_t* places;  // [tokens, top]: the pair of each
+    int32_t* pairs;  // [tokens * top]: the token of each pair
+    int32_t* hit;  // the experts that have pairs, in order
+    int32_t* starts;  // of their pairs, and behind the last
+    int64_t tokens, experts, top;
+    int32_t normalized;
+};
+
+// The `top` highest of a row of scores, the first of equals first, and their weights. NaN is never higher than anything.
+inline void choose_experts(const Routing& r, int64_t token) {
+    const float* score = r.scores + token * r.experts;
+    int32_t* chosen = r.chosen + token * r.top;
+    float* weight = r.weights + token * r.top;
+    for (int64_t j = 0; j < r.top; j++) {
+        int32_t best = -1;
+        for (int32_t e = 0; e < r.experts; e++)
+            if ((best < 0 || score[e] > score[best]) && std::find(chosen, chosen + j, e) == chosen + j) best = e;
+        chosen[j] = best;
+    }
+    float total = 0;
+    for (int64_t j = 0; j < r.top; j++) total += weight[j] = std::exp(score[chosen[j]] - score[chosen[0]]);
+    if (!r.normalized) {
+        total = 0;
+        for (int64_t e = 0; e < r.experts; e++) total += std::exp(score[e] - score[chosen[0]]);
+    }
+    for (int64_t j = 0; j < r.top; j++) weight[j] /= total;
+}
+
+// Counting sort of the pairs by expert, tokens in order; returns how many experts have pairs.
+inline int64_t sort_pairs(const Routing& r) {
+    std::vector<int32_t> next(size_t(r.experts) + 1, 0);
+    for (int64_t i = 0; i < r.tokens * r.top; i++) next[size_t(r.chosen[i]) + 1]++;
+    int64_t hits = 0;
+    for (int64_t e = 0; e < r.experts; e++) {
+        if (next[size_t(e) + 1]) r.hit[hits] = int32_t(e), r.starts[hits++] = next[size_t(e)];
+        next[size_t(e) + 1] += next[size_t(e)];
+    }
+    r.starts[hits] = int32_t(r.tokens * r.top);
+    for (int64_t i = 0; i < r.tokens * r.top; i++) {
+        const int32_t place = next[size_t(r.chosen[i])]++;
+        r.places[i] = place, r.pairs[place] = int32_t(i / r.top);
+    }
+    return hits;
+}
+
+struct WeightedSum {  // mirrored by build.py
+    const void* x;  // [pairs, size]
+    const int32_t* places;  // [tokens, top]
+    const float* weights;  // [tokens, top]
+    void* y;  // [tokens, size]
+    int64_t tokens, top, size;  // size: a multiple of 16
+    int32_t type;
+};
+
+inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
+
+// fp32 sums in the order of the token's choice, rounded once.
+template <class T> inline void sum_token(const WeightedSum& s, int64_t token) {
+    const T* x = static_cast<const T*>(s.x);
+    T* y = static_cast<T*>(s.y) + token * s.size;
+    for (int64_t i = 0; i < s.size; i += LANE) {
+        V16 total = {};
+        for (int64_t j = token * s.top; j < (token + 1) * s.top; j++) total += load16(x + s.places[j] * s.size + i) * s.weights[j];
+        store16(y + i, total);
+    }
+}
+
+}  // namespace

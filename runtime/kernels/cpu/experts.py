@@ -1,0 +1,155 @@
+"""Experts on the CPU by our own code: which tokens go to which, the products of all experts in one call, the sum.
+
+The products are those of `cpu.matmul` and share their arithmetic. For a token alone all threads read the weights of its
+experts at once, no others; experts with many rows are multiplied one after the other. A pair's bits depend on
+neither the pairs beside it nor their number. Each function returns the reason where this code cannot.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
+from mycli.runtime.kernels.routed import Route
+from mycli.runtime.quantization.packed_weight import Matmul
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+_FEW = 16  # tokens, of which one thread is done before others are awake
+_LANES, _INPUTS = 16, 32
+
+
+class _Routed(ctypes.Structure):
+    """`Routed` of experts.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "starts", "tokens", "x", "y")),
+        *((name, c_int64) for name in ("experts", "rows", "inputs", "outputs")),
+        *((name, c_int32) for name in ("type", "dense")),
+    ]
+
+
+class _Routing(ctypes.Structure):
+    """`Routing` of experts.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("scores", "weights", "chosen", "places", "pairs", "hit", "starts")),
+        *((name, c_int64) for name in ("tokens", "experts", "top")),
+        ("normalized", c_int32),
+    ]
+
+
+class _WeightedSum(ctypes.Structure):
+    """`WeightedSum` of experts.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "places", "weights", "y")),
+        *((name, c_int64) for name in ("tokens", "top", "size")),
+        ("type", c_int32),
+    ]
+
+
+def _threads(tokens: int) -> int:
+    return 1 if tokens <= _FEW else torch.get_num_threads()
+
+
+def native_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
+    """As `reference.route`; of equal scores the first is higher."""
+    if scores.device.type != "cpu" or scores.requires_grad:
+        return "runs on the CPU, without a gradient"
+    library = build.native()
+    if isinstance(library, str):
+        return library
+    given = scores.float().contiguous()
+    tokens, experts = given.shape
+    weights = torch.empty(tokens, top_k)
+    chosen, places = (torch.empty(tokens, top_k, dtype=torch.int32) for _ in range(2))
+    pairs, hit = torch.empty(tokens * top_k, dtype=torch.int32), torch.empty(experts, dtype=torch.int32)
+    starts = torch.empty(experts + 1, dtype=torch.int32)
+    pointers = (tensor.data_ptr() for tensor in (given, weights, chosen, places, pairs, hit, starts))
+    task = _Routing(*pointers, tokens, experts, top_k, normalized)
+    hits = library.experts_route(ctypes.byref(task), _threads(tokens))
+    return Route(hit[:hits].tolist(), starts[: hits + 1], pairs, places, weights)
+
+
+def native_routed_product(
+    weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
+) -> Tensor | str:
+    """As `reference.routed_product`, where all weights are alike: packed for this code, or bf16 like x."""
+    dense = isinstance(weights[0], Tensor)
+    if x.device.type != "cpu" or x.requires_grad:
+        return "runs on the CPU, without a gradient"
+    if dense:
+        reason, shape, addresses = _dense(weights, x.dtype)
+    else:
+        reason, shape, addresses = _packed(weights, x.dtype)
+    if reason:
+        return reason
+    library = build.native()
+    if isinstance(library, str):
+        return library
+    outputs, inputs = shape
+    assert x.shape[1] == inputs
+    given = (x.float() if x.dtype == torch.float16 else x).contiguous()
+    pairs = len(given) if tokens is None else len(tokens)
+    y = torch.empty(pairs, outputs, dtype=given.dtype)
+    pointers = (c_void_p * len(addresses))(*addresses)
+    task = _Routed(
+        weights=ctypes.addressof(pointers),
+        starts=starts.data_ptr(),
+        tokens=None if tokens is None else tokens.data_ptr(),
+        x=given.data_ptr(),
+        y=y.data_ptr(),
+        experts=len(addresses),
+        rows=len(given),
+        inputs=inputs,
+        outputs=outputs,
+        type=_TYPES[given.dtype],
+        dense=dense,
+    )
+    if library.experts_matmul(ctypes.byref(task), torch.get_num_threads()):
+        raise no_room_for(pairs, inputs)
+    return y.to(x.dtype)
+
+
+_Alike = tuple[str, tuple[int, int], list[int]]  # why not, or else outputs and inputs, and where the weights lie
+_NONE = (0, 0)
+
+
+def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
+    found = [weight for weight in weights if isinstance(weight, CpuMatmul)]
+    if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
+        return "takes weights of one shape and group in the packed layout of this code", _NONE, []
+    if dtype not in (*_TYPES, torch.float16):
+        return f"{dtype} activations are not supported", _NONE, []
+    return "", found[0].form[:2], [weight.address for weight in found]
+
+
+def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
+    found = [weight for weight in weights if isinstance(weight, Tensor) and weight.is_contiguous()]
+    if len(found) < len(weights) or len({(weight.shape, weight.dtype, weight.requires_grad) for weight in found}) > 1:
+        return "takes contiguous weights of one shape", _NONE, []
+    outputs, inputs = found[0].shape
+    if {found[0].dtype, dtype} != {torch.bfloat16} or inputs % _INPUTS or found[0].requires_grad:
+        return f"takes bf16 weights without a gradient, of inputs in multiples of {_INPUTS}", _NONE, []
+    return "", (outputs, inputs), [weight.data_ptr() for weight in found]
+
+
+def native_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | str:
+    """As `reference.weighted_sum`; a token's bits depend on no other token."""
+    if x.device.type != "cpu" or x.requires_grad or x.dtype not in _TYPES:
+        return "runs on the CPU, in bf16 or fp32, without a gradient"
+    tokens, top_k = places.shape
+    if x.shape[1] % _LANES:
+        return f"takes rows in multiples of {_LANES}"
+    library = build.native()
+    if isinstance(library, str):
+        return library
+    given, y = x.contiguous(), x.new_empty(tokens, x.shape[1])
+    pointers = given.data_ptr(), places.data_ptr(), weights.data_ptr(), y.data_ptr()
+    task = _WeightedSum(*pointers, tokens, top_k, x.shape[1], _TYPES[x.dtype])
+    library.experts_sum(ctypes.byref(task), _threads(tokens))
+    return y

@@ -1,0 +1,32 @@
+"""Which tokens go to which experts, as operations on experts read it. Knows neither kernels, layers nor weights."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """Pairs of a token and one of its experts, sorted by expert, and within an expert by token.
+
+    hit: the experts that have pairs, in order; starts: int32 [hits + 1], expert hit[i] has the pairs from starts[i] to
+    starts[i + 1]; tokens: int32 [pairs], the token of each; places: int32 [tokens, top_k], where the pairs of a token
+    stand, its highest score first; weights: fp32 [tokens, top_k], of what they give.
+    """
+
+    hit: list[int]
+    starts: Tensor
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+
+    @cached_property
+    def slices(self) -> dict[int, slice]:
+        """The pairs of each expert that has some."""
+        bounds = self.starts.tolist()
+        return {expert: slice(*bounds[index : index + 2]) for index, expert in enumerate(self.hit)}
+
+    def of(self, expert: int) -> Tensor:
+        """int32 [n]: the tokens of an expert, maybe none."""
+        return self.tokens[self.slices.get(expert, slice(0, 0))]

@@ -1,0 +1,25 @@
+"""Granite 3 with experts (1B-A400M, 3B-A800M): Granite with experts, weighted among those that are chosen.
+
+The files hold all experts of a layer in one tensor.
+"""
+
+from dataclasses import replace
+
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
+from mycli.runtime.models.families import granite
+from mycli.runtime.utils.json_fields import Fields
+
+_NAMES = ExpertNames(
+    "block_sparse_moe",
+    router="router.layer",
+    stacked_gate_up="input_linear.weight",
+    stacked_down="output_linear.weight",
+)
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Granite config.json with experts."""
+    config = granite.read_granite(raw, EXPERT_KEYS)
+    count, top_k = read_counts(raw, "num_local_experts", config.layers, usual=(8, 2))
+    return replace(config, declare=Mixture(count, top_k, config.intermediate_size, normalized=True, names=_NAMES))

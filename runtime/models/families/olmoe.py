@@ -1,0 +1,42 @@
+"""OLMoE 1B-7B: Llama with norms over all heads of queries and of keys, and experts, eight of 64 for a token.
+
+What is projected may be clipped (`clip_qkv`), queries and keys after their norms.
+"""
+
+from dataclasses import dataclass, replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.utils.json_fields import Fields
+
+
+@dataclass(frozen=True)
+class OlmoeLayers:
+    """What layers are made of; as `ModelConfig.declare`."""
+
+    mixture: Mixture
+    clip: float | None
+
+    def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
+        """Llama's attention with two norms, and the experts."""
+        llama, prefix = decoder_layer(config, index), f"model.layers.{index}.self_attn"
+        attention = replace(
+            llama.attention,
+            q_norm=config.norm_of(f"{prefix}.q_norm", config.heads * config.head_dim),
+            k_norm=config.norm_of(f"{prefix}.k_norm", config.kv_heads * config.head_dim),
+            clip=self.clip,
+        )
+        return self.mixture.put_into(replace(llama, attention=attention), config)
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of an OLMoE config.json."""
+    fields = hf_config.common(hf_config.with_defaults(raw, rms_norm_eps=1e-5), handled=EXPERT_KEYS)
+    count, top_k = read_counts(raw, "num_experts", fields["layers"], usual=(64, 8))
+    mixture = Mixture(count, top_k, fields["intermediate_size"], raw.boolean("norm_topk_prob", False))
+    clip = raw.number("clip_qkv", low=0.0) if raw.has("clip_qkv") else None
+    bias = raw.boolean("attention_bias", False)
+    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=OlmoeLayers(mixture, clip))

@@ -1,0 +1,31 @@
+"""Qwen 3 with experts (30B-A3B, 235B-A22B, Coder): Qwen 3's attention, and in every layer, or some of them, experts."""
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
+from mycli.runtime.models.families.qwen2 import windows
+from mycli.runtime.utils.json_fields import Fields
+
+
+def dense_layers(raw: Fields, layers: int) -> frozenset[int]:
+    """The layers that have an MLP: those of `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
+    step, listed = raw.integer("decoder_sparse_step", 1), raw.array("mlp_only_layers", int)
+    return frozenset(index for index in range(layers) if index in listed or (index + 1) % step)
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Qwen 3 config.json with experts."""
+    fields = hf_config.common(raw, handled=EXPERT_KEYS)
+    key = "num_experts" if raw.has("num_experts") else "num_local_experts"
+    count, top_k = read_counts(raw, key, fields["layers"], usual=(128, 8))
+    mixture = Mixture(
+        count,
+        top_k,
+        size=raw.integer("moe_intermediate_size", 768),
+        normalized=raw.boolean("norm_topk_prob", False),
+        dense=dense_layers(raw, fields["layers"]),
+    )
+    bias = raw.boolean("attention_bias", False)
+    return ModelConfig(
+        **fields, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows(raw, fields), declare=mixture
+    )

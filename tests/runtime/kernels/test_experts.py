@@ -1,0 +1,150 @@
+"""Experts on the CPU against their plain twins, and each expert's rows against the same rows alone, bit for bit."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mycli.runtime.kernels import reference
+from mycli.runtime.kernels.cpu.build import native
+from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
+from mycli.runtime.kernels.routed import Route
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
+
+pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    """No two of a token's are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float() * 0.37 - 3
+
+
+def found(result: Route | Tensor | str) -> Route | Tensor:
+    assert not isinstance(result, str), result
+    return result
+
+
+def packed(outputs: int, inputs: int, bits: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Matmul:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator).to(torch.uint8)
+    scales = (torch.randn(outputs, inputs // 32, generator=generator) * 0.02).to(dtype)
+    return prepare_product(PackedWeight(pack(codes, bits), scales, Packing(bits, 32), inputs), dtype)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 40),
+    share=st.floats(0, 1),
+    normalized=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_routes_are_the_twins(tokens: int, experts: int, share: float, normalized: bool, seed: int) -> None:
+    top_k = 1 + int(share * (experts - 1))
+    given_scores = scores(tokens, experts, seed)
+    ours = native_route(given_scores, top_k, normalized)
+    wanted = reference.route(given_scores, top_k, normalized)
+    assert isinstance(ours, Route)
+    assert ours.hit == wanted.hit
+    for name in ("starts", "tokens", "places"):
+        assert torch.equal(getattr(ours, name), getattr(wanted, name)), name
+    torch.testing.assert_close(ours.weights, wanted.weights)
+    assert not normalized or torch.allclose(ours.weights.sum(-1), torch.ones(tokens))
+
+
+def test_a_route_sends_each_token_to_its_highest_scores() -> None:
+    """Written out for three tokens: pairs by expert, then by token; weights by rank."""
+    route = native_route(torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 4.0], [0.0, 3.0, 1.0]]), 2, True)
+    assert isinstance(route, Route)
+    assert route.hit == [0, 1, 2]
+    assert route.starts.tolist() == [0, 1, 3, 6]
+    assert route.tokens.tolist() == [1, 0, 2, 0, 1, 2]
+    assert route.places.tolist() == [[1, 3], [0, 4], [2, 5]]
+    assert route.of(1).tolist() == [0, 2] and route.of(9).tolist() == []
+    high, low = torch.tensor([2.0, 1.0]).softmax(-1).tolist()
+    assert route.weights[0].tolist() == pytest.approx([high, low])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_scores_that_are_no_numbers_stay_within_the_experts(bad: float) -> None:
+    given_scores = scores(20, 6)
+    given_scores[3] = bad
+    given_scores[4, 2] = bad
+    route = native_route(given_scores, 4, False)
+    assert isinstance(route, Route)
+    assert route.tokens.sort().values.tolist() == sorted(list(range(20)) * 4)
+    assert sorted(route.places.flatten().tolist()) == list(range(80))
+    untouched = native_route(scores(20, 6)[5:], 4, False)
+    assert isinstance(untouched, Route) and torch.equal(untouched.weights, route.weights[5:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 60], ids=lambda tokens: f"{tokens}-tokens")
+def test_packed_products_are_those_of_each_expert_alone(tokens: int, bits: int, dtype: str) -> None:
+    """37 outputs, so that the last block is not full; experts of one row, of few, and of many."""
+    kind = DTYPES[dtype]
+    experts = [packed(37, 96, bits, seed, kind) for seed in range(9)]
+    check(experts, tokens, 96, kind)
+
+
+@pytest.mark.parametrize("outputs", [48, 13], ids=lambda outputs: f"{outputs}-outputs")
+@pytest.mark.parametrize("tokens", [1, 5, 60], ids=lambda tokens: f"{tokens}-tokens")
+def test_dense_products_are_those_of_each_expert_alone(tokens: int, outputs: int) -> None:
+    check([(torch.randn(outputs, 64) / 8).bfloat16() for _ in range(9)], tokens, 64, torch.bfloat16)
+
+
+def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: torch.dtype) -> None:
+    """Both ways of naming rows; and widths that differ between experts of one shape."""
+    route = reference.route(scores(tokens, len(experts)), 2, True)
+    chosen = [experts[expert] for expert in route.hit]
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(5)).to(dtype)
+    gathered = x.index_select(0, route.tokens)
+    for given_x, rows in ((x, route.tokens), (gathered, None)):
+        y = found(native_routed_product(chosen, given_x, route.starts, rows))
+        assert isinstance(y, Tensor) and y.dtype == dtype
+        for expert, weight in zip(route.hit, chosen, strict=True):
+            own = gathered[route.slices[expert]]
+            alone = DENSE_PRODUCT(own, weight) if isinstance(weight, Tensor) else weight(own)
+            assert torch.equal(y[route.slices[expert]], alone), expert
+        twin = reference.routed_product(chosen, given_x, route.starts, rows)
+        torch.testing.assert_close(y.float(), twin.float(), rtol=0.02, atol=0.02)
+
+
+def test_experts_may_have_different_widths() -> None:
+    check([packed(32, 64, bits, bits) for bits in (2, 3, 4, 5, 6, 8)], 7, 64, torch.bfloat16)
+
+
+def test_what_is_not_alike_is_declined() -> None:
+    x, starts = torch.randn(2, 64).bfloat16(), torch.tensor([0, 1, 2], dtype=torch.int32)
+    other_shape = [packed(32, 64, 4, 0), packed(48, 64, 4, 0)]
+    assert isinstance(native_routed_product(other_shape, x, starts, None), str)
+    mixed = [packed(32, 64, 4, 0), torch.randn(32, 64).bfloat16()]
+    assert isinstance(native_routed_product(mixed, x, starts, None), str)
+    learning = [torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    assert isinstance(native_routed_product(learning, x, starts, None), str)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 8, 48), (33, 2, 128)], ids=str)
+def test_weighted_sums_are_the_twins(shape: tuple[int, int, int], dtype: str) -> None:
+    tokens, top_k, size = shape
+    x = torch.randn(tokens * top_k, size).to(DTYPES[dtype])
+    places = torch.randperm(tokens * top_k).view(tokens, top_k).int()
+    weights = torch.rand(tokens, top_k)
+    y = found(native_weighted_sum(x, places, weights))
+    assert isinstance(y, Tensor) and y.dtype == x.dtype
+    twin = reference.weighted_sum(x, places, weights)
+    torch.testing.assert_close(y.float(), twin.float(), rtol=0.01 if dtype == "bf16" else 1e-5, atol=1e-5)
+    alone = found(native_weighted_sum(x, places[-1:], weights[-1:]))
+    assert isinstance(alone, Tensor) and torch.equal(alone, y[-1:])
+    exact = (x.double()[places.long()] * weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(y.double(), exact, rtol=0.01, atol=0.01)
