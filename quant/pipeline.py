@@ -281,7 +281,8 @@ def _quantize_linear(
 
 
 def _config(work: QuantizationPlan) -> bytes:
-    dense = (work.config.head(), *work.config.per_layer_linears()[1:])
+    inner = (linear for layer in work.config.layer_specs for linear in layer.kept)
+    dense = (work.config.head(), *work.config.per_layer_linears()[1:], *inner)
     kept = [linear.name for linear in dense if linear.name not in work.packings]
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
     values["quantization_config"] = compressed_tensors.write_quantization(work.packings, kept)

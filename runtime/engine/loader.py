@@ -70,6 +70,7 @@ def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft
         draft=None if draft is None else MemoryPlan(draft.config, draft.packings, dtype=dtype, kv=kv),
         kv=kv,
         shadow=placement.dense_prefill_copy,
+        running=engine.running,
     )
 
 

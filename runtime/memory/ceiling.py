@@ -3,13 +3,18 @@
 Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, and measures nothing.
 """
 
-from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, weight_bytes
+from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, state_bytes, weight_bytes
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
-    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window)."""
-    cached = 0
+    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window).
+
+    States are read, and written back.
+    """
+    cached = 2 * state_bytes(plan.config)
     for spec in plan.config.layer_specs:
+        if spec.recurrent is not None:
+            continue
         attention = spec.attention
         read = spec.index if attention.shares is None else attention.shares
         cached += min(depth, attention.window or depth) * plan.token_bytes(read)
