@@ -88,8 +88,9 @@ class Places(Protocol):
 
 
 class KVCache:
-    """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8, and
-    `states` in `slots` for the layers that keep those instead.
+    """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
+
+    Beside them `states`, in `slots`, of the layers that keep those instead.
 
     Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
     as the context for each sequence is a contiguous cache, which is read without being gathered.

@@ -105,9 +105,8 @@ def _layer(block: Block) -> _Layer | str:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
     attention, mlp = block.mixer, block.mlp
-    assert (
-        isinstance(attention, Attention) and attention.norm is not None and mlp.norm is not None
-    )  # `unfused` has looked
+    assert isinstance(attention, Attention)  # `unfused` has looked, here and in the next line
+    assert attention.norm is not None and mlp.norm is not None
     projection = Projection(
         attention.spec.heads,
         attention.qkv.bias,

@@ -48,6 +48,8 @@ KINDS = (
     "ernie4_5-untied-biases",
     "arcee-tied-biases",
     "cwm-window7",
+    "qwen3_5-delta",
+    "lfm2-untied-biases",
 )
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate.
@@ -59,6 +61,7 @@ COPIED = (
     "granite-tied-biases",
     "cohere2-untied-biases",
     "arcee-tied-biases",
+    "qwen3_5-delta",
 )
 
 
@@ -106,7 +109,8 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
                 assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), spec.name
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
-    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection"}, "every linear of the model was looked at"
+    kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
+    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, "every linear was looked at"
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

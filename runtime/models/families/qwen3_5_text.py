@@ -1,5 +1,5 @@
-"""Qwen 3.5 and 3.6, dense, their text model: Gated DeltaNet in three layers of four, attention with gated outputs in the
-fourth, which turns a quarter of each head; norms of query and key heads, and gains of 1 + w."""
+"""Qwen 3.5 and 3.6, dense, their text model: Gated DeltaNet in three layers of four, in the fourth attention with gated
+outputs, which turns a quarter of each head; norms of query and key heads, and gains of 1 + w."""
 
 from dataclasses import dataclass, replace
 
