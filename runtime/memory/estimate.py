@@ -213,8 +213,7 @@ def cache_bytes(plan: MemoryPlan) -> int:
     A sliding window does not make it smaller: the cache keeps every position.
     """
     token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-    slots = state_slots(plan.config, plan.running or plan.batch)
-    return _held_positions(plan) * token + slots * state_bytes(plan.config)
+    return _held_positions(plan) * token + all_state_bytes(plan)
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -226,6 +225,11 @@ def state_bytes(config: ModelConfig) -> int:
 def state_slots(config: ModelConfig, running: int) -> int:
     """States held for so many sequences at once: one each, another each for texts that begin alike, and one more."""
     return 2 * running + 1 if config.recurrent else 0
+
+
+def all_state_bytes(plan: MemoryPlan) -> int:
+    """What recurrent layers keep of all sequences, and of texts that begin alike."""
+    return state_slots(plan.config, plan.running or plan.batch) * state_bytes(plan.config)
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
