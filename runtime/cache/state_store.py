@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.models.config import ModelConfig
 
-Replay = Callable[[int], None]  # takes a state on by the first so many tokens of a pass
+TakeOn = Callable[[int], None]  # takes a state on by the first so many tokens of a pass
 
 
 class StateStore:
@@ -25,7 +25,7 @@ class StateStore:
             for spec in config.layer_specs
             if spec.recurrent is not None
         }
-        self._waiting: dict[int, list[Replay]] = {}  # by slot
+        self._waiting: dict[int, list[TakeOn]] = {}  # by slot
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class StateStore:
             for tensor in states:
                 tensor[target] = tensor[source]
 
-    def wait(self, slot: int, replay: Replay) -> None:
+    def wait(self, slot: int, replay: TakeOn) -> None:
         """A pass over a slot left one layer's state as it was; `replay` makes it what it is to be."""
         self._waiting.setdefault(slot, []).append(replay)
 

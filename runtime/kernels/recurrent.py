@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.kernels.reference import rms_norm
 
-CHUNK = 64  # tokens whose products are made at once
+DELTA_CHUNK = 64  # tokens whose products are made at once
 _L2_EPS = 1e-6  # of the sum of squares of a query or key
 
 
@@ -96,8 +96,8 @@ def _scan(qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tens
     # [heads, rows, ...]
     query, key, value, beta, decay = (each.transpose(0, 1) for each in (query, key, value, beta, decay))
     now, outputs = state.clone(), []
-    for first in range(0, rows, CHUNK):
-        some = slice(first, first + CHUNK)
+    for first in range(0, rows, DELTA_CHUNK):
+        some = slice(first, first + DELTA_CHUNK)
         output, now = _chunk(query[:, some], key[:, some], value[:, some], beta[:, some], decay[:, some], now)
         outputs.append(output)
     state.copy_(now.detach())

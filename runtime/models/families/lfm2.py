@@ -11,7 +11,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 @dataclass(frozen=True)
-class Layers:
+class ConvolutionLayers:
     """What layers are made of. Of each: whether it convolves, with so many `taps` and maybe a `bias` everywhere."""
 
     convolves: tuple[bool, ...]
@@ -81,5 +81,7 @@ def read(raw: Fields) -> ModelConfig:
     return ModelConfig(
         **{**fields, "intermediate_size": _inner(raw)},
         final_norm="model.embedding_norm",
-        declare=Layers(convolves, raw.integer("conv_L_cache", 3, low=2, high=64), raw.boolean("conv_bias", False)),
+        declare=ConvolutionLayers(
+            convolves, raw.integer("conv_L_cache", 3, low=2, high=64), raw.boolean("conv_bias", False)
+        ),
     )

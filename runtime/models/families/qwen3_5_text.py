@@ -13,7 +13,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 @dataclass(frozen=True)
-class Layers:
+class DeltaLayers:
     """What layers are made of. Of each: whether it keeps a state. The sizes are those of `DeltaNetSpec`."""
 
     recurrent: tuple[bool, ...]
@@ -84,7 +84,7 @@ def read(raw: Fields) -> ModelConfig:
         qk_norm=True,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.25),
         norm_offset=1.0,
-        declare=Layers(
+        declare=DeltaLayers(
             hf_config.layers_of_kind(raw, fields["layers"], "linear_attention", hf_config.every(period)),
             heads,
             key_heads,

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
-from mycli.runtime.kernels.recurrent import CHUNK, DeltaSizes, Runs, convolve, delta_rule, gated_norm
+from mycli.runtime.kernels.recurrent import DELTA_CHUNK, DeltaSizes, Runs, convolve, delta_rule, gated_norm
 from tests.support.random_tensors import normal
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-RUNS = Runs((0, 1, 1, CHUNK + 20, CHUNK + 27), (3, 0, 2, 1))
+RUNS = Runs((0, 1, 1, DELTA_CHUNK + 20, DELTA_CHUNK + 27), (3, 0, 2, 1))
 ROWS = RUNS.starts[-1]
 SIZES = [DeltaSizes(2, 1, 16, 16), DeltaSizes(6, 2, 32, 48), DeltaSizes(4, 4, 128, 128), DeltaSizes(2, 2, 256, 16)]
 
