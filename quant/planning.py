@@ -27,7 +27,7 @@ from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.layer_spec import ExpertsSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object
@@ -130,7 +130,8 @@ def plan_quantization(
             f"{config.model_type}: gradients do not follow what layers read beside the stream",
             "leave tuning out, and give all layers one width",
         )
-    if any(spec.kept for spec in config.layer_specs) and (recipe.tune or recipe.target_bpw is not None):
+    experts = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
+    if experts and (recipe.tune or recipe.target_bpw is not None):
         raise UsageError(
             f"{config.model_type}: gradients do not follow the choice of experts",
             "leave tuning out, and give all layers one width",

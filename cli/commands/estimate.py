@@ -116,12 +116,14 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
         verdict = f"does not fit: {gib(result.total - target.free)} too much"
     limit = ", the model's limit" if longest == plan.config.max_context else ""
     passes = f"passes {gib(space.activations)}, dequantization {gib(space.dequantization)}"
-    per_token = result.cache // (plan.context * plan.batch) / 1024
+    states = memory.all_state_bytes(plan)
+    per_token = (result.cache - states) // (plan.context * plan.batch) / 1024
+    kept = f"; {gib(states)} of it states" if states else ""
     copied = f"; {gib(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
         ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
         ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
-        ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token)"),
+        ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token{kept})"),
         ("workspace", f"{gib(space.total)}  ({passes})"),
         ("CUDA context" if target.gpu else "Python and torch", gib(result.runtime)),
         ("total", gib(result.total)),

@@ -112,13 +112,14 @@ def _card(info: ModelInfo) -> list[tuple[str, str]]:
 
 def _heads(config: ModelConfig) -> str:
     """Of all layers, or of each kind with the number of its layers."""
-    kinds = Counter(
-        (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs
-    )
+    kinds = Counter((spec.heads, spec.kv_heads, spec.head_dim) for spec in config.attentions)
     said = [(f"{heads} of {size}, {kv} for keys and values", count) for (heads, kv, size), count in kinds.items()]
-    lent = sum(spec.attention.shares is not None for spec in config.layer_specs)
+    lent = sum(spec.shares is not None for spec in config.attentions)
     rest = f"; {lent} of {config.layers} layers read those of another" if lent else ""
-    if len(said) == 1:
+    if config.recurrent:
+        states = config.layers - len(config.attentions)
+        rest += f"; {states} of {config.layers} layers keep a state instead"
+    if len(said) == 1 and not config.recurrent:
         return said[0][0] + rest
     return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in said) + rest
 

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterable
 
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.state_pool import StatePool
 
 
 class BlockPool:
@@ -24,6 +25,11 @@ class BlockPool:
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.index.block_size
+
+    @property
+    def states(self) -> StatePool | None:
+        """The slots of what recurrent layers keep; None where no layer does."""
+        return self.index.states
 
     @property
     def free(self) -> int:

@@ -4,32 +4,47 @@ Plain Python: knows numbers of blocks and tokens; does not know tensors or why a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.prefix_index import Match
+from mycli.runtime.cache.prefix_index import Match, Node
+from mycli.runtime.cache.state_pool import Holder
+
+_NO_BLOCK = "no free block to copy a shared one to"
+
+
+APART = 64  # tokens at most between a text's last snapshot and its end; so many are read at once in no time
 
 
 @dataclass(frozen=True)
 class Chunk:
     """New tokens of one sequence for a pass: from position `start` on, in `blocks`.
 
-    `logits`: of so many tokens at the end they are wanted.
+    `logits`: of so many tokens at the end they are wanted. `state`: the slot of what recurrent layers keep of the
+    sequence, which goes on by all tokens but those that are `drafted`: by those, as `StateStore.settle` says.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: tuple[int, ...]
     logits: int
+    state: int = 0
+    drafted: int = 0
 
 
 class BlockTable:
-    """`blocks` in the order of the text, of which the first `length` tokens are filled in."""
+    """`blocks` in the order of the text, of which the first `length` tokens are filled in.
+
+    `state`: the slot of the state after them, from `begin` on; None where layers keep none.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.blocks: list[int] = []
         self.length = 0
+        self.state: int | None = None
+        self._snapshots: Holder = {}  # by length, of the block that the index does not know yet
+        self._marks: tuple[int, ...] = ()  # lengths at which snapshots are wanted
         self._node = pool.index.root  # of the last whole block that the index knows
         self._indexed = 0  # whole blocks that it knows
 
@@ -41,6 +56,13 @@ class BlockTable:
             self.blocks.append(node.block)
             self._node, self._indexed = node, self._indexed + 1
         self.length = len(found.nodes) * pool.block_size
+        if pool.states is not None:
+            self._mark(found.known, len(tokens) - 1)
+            if found.partial is not None and not pool.free and not pool.index.is_idle(found.partial[0].block):
+                self.release()
+                return replace(found, nodes=(), partial=None, tokens=0, miss=_NO_BLOCK)
+            if found.state is not None:
+                self.state = pool.states.resume(found.state)
         if found.partial is None:
             return found
         node, count = found.partial
@@ -48,15 +70,32 @@ class BlockTable:
         mostly = 2 * count > len(node.tokens) and len(node.tokens) < pool.block_size
         if pool.index.is_idle(node.block) and (mostly or not pool.free):
             pool.share(node.block)
+            if pool.states is not None and count in node.states:
+                pool.states.move(node.states, count, self._snapshots, self.length + count)
             pool.forget(node.block)
             self.blocks.append(node.block)
         elif pool.free and (fresh := pool.allocate()) is not None:
             pool.copy(node.block, fresh)
             self.blocks.append(fresh)
         else:
-            return Match(found.nodes, None, self.length, "no free block to copy a shared one to")
+            return replace(found, partial=None, tokens=self.length, miss=_NO_BLOCK)
         self.length += count
         return found
+
+    def _mark(self, known: int, end: int) -> None:
+        """Where snapshots are wanted: where another text parted from this one, for a third; and before the text's end,
+        for one that goes on after it otherwise."""
+        step = min(APART, self._pool.block_size)
+        self._marks = tuple(sorted({known // step * step, end // step * step} - {0}))
+
+    def begin(self) -> None:
+        """A slot for the state, if there is none yet and layers keep any."""
+        if self.state is None and self._pool.states is not None:
+            self.state = self._pool.states.allocate()
+
+    def pause(self, end: int) -> int:
+        """`end`, or where a pass from `length` on has to end before it, for a snapshot."""
+        return next((mark for mark in self._marks if self.length < mark < end), end)
 
     def reserve(self, end: int) -> bool:
         """Make the positions from `length` to `end` writable by this sequence alone. False where blocks run out.
@@ -86,11 +125,21 @@ class BlockTable:
     def fill(self, tokens: Sequence[int], length: int) -> None:
         """The first `length` of `tokens`, the text of this sequence, are there now: whole blocks can be shared."""
         self.length = length
-        size, index = self._pool.block_size, self._pool.index
+        size, index, states = self._pool.block_size, self._pool.index, self._pool.states
+        if states is not None and self.state is not None and length in self._marks:
+            states.snapshot(self.state, self._snapshots, length)
         while (self._indexed + 1) * size <= length:
             at = self._indexed * size
             self._node = index.insert(self._node, tuple(tokens[at : at + size]), self.blocks[self._indexed])
             self._indexed += 1
+            self._hand_over(self._node, at)
+
+    def _hand_over(self, node: Node, start: int) -> None:
+        """The snapshots within a block, which begins at `start`, are the index's."""
+        states = self._pool.states
+        for length in [one for one in self._snapshots if one <= start + self._pool.block_size]:
+            assert states is not None
+            states.move(self._snapshots, length, node.states, length - start)
 
     def branch(self) -> "BlockTable":
         """A table of the same text, in the same blocks."""
@@ -99,6 +148,8 @@ class BlockTable:
         other._node, other._indexed = self._node, self._indexed
         for block in other.blocks:
             self._pool.share(block)
+        if self._pool.states is not None and self.state is not None:
+            other.state = self._pool.states.branch(self.state)
         return other
 
     def truncate(self, length: int) -> None:
@@ -113,11 +164,26 @@ class BlockTable:
     def release(self, tokens: Sequence[int] | None = None) -> None:
         """Give all blocks back. Where the text `tokens` is given, the last one is kept for others too."""
         size, index = self._pool.block_size, self._pool.index
-        at = self._indexed * size
+        at, node = self._indexed * size, self._node
         if tokens is not None and at < self.length:
-            index.insert(self._node, tuple(tokens[at : self.length]), self.blocks[self._indexed])
+            node = index.insert(node, tuple(tokens[at : self.length]), self.blocks[self._indexed])
+        self._release_states(node, at, kept=tokens is not None)
         self._pool.release(reversed(self.blocks))
         self.blocks, self.length, self._node, self._indexed = [], 0, index.root, 0
+
+    def _release_states(self, node: Node, at: int, kept: bool) -> None:
+        """Keep the state after the text, which `node` ends, for others too; its last block begins at `at`."""
+        states = self._pool.states
+        if states is None:
+            return
+        if kept and at < self.length:
+            self._hand_over(node, at)
+        states.drop(self._snapshots)
+        if self.state is not None and kept and self.length:
+            states.keep(self.state, node.states, self.length - at or self._pool.block_size)
+        elif self.state is not None:
+            states.release(self.state)
+        self.state, self._marks = None, ()
 
     def discard(self) -> None:
         """Give all blocks back and let nobody find them: what they hold is wrong."""

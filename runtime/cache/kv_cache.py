@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import Kv, ModelConfig
 
 
@@ -89,13 +90,22 @@ class Places(Protocol):
 class KVCache:
     """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
 
+    Beside them `states`, in `slots`, of the layers that keep those instead.
+
     Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
     as the context for each sequence is a contiguous cache, which is read without being gathered.
     """
 
     def __init__(
-        self, config: ModelConfig, blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int = 1,
     ) -> None:
+        self.states = StateStore(config, slots, device)
         data: list[Tensor] = []
         scales: list[Tensor] = []  # none, where the data are the values themselves
         for heads, head_dim in (config.cached(layer) for layer in range(config.layers)):
@@ -118,7 +128,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return sum(tensor.nbytes for tensor in (*self._data, *self._scales))
+        return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
     def lanes(self, first: int, count: int) -> "KVCache":
         """The `count` blocks from `first` on as a cache of their own, over the same memory: always the same object."""
@@ -127,6 +137,7 @@ class KVCache:
         found = self._lanes.get((first, count))
         if found is None:
             found = self._lanes[first, count] = KVCache.__new__(KVCache)
+            found.states = self.states
             chosen = slice(first, first + count)
             found._hold([one[:, chosen] for one in self._data], [one[:, chosen] for one in self._scales])
         return found

@@ -12,32 +12,41 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from mycli.runtime.cache.state_pool import Holder, StatePool
+
 COMPARED = 32  # of the texts that part within a block: the latest of them are looked at
 REMEMBERED = 1 << 14  # forgotten blocks whose texts are told apart from texts that never were
 
 
 @dataclass(eq=False)
 class Node:
-    """A block that holds the keys and values of `tokens`, after the text of its parent. The root has no block."""
+    """A block that holds the keys and values of `tokens`, after the text of its parent. The root has no block.
+
+    `states`: slots of the states of recurrent layers after so many of the tokens, where they are kept.
+    """
 
     block: int
     tokens: tuple[int, ...]
     parent: "Node | None"
     key: int  # hash of the whole text up to here
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    states: Holder = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Match:
     """What is known of a text: whole blocks, then maybe the first `partial[1]` tokens of the block of `partial[0]`.
 
-    `miss`: why it is not more; "" where it is all.
+    `miss`: why it is not more; "" where it is all. `known`: tokens whose keys and values are there, though the states
+    after them may not be; `state`: the slot of the state after the last of them, None where layers have none.
     """
 
     nodes: tuple[Node, ...]
     partial: tuple[Node, int] | None
     tokens: int
     miss: str
+    known: int = 0
+    state: int | None = None
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
@@ -49,11 +58,15 @@ def shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class PrefixIndex:
-    """The trie, and which of its blocks are idle. `limit`: at most so many idle blocks are kept."""
+    """The trie, and which of its blocks are idle. `limit`: at most so many idle blocks are kept.
 
-    def __init__(self, block_size: int, limit: int | None = None) -> None:
+    `states`: for models with recurrent layers, of which a text is known only as far as their states are.
+    """
+
+    def __init__(self, block_size: int, limit: int | None = None, states: StatePool | None = None) -> None:
         self.block_size = block_size
         self.limit = limit
+        self.states = states
         self.root = Node(-1, (), None, 0)
         self._nodes: dict[int, Node] = {}  # by block
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, the least recently used first
@@ -84,7 +97,32 @@ class PrefixIndex:
             if (found := shared(child.tokens, rest)) > count:
                 best, count = child, found
         partial = None if best is None else (best, count)
-        return Match(tuple(nodes), partial, at + count, self._miss(tokens, node, at, count, usable))
+        miss = self._miss(tokens, node, at, count, usable)
+        match = Match(tuple(nodes), partial, at + count, miss, at + count)
+        return match if self.states is None else self._resumable(match, rest)
+
+    def _resumable(self, found: Match, rest: tuple[int, ...]) -> Match:
+        """What of `found` ends where a state is kept; `rest` comes after its whole blocks."""
+        nodes, size = list(found.nodes), self.block_size
+        ends = [
+            (count, child)
+            for child in self._latest(nodes[-1] if nodes else self.root)
+            for reach in [shared(child.tokens, rest)]
+            for count in child.states
+            if count <= reach
+        ]
+        while not ends and nodes:
+            last = nodes.pop()
+            ends = [(count, last) for count in last.states]
+        if not ends:
+            miss = "recurrent state not kept" if found.known else found.miss
+            return Match((), None, 0, miss, found.known)
+        count, node = max(ends, key=lambda end: end[0])
+        tokens = len(nodes) * size + count
+        miss = found.miss if tokens == found.known else f"recurrent state not kept from token {tokens + 1} on"
+        if count < size:
+            return Match(tuple(nodes), (node, count), tokens, miss, found.known, node.states[count])
+        return Match((*nodes, node), None, tokens, miss, found.known, node.states[count])
 
     def _latest(self, node: Node) -> Iterator[Node]:
         return islice(reversed(node.children.values()), COMPARED)
@@ -151,6 +189,8 @@ class PrefixIndex:
             one.children.clear()
             one.parent = None
             del self._nodes[one.block]
+            if self.states is not None:
+                self.states.drop(one.states)
             if one.block in self._idle:
                 del self._idle[one.block]
                 freed.append(one.block)

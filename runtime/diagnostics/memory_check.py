@@ -21,7 +21,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import MemoryPlan, cache_positions, estimate
+from mycli.runtime.memory.estimate import MemoryPlan, cache_positions, estimate, state_slots
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler
@@ -103,6 +103,8 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 def _touch(cache: KVCache, runner: ModelRunner) -> None:
     """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
     config, size = runner.config, cache.block_size
+    for slot in range(cache.states.slots):
+        cache.states.clear(slot)
     for layer in range(config.layers):
         shape = min(TOUCHED, size), *config.cached(layer)
         zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
@@ -125,7 +127,7 @@ def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequenc
     logits = runner.run([Chunk([0] * tokens, start, blocks[0], 1)], cache).expand(sequences, -1)
     for place in range(start + tokens, context):
         drawn = [token for token in sample_rows(logits, samplers) if isinstance(token, int)]
-        chunks = [Chunk([token], place, own, 1) for token, own in zip(drawn, blocks, strict=True)]
+        chunks = [Chunk([drawn[one]], place, blocks[one], 1, one) for one in range(sequences)]
         logits = runner.run(chunks, cache)
 
 
@@ -146,7 +148,8 @@ def measure_memory(
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
     embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
     capacity = cache_positions(plan.context)
-    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch, device))
+    slots = state_slots(runner.config, plan.running or plan.batch)
+    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch, device), slots)
     exact = [
         MemoryPart("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
         MemoryPart("embeddings and head", predicted.embeddings, embeddings, exact=True),

@@ -18,7 +18,7 @@ from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
-from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
@@ -50,9 +50,13 @@ def _only(linear: Linear) -> TritonMatmul | None:
 
 def _unlike(spec: LayerSpec) -> str | None:
     """What of a layer the fused kernels do not do; None where they do all of it."""
+    if spec.recurrent is not None:
+        return "it keeps a state instead of keys and values"
     attention, mlp = spec.attention, spec.mlp
     if isinstance(mlp, ExpertsSpec) or attention.sinks is not None:
         return "its tokens choose among experts, or its attention has sinks"
+    if attention.gated:
+        return "what heads attend to is gated"
     if len(spec.parts) != 2 or attention.shares is not None:
         return "it has other parts, or reads the keys of another"
     if spec.parallel or attention.norm is None or mlp.norm is None:
@@ -101,8 +105,9 @@ def _layer(block: Block) -> _Layer | str:
         if name != "qkv" and linear.bias is not None:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
-    attention, mlp = block.attention, block.mlp
-    assert attention.norm is not None and mlp.norm is not None  # `unfused` has looked
+    attention, mlp = block.mixer, block.mlp
+    assert isinstance(attention, Attention)  # `unfused` has looked, here and in the next line
+    assert attention.norm is not None and mlp.norm is not None
     projection = Projection(
         attention.spec.heads,
         attention.qkv.bias,

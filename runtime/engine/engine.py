@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.state_pool import StatePool
 from mycli.runtime.engine.model_runner import CacheShape, LaunchesAhead, ModelRunner
 from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
@@ -21,7 +22,7 @@ from mycli.runtime.engine.sequence import Sequence as Sequence_
 from mycli.runtime.engine.speculation import Drafted, Speculator
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
-from mycli.runtime.memory.estimate import prefill_chunk
+from mycli.runtime.memory.estimate import prefill_chunk, state_slots
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers
@@ -56,12 +57,15 @@ class Engine:
         prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are.
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
-        self.cache = runner.make_cache(shape)
+        running = running or shape.blocks
+        slots = state_slots(runner.config, running)
+        self.cache = runner.make_cache(shape, slots)
         runner.rope(shape.context)  # made now, not in the time of the first reply
         self._vocab_size = vocab_size
-        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks))
+        states = StatePool(slots) if runner.config.recurrent else None
+        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
-        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running or shape.blocks), clock)
+        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock)
         self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
         self._live: dict[int, _Live] = {}
         self._ahead = LaunchesAhead(runner)
@@ -174,6 +178,9 @@ class Engine:
         turns = self.scheduler.schedule(drafts)
         for source, target in self.scheduler.pool.take_copies():
             self.cache.copy(source, target)
+        if self.scheduler.pool.states is not None:
+            for source, target in self.scheduler.pool.states.take_copies():
+                self.cache.states.copy(source, target)
         self.step_seconds = 0.0
         if turns:
             made = self._made_ahead(turns)
@@ -257,14 +264,17 @@ class Engine:
         drafted: dict[int, list[int]],
     ) -> SequenceOutput:
         sequence, live = turn.sequence, self._live[turn.sequence.id]
+        guessed = len(drafted.get(sequence.id, []))
         if isinstance(drawn, UserError):
+            self._settle(turn, 0)
             return self._end(sequence, "error", drawn)
         tokens, reason = self.scheduler.advance(turn, drawn)
+        if guessed:
+            self._settle(turn, sequence.table.length - turn.start)
         logprobs: tuple[TokenLogprob, ...] = ()
         if live.recorder is not None:
             logprobs = tuple(live.recorder.rows[0][live.told : live.told + len(tokens)])
             live.told += len(tokens)
-        guessed = len(drafted.get(sequence.id, []))
         output = SequenceOutput(
             sequence.id,
             tokens,
@@ -282,6 +292,11 @@ class Engine:
         if reason is not None:
             self._end(sequence, reason)
         return output
+
+    def _settle(self, turn: Turn, count: int) -> None:
+        """The state after the first `count` tokens of a turn with drafted ones, where layers keep any."""
+        if turn.sequence.table.state is not None:
+            self.cache.states.settle(turn.sequence.table.state, count)
 
     def _end(self, sequence: Sequence_, reason: FinishReason, error: UserError | None = None) -> SequenceOutput:
         """Its place is free. What it leaves in the cache is kept for texts that begin alike, unless it went wrong."""

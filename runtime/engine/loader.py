@@ -84,6 +84,7 @@ def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft
         draft=None if draft is None else MemoryPlan(draft.config, _packings(draft, placement), dtype=dtype, kv=kv),
         kv=kv,
         shadow=placement.dense_prefill_copy and not placement.unpacked,
+        running=engine.running,
     )
 
 

@@ -98,10 +98,10 @@ class ModelRunner:
         """Bytes of the weights."""
         return self.model.nbytes
 
-    def make_cache(self, shape: CacheShape) -> KVCache:
-        """An empty cache."""
+    def make_cache(self, shape: CacheShape, slots: int = 1) -> KVCache:
+        """An empty cache, with `slots` for the states of layers that keep some."""
         dtype = cache_dtype(self.kv, self.dtype)
-        return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype)
+        return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype, slots)
 
     def rope(self, context: int) -> Rope:
         """The rotary tables of `context` positions or more: one for all caches."""

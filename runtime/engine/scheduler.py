@@ -54,7 +54,8 @@ class Turn:
         """For the pass, with `drafted` tokens behind."""
         tokens = [*self.sequence.tokens[self.start : self.start + self.count], *drafted]
         logits = len(tokens) if self.scored else (1 + len(drafted)) * self.completes
-        return Chunk(tokens, self.start, tuple(self.sequence.table.blocks), logits)
+        table = self.sequence.table
+        return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted))
 
 
 @dataclass
@@ -174,7 +175,8 @@ class Scheduler:
         return turns
 
     def _count(self, sequence: Sequence, budget: int) -> int:
-        return min(budget, SCORED if sequence.scored else budget, sequence.missing)
+        count = min(budget, SCORED if sequence.scored else budget, sequence.missing)
+        return sequence.table.pause(sequence.table.length + count) - sequence.table.length
 
     def _reading(self, sequence: Sequence, count: int) -> Turn:
         return Turn(sequence, sequence.table.length, count, scored=sequence.scored)
@@ -186,6 +188,7 @@ class Scheduler:
         if pool.available < pool.needed(len(sequence.tokens)) - len(table.blocks):
             table.release(sequence.tokens)
             return False
+        table.begin()
         self.waiting.pop(0)
         self._run(sequence)
         if not sequence.started:

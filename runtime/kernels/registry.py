@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
-from mycli.runtime.kernels import reference
+from mycli.runtime.kernels import recurrent, reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
@@ -26,8 +26,10 @@ from mycli.runtime.kernels.cpu.elementwise import (
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
+from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.kernels.unpacked import UnpackedKernel
@@ -77,6 +79,12 @@ ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )
+CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
+CONVOLUTION = Operation("short convolution", (native_convolve, recurrent.convolve))
+DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes], Tensor]
+DELTA_RULE = Operation("gated delta rule", (native_delta_rule, recurrent.delta_rule))
+GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
+GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
 # Of experts: which tokens go to which, the products of all of them, and the sum of what they make.
 ROUTING: Operation[[Tensor, int, bool], Route] = Operation("routing", (native_route, reference.route))

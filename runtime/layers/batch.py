@@ -12,12 +12,17 @@ from mycli.runtime.cache.block_table import Chunk
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence in a batch: `count` rows from `row` on, `length` tokens once they are there, in `blocks`."""
+    """One sequence in a batch: `count` rows from `row` on, `length` tokens once they are there, in `blocks`.
+
+    `state`, `drafted`: as of `Chunk`.
+    """
 
     row: int
     count: int
     length: int
     blocks: tuple[int, ...]
+    state: int = 0
+    drafted: int = 0
 
     @property
     def start(self) -> int:
@@ -50,7 +55,7 @@ class Batch:
         spans = []
         for chunk in chunks:
             count = len(chunk.tokens)
-            spans.append(Span(len(tokens), count, chunk.start + count, chunk.blocks))
+            spans.append(Span(len(tokens), count, chunk.start + count, chunk.blocks, chunk.state, chunk.drafted))
             tokens += chunk.tokens
         made = _on(device, torch.tensor(tokens))
         return cls(made, tuple(spans), tuple(chunk.logits for chunk in chunks), block_size)

@@ -19,6 +19,7 @@ from mycli.runtime.layers.experts import RoutedProduct
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native import Around, NativePart, NativePass, attention_part, mlp_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
+from mycli.runtime.layers.recurrent import RecurrentStates, TextStates, make_mixer
 from mycli.runtime.layers.rope import RopeTables, rotate
 from mycli.runtime.models.layer_spec import (
     AttentionSpec,
@@ -29,6 +30,7 @@ from mycli.runtime.models.layer_spec import (
     PerLayerSpec,
     RopeSpec,
 )
+from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
 
 Product = Linear | RoutedProduct
@@ -41,13 +43,14 @@ class PassContext:
 
     rope: tables of the new positions by kind of rotation; attention: what the queries of a layer attend to; told: what
     a layer is told of the tokens, [sequences, tokens, width], None where none is; native: for parts that our own code
-    runs whole, None where it takes none.
+    runs whole, None where it takes none; states: what recurrent layers go on from.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
     attention: KeysAndValues
     told: Callable[[int], Tensor] | None = None
     native: NativePass | None = None
+    states: RecurrentStates = TextStates()
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
@@ -163,7 +166,15 @@ class Attention(LayerPart):
         """Heads side by side [sequences, tokens, `projected` * head_dim] to [..., heads * head_dim]."""
         spec = self.spec
         heads = projected.view(*projected.shape[:2], spec.projected, spec.head_dim)
-        query, own = heads[:, :, : spec.heads], heads[:, :, spec.heads :]
+        query, own = heads[:, :, : spec.queries], heads[:, :, spec.queries :]
+        if spec.gated:
+            query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
+            return self._attended_to(query, own, context) * gate.flatten(2).sigmoid()
+        return self._attended_to(query, own, context)
+
+    def _attended_to(self, query: Tensor, own: Tensor, context: PassContext) -> Tensor:
+        """query [sequences, tokens, heads, head_dim], and the keys and values that the layer makes beside it."""
+        spec = self.spec
         query = self._turned(query, self.q_norm, context)
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
@@ -193,6 +204,22 @@ def _normed_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
     if norm is None or norm.weight.shape[0] == x.shape[-1]:
         return _normed(norm, x)
     return _normed(norm, x.flatten(-2)).view_as(x)
+
+
+class Recurrent(LayerPart):
+    """What stands in place of attention where a layer keeps a state."""
+
+    def __init__(self, spec: RecurrentSpec, layer: int) -> None:
+        super().__init__(spec)
+        self.mixer = make_mixer(spec, layer)
+        self.products = (self.mixer.projection, self.mixer.out)
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        projected = yield self.mixer.projection, x
+        mixed = self.mixer(x, projected, context.states)
+        del x, projected
+        return (yield self.mixer.out, mixed)
 
 
 class Mlp(LayerPart):
@@ -311,11 +338,15 @@ class Block(nn.Module):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.attention = Attention(spec.attention, spec.index)
+        self.mixer: Attention | Recurrent
+        if spec.recurrent is None:
+            self.mixer = Attention(spec.attention, spec.index)
+        else:
+            self.mixer = Recurrent(spec.recurrent, spec.index)
         self.mlp = Mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
         others = () if self.per_layer is None else (self.per_layer,)
-        first = (Parallel(self.attention, self.mlp),) if spec.parallel else (self.attention, self.mlp)
+        first = (Parallel(self.mixer, self.mlp),) if spec.parallel else (self.mixer, self.mlp)
         self.parts: tuple[LayerPart | Parallel, ...] = (*first, *others)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
@@ -335,8 +366,10 @@ class Block(nn.Module):
             linear.load(checkpoint, packings, device, dtype)
         for linear in self.mlp.kept:
             linear.load(checkpoint, {}, device, dtype)
-        if self.spec.attention.sinks is not None:
-            self.attention.sinks = checkpoint.read(self.spec.attention.sinks).to(device, torch.float32)
+        if isinstance(self.mixer, Recurrent):
+            self.mixer.mixer.load(checkpoint, device, dtype)
+        elif self.mixer.spec.sinks is not None:
+            self.mixer.sinks = checkpoint.read(self.mixer.spec.sinks).to(device, torch.float32)
         if self.spec.scalar is not None:
             last = self.per_layer or self.mlp
             last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)

@@ -112,8 +112,8 @@ def attention_part(
     spec: AttentionSpec, around: Around, norms: tuple[RMSNorm | None, ...], qkv: Linear, o: Linear
 ) -> CAttentionPart:
     """Attention as layer.h has it; `norms` of queries, keys and values. Raises NotNative."""
-    if spec.clip is not None or spec.sinks is not None:
-        raise NotNative("takes no clips and no sinks")
+    if spec.clip is not None or spec.sinks is not None or spec.gated:
+        raise NotNative("takes no clips, no sinks and no gates of heads")
     rope = spec.rope
     half = 0 if rope is None else _multiple(rope.dim // 2, "what is turned of a head")
     return CAttentionPart(

@@ -23,6 +23,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native import NativePass
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
+from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, TextStates
 from mycli.runtime.layers.rope import Rope, joined
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
@@ -104,6 +105,7 @@ class Transformer(nn.Module):
         """Bytes of all weights in memory, a tied embedding once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
         total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
+        total += sum(module.nbytes for module in self.modules() if isinstance(module, DeltaNet | ShortConv))
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
@@ -115,7 +117,9 @@ class Transformer(nn.Module):
         if self.per_layer is not None:
             inputs = self.per_layer(tokens, x)
             told = lambda layer: inputs[..., layer, :]  # noqa: E731  (a name would say no more)
-        context = PassContext(tables, PagedAttention(batch, cache), told, NativePass.make(batch, cache, tables))
+        states = BatchStates(batch, cache.states) if self.config.recurrent else TextStates()
+        native = NativePass.make(batch, cache, tables)
+        context = PassContext(tables, PagedAttention(batch, cache), told, native, states)
         for block in self.blocks:
             x = block(x, context)
         return x

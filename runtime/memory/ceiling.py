@@ -3,17 +3,20 @@
 Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, and measures nothing.
 """
 
-from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, linears_bytes, weight_bytes
+from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, linears_bytes, state_bytes, weight_bytes
 from mycli.runtime.models.layer_spec import ExpertsSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window).
 
-    Of experts those that the tokens of the batch choose, as many as there would be if each chose by lot.
+    Of experts those that the tokens of the batch choose, as many as there would be if each chose by lot. States are
+    read, and written back.
     """
-    cached = 0
+    cached = 2 * state_bytes(plan.config)
     for spec in plan.config.layer_specs:
+        if spec.recurrent is not None:
+            continue
         attention = spec.attention
         read = spec.index if attention.shares is None else attention.shares
         cached += min(depth, attention.window or depth) * plan.token_bytes(read)

@@ -12,6 +12,7 @@ from math import prod
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, NormSpec
+from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
@@ -31,7 +32,8 @@ CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its larg
 class MemoryPlan:
     """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
 
-    `shadow`: packed weights of the blocks are also kept in `dtype`.
+    `shadow`: packed weights of the blocks are also kept in `dtype`. `running`: sequences at once, which share the room
+    of `batch` whole ones; None for as many as those.
     """
 
     config: ModelConfig
@@ -43,6 +45,7 @@ class MemoryPlan:
     draft: "MemoryPlan | None" = None
     kv: Kv = "auto"
     shadow: bool = False
+    running: int | None = None
 
     @property
     def value_bytes(self) -> int:
@@ -126,6 +129,8 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
         packing = plan.packings.get(name.removesuffix(".weight"))
         total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
     spec = plan.config.layer(layer)
+    if spec.recurrent is not None:
+        total += sum(prod(shape) for _, shape in spec.recurrent.tensors()) * (STATE_BYTES - size)  # in fp32
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
     total += sum(norm.size for norm in inner if norm.name is None) * size  # gains of one
     return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in spec.norms())
@@ -213,12 +218,28 @@ def _held_positions(plan: MemoryPlan) -> int:
 
 
 def cache_bytes(plan: MemoryPlan) -> int:
-    """Positions x batch x bytes of a token in every layer.
+    """Positions x batch x bytes of a token in every layer, and the states of recurrent layers.
 
     A sliding window does not make it smaller: the cache keeps every position.
     """
     token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-    return _held_positions(plan) * token
+    return _held_positions(plan) * token + all_state_bytes(plan)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """What recurrent layers keep of one sequence, whatever its length."""
+    specs = (spec.recurrent for spec in config.layer_specs)
+    return STATE_BYTES * sum(prod(shape) for spec in specs if spec is not None for shape in spec.states())
+
+
+def state_slots(config: ModelConfig, running: int) -> int:
+    """States held for so many sequences at once: one each, another each for texts that begin alike, and one more."""
+    return 2 * running + 1 if config.recurrent else 0
+
+
+def all_state_bytes(plan: MemoryPlan) -> int:
+    """What recurrent layers keep of all sequences, and of texts that begin alike."""
+    return state_slots(plan.config, plan.running or plan.batch) * state_bytes(plan.config)
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
@@ -265,7 +286,7 @@ def mask_bytes(plan: MemoryPlan) -> int:
     head.
     """
     config = plan.config
-    capped = [spec.attention for spec in config.layer_specs if spec.attention.softcap is not None]
+    capped = [spec for spec in config.attentions if spec.softcap is not None]
     scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
     if plan.context == plan.chunk:
         return plan.chunk * plan.context * scores

@@ -17,7 +17,7 @@ def weight_values(layer: LayerSpec) -> int:
 def _heads(layer: LayerSpec) -> tuple[int, int]:
     """Widths of all query heads and of all key heads."""
     attention = layer.attention
-    return attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    return attention.queries * attention.head_dim, attention.kv_heads * attention.head_dim
 
 
 def pass_values(layer: LayerSpec) -> int:
@@ -26,11 +26,19 @@ def pass_values(layer: LayerSpec) -> int:
     Attention: q, k, v as projected; q and k rotated; the heads' output; the projected output.
     MLP: gate and up; silu(gate); their product; the output.
     """
-    (query, key), hidden = _heads(layer), layer.attention.o.out_features
-    attention = (query + 2 * key) + (query + key) + query + hidden
+    hidden = _hidden(layer)
+    if layer.recurrent is not None:
+        mixer = layer.recurrent.pass_values()
+    else:
+        query, key = _heads(layer)
+        mixer = (query + 2 * key) + (query + key) + query + hidden
     mlp = _expert_values(layer.mlp, hidden) if isinstance(layer.mlp, ExpertsSpec) else 4 * layer.mlp.size + hidden
     beside = hidden if layer.parallel else 0  # what attention made waits for the MLP
-    return 2 * hidden + beside + max(attention, mlp)
+    return 2 * hidden + beside + max(mixer, mlp)
+
+
+def _hidden(layer: LayerSpec) -> int:
+    return (layer.attention.o if layer.recurrent is None else layer.recurrent.out).out_features
 
 
 def _expert_values(spec: ExpertsSpec, hidden: int) -> int:
@@ -52,17 +60,25 @@ def inner_width(layer: LayerSpec) -> int:
 def observed_values(layer: LayerSpec, product: str) -> int:
     """Of each token while a product's inputs are observed in two models: the inputs, what made the last of them, and
     what becomes of them before they are summed."""
-    (query, key), hidden, inner = _heads(layer), layer.attention.o.out_features, inner_width(layer)
+    hidden, inner = _hidden(layer), inner_width(layer)
     product = product.rpartition(".")[2]  # at most all tokens go to one expert
-    attention = query + 2 * key + 3 * query
+    if layer.recurrent is not None:
+        mixer, mixed = layer.recurrent.pass_values(), layer.recurrent.out.in_features
+    else:
+        query, key = _heads(layer)
+        mixer, mixed = query + 2 * key + 3 * query, hidden
     told = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
-    made = {"qkv": hidden, "o": attention, "gate_up": attention, "down": 4 * inner, "per_layer_gate": 4 * inner}
-    width = {"down": inner, "per_layer_projection": told}.get(product, hidden)
+    made = {"qkv": hidden, "o": mixer, "gate_up": mixer, "down": 4 * inner, "per_layer_gate": 4 * inner}
+    made |= {"recurrent_in": hidden, "recurrent_out": mixer}
+    width = {"down": inner, "per_layer_projection": told, "recurrent_out": mixed}.get(product, hidden)
     return 2 * hidden + max(width + made.get(product, 4 * told), 5 * width)
 
 
 def trained_values(layer: LayerSpec) -> int:
     """Of each token in a forward and backward pass: all that is saved from norm to norm, and the gradients of the
     widest part."""
-    (query, key), hidden = _heads(layer), layer.attention.o.out_features
+    hidden = _hidden(layer)
+    if layer.recurrent is not None:
+        return 12 * hidden + layer.recurrent.trained_values() + 8 * inner_width(layer)
+    query, key = _heads(layer)
     return 12 * hidden + 5 * query + 8 * key + 8 * inner_width(layer)

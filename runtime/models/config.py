@@ -69,7 +69,7 @@ class ModelConfig:
     each layer, None for none. `norm_offset`: added to every stored gain. Embeddings are multiplied by
     `embedding_scale`, rounded to the dtype of activations first if `rounds_scale`; logits by `logit_scale`, and a
     `logit_softcap` c then makes them c tanh(. / c). `per_layer_width`: values that each layer is told of a token by a
-    table of `per_layer_vocab` rows, 0 where layers are told nothing.
+    table of `per_layer_vocab` rows, 0 where layers are told nothing. `final_norm` names the norm after the last layer.
     """
 
     model_type: str
@@ -109,10 +109,11 @@ class ModelConfig:
     logit_softcap: float | None = None
     per_layer_width: int = 0
     per_layer_vocab: int = 0
+    final_norm: str = "model.norm"
 
     def __post_init__(self) -> None:
-        for layer in self.layer_specs:
-            _check_attention(layer.attention)
+        for attention in self.attentions:
+            _check_attention(attention)
         for name, shape in self.tensors():
             elements = 1
             for size in shape:
@@ -140,25 +141,37 @@ class ModelConfig:
         return tuple(self.declare(self, index) for index in range(self.layers))
 
     @cached_property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that attend, in order."""
+        return tuple(layer.attention for layer in self.layer_specs if layer.recurrent is None)
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether layers keep a state."""
+        return len(self.attentions) < self.layers
+
+    @cached_property
     def distinct_windows(self) -> frozenset[int | None]:
         """The kinds of windows that layers have."""
-        return frozenset(layer.attention.window for layer in self.layer_specs)
+        return frozenset(attention.window for attention in self.attentions)
 
     @cached_property
     def distinct_rotations(self) -> tuple[RopeSpec, ...]:
         """The kinds of rotation that layers have."""
-        found = (layer.attention.rope for layer in self.layer_specs)
+        found = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     def cached(self, layer: int) -> tuple[int, int]:
-        """Key heads, and values of each, that `layer` keeps of a token; no heads where it reads those of another."""
+        """Key heads, and values of each, that `layer` keeps of a token; no heads where it keeps none."""
+        if self.layer(layer).recurrent is not None:
+            return 0, self.head_dim
         spec = self.layer(layer).attention
         return (spec.kv_heads if spec.shares is None else 0), spec.head_dim
 
     @cached_property
     def reads_beside(self) -> bool:
         """Whether layers read more than the residual stream: what they are told, or what another layer lends."""
-        return self.per_layer_width > 0 or any(layer.attention.lends for layer in self.layer_specs)
+        return self.per_layer_width > 0 or any(attention.lends for attention in self.attentions)
 
     @cached_property
     def unread(self) -> tuple[str, ...]:
@@ -189,7 +202,7 @@ class ModelConfig:
 
     def norm(self) -> NormSpec:
         """The norm after the last layer."""
-        return self.norm_of("model.norm")
+        return self.norm_of(self.final_norm)
 
     def per_layer_linears(self) -> tuple[LinearSpec, ...]:
         """What lies in memory of what layers are told: a table and a projection, or nothing."""

@@ -114,15 +114,22 @@ def common(
 
 def sliding_layers(raw: Fields, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[bool, ...]:
     """Which layers attend to a window only, by `layer_types`; by `usual` where the key is absent, else none."""
+    return layers_of_kind(raw, layers, "sliding_attention", usual)
+
+
+def layers_of_kind(
+    raw: Fields, layers: int, kind_asked: str, usual: Callable[[int], bool] | None = None
+) -> tuple[bool, ...]:
+    """Which layers are of the kind, the others having full attention; as `sliding_layers`."""
     kinds = raw.array("layer_types", str, MAX_LAYERS)
     if not kinds:
         return tuple(usual(index) if usual else False for index in range(layers))
     if len(kinds) != layers:
         raise raw.fail("layer_types", f"has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", kind_asked):
             raise raw.fail("layer_types", f"{kind!r:.40} is not supported", UNSUPPORTED_HINT)
-    return tuple(kind == "sliding_attention" for kind in kinds)
+    return tuple(kind == kind_asked for kind in kinds)
 
 
 def windows_of(raw: Fields, sliding: Collection[bool]) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from mycli.runtime.models.config import RopeScaling
+    from mycli.runtime.models.recurrent_spec import RecurrentSpec
 
 Shape = tuple[int, ...]
 # Of a gate, times what goes up beside it. relu2 has no gate; swiglu_clamped, of gpt-oss, has gate and up in turn.
@@ -112,7 +113,8 @@ class AttentionSpec:
 
     `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
     an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's. `sinks` names a tensor
-    [heads]: scores that take part in each head's softmax and have no value.
+    [heads]: scores that take part in each head's softmax and have no value. Where it is `gated`, each query is followed
+    by as many values, whose sigmoid multiplies what the head attended to.
     """
 
     heads: int
@@ -134,7 +136,13 @@ class AttentionSpec:
     shares: int | None = None
     lends: bool = False
     sinks: str | None = None
+    gated: bool = False
     residual: float = 1.0
+
+    @property
+    def queries(self) -> int:
+        """How many heads the first product makes for queries, and for their gates."""
+        return 2 * self.heads if self.gated else self.heads
 
     @property
     def projected(self) -> int:
@@ -144,7 +152,7 @@ class AttentionSpec:
     @property
     def makes_values(self) -> bool:
         """Whether the values have rows of their own in the first product."""
-        return self.projected == self.heads + 2 * self.kv_heads
+        return self.projected == self.queries + 2 * self.kv_heads
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         """As `PartSpec.products`."""
@@ -160,7 +168,7 @@ class AttentionSpec:
             return self.norm
         if self.v_norm is not None or not self.makes_values:
             return None
-        start, copies = (self.heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
+        start, copies = (self.queries + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
         return OutputRows("qkv", start, self.kv_heads, copies, self.head_dim)
 
 
@@ -312,7 +320,9 @@ class PerLayerSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. A product is what is multiplied at once: linears that share their input.
+    """One layer: `mixer`, which lets tokens know of each other, and an MLP.
+
+    A product is what is multiplied at once: linears that share their input.
 
     `parallel`: attention and MLP both read the output of attention's norm, and both are added to what entered the
     layer; else each reads what the part before it left. `per_layer`: the part for what the layer is told of its tokens,
@@ -321,7 +331,7 @@ class LayerSpec:
     """
 
     index: int
-    attention: AttentionSpec
+    mixer: "AttentionSpec | RecurrentSpec"
     mlp: MlpSpec | ExpertsSpec
     parallel: bool = False
     per_layer: PerLayerSpec | None = None
@@ -329,9 +339,20 @@ class LayerSpec:
     unread: tuple[str, ...] = ()
 
     @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, AttentionSpec), "asked of layers that attend only"
+        return self.mixer
+
+    @property
+    def recurrent(self) -> "RecurrentSpec | None":
+        """The mixer of a layer that keeps a state instead of keys and values."""
+        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
+
+    @property
     def parts(self) -> tuple[PartSpec, ...]:
         """What the layer does, in order."""
-        return (self.attention, self.mlp) if self.per_layer is None else (self.attention, self.mlp, self.per_layer)
+        return (self.mixer, self.mlp) if self.per_layer is None else (self.mixer, self.mlp, self.per_layer)
 
     @property
     def dense_mlp(self) -> MlpSpec:
@@ -346,7 +367,8 @@ class LayerSpec:
     @property
     def kept(self) -> tuple[LinearSpec, ...]:
         """Its linears that are never stored quantized."""
-        return self.mlp.kept if isinstance(self.mlp, ExpertsSpec) else ()
+        mixed = () if self.recurrent is None else self.recurrent.kept
+        return (*mixed, *self.mlp.kept) if isinstance(self.mlp, ExpertsSpec) else mixed
 
     def norms(self) -> list[NormSpec]:
         """The norms of the layer that have a tensor."""
@@ -364,12 +386,14 @@ class LayerSpec:
         """Names and shapes of the layer's tensors in an unquantized checkpoint."""
         for norm in self.norms():
             yield f"{norm.name}.weight", (norm.size,)
+        if self.recurrent is not None:
+            yield from self.recurrent.tensors()
         for linears in (self.kept, *self.products().values()):
             for linear in linears:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
-        if self.attention.sinks is not None:
+        if self.recurrent is None and self.attention.sinks is not None:
             yield self.attention.sinks, (self.attention.heads,)
         if self.scalar is not None:
             yield self.scalar, (1,)

@@ -16,6 +16,7 @@ TEXT_PARTS: dict[str, str] = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
 }
 _ALONE = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -23,6 +24,7 @@ _ALONE = {
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 _OUTER = (
     "dtype",

@@ -19,6 +19,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.errors import ModelError
 from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -204,7 +205,15 @@ class DraftModel:
 
 
 def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, shape: CacheShape) -> DraftModel:
-    """The model of `folder` as a draft for `target`, beside it. Raises ModelError where its vocabulary is another."""
+    """The model of `folder` as a draft for `target`, beside it.
+
+    Raises ModelError where its vocabulary is another, or where what it has read cannot be taken back.
+    """
+    if folder.config.recurrent:
+        raise ModelError(
+            f"{folder.config.model_type} cannot draft: its recurrent state cannot go back to before a refused token",
+            "use a model whose layers all attend, or look drafts up in the text",
+        )
     check_vocabularies(tokenizer, folder.tokenizer())
     placement = Placement(target.device, target.dtype, kv=target.kv)
     return DraftModel(load_model(folder, placement), shape, target.nbytes)

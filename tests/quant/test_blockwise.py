@@ -43,7 +43,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("settled", [False, True])
 def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, windows: Tensor, settled: bool) -> None:
     block, context, x = model.block(1), model.context(16, exact=True), model.embed(windows)
-    attention, mlp = block.attention, block.mlp
+    attention, mlp = block.mixer, block.mlp
     assert attention.norm is not None and mlp.norm is not None
     state = BlockState(block, x.clone(), settled)
     got = {product: inputs(state, product, slice(0, 10), context, CPU.device).x for product in block.products}

@@ -54,6 +54,8 @@ KINDS = (
     "mixtral-4top2",
     "olmoe-clip-normalized-gqa-tied",
     "qwen2_moe-shared",
+    "qwen3_5-delta",
+    "lfm2-untied-biases",
 )
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate.
@@ -66,6 +68,7 @@ COPIED = (
     "cohere2-untied-biases",
     "arcee-tied-biases",
     "qwen3_moe-8top2",
+    "qwen3_5-delta",
 )
 
 
@@ -151,9 +154,7 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
     kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
-    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, (
-        "every linear of the model was looked at"
-    )
+    assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, "every linear was looked at"
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -83,12 +83,12 @@ def whole(model: Transformer, tokens: Tensor, sizes: Sequence[int] = (), kind: t
     `kind`: of the cache, None for the model's dtype. Without sizes in one pass.
     """
     sequences, count = tokens.shape
-    cache = KVCache(model.config, sequences, count, model.device, kind or model.dtype)
+    cache = KVCache(model.config, sequences, count, model.device, kind or model.dtype, sequences)
     rope = Rope(model.config, count, model.device, model.dtype)
     parts, start = [], 0
     for size in sizes or (count,):
         rows = [row[start : start + size].tolist() for row in tokens]
-        chunks = [Chunk(row, start, (index,), len(row)) for index, row in enumerate(rows)]
+        chunks = [Chunk(row, start, (index,), len(row), index) for index, row in enumerate(rows)]
         batch = Batch.of(chunks, count, model.device)
         parts.append(model(batch, rope, cache).view(sequences, len(rows[0]), -1))
         start += size

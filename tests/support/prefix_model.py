@@ -41,8 +41,10 @@ Function = Callable[[tuple[int, ...]], Tensor]  # the text -> logits [vocab]
 class PrefixModel(Transformer):
     """Reads the text back from the cache, so that what the cache holds decides."""
 
-    def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
-        super().__init__(replace(CONFIG, vocab_size=vocab_size, max_context=max_context))
+    def __init__(
+        self, function: Function, vocab_size: int, max_context: int = 64, config: ModelConfig = CONFIG
+    ) -> None:
+        super().__init__(replace(config, vocab_size=vocab_size, max_context=max_context))
         self.embedding = torch.zeros(vocab_size, 2)
         self.function = function
         self.known: dict[tuple[int, ...], Tensor] = {}

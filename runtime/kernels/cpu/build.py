@@ -119,6 +119,9 @@ class Native:
     rotate: Callable[..., int | None]
     attention_part: Callable[..., int]
     mlp_part: Callable[..., int]
+    convolve: Callable[..., int | None]
+    delta: Callable[..., int | None]
+    gated_norm: Callable[..., int | None]
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
@@ -153,6 +156,9 @@ def load_library(path: Path, origin: str = "") -> Native:
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         attention_part=function("attention_part", c_int, *(c_void_p,) * 5, c_int),
         mlp_part=function("mlp_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+        convolve=function("convolve", None, c_void_p, c_void_p, c_int),
+        delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
+        gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),

@@ -31,6 +31,7 @@ HEADERS = (
     "packed_panels.h",
     "packed_repack.h",
     "packed_tiles.h",
+    "recurrent.h",
     "steps.h",
     "table.h",
     "vectors.h",

@@ -18,6 +18,7 @@
 #include "draw.h"
 #include "layer.h"
 #include "packed_repack.h"
+#include "recurrent.h"
 #include "steps.h"
 #include "table.h"
 
@@ -268,6 +269,17 @@ EXPORT int attention_part(const AttentionPart* part, const PassRows* pass, const
 }
 EXPORT int mlp_part(const MlpPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
     return run_mlp(*part, {rows, threads}, x, out);
+}
+
+// As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.
+EXPORT void convolve(const Runs* r, const Convolution* c, int threads) {
+    r->type == F32 ? convolve_rows<float>(*r, *c, threads) : convolve_rows<uint16_t>(*r, *c, threads);
+}
+EXPORT void delta_rule(const Runs* r, const Delta* d, int threads) {
+    r->type == F32 ? delta_rows<float>(*r, *d, threads) : delta_rows<uint16_t>(*r, *d, threads);
+}
+EXPORT void gated_norm(const GatedNorm* n, int32_t type, int threads) {
+    type == F32 ? gated_norm_rows<float>(*n, threads) : gated_norm_rows<uint16_t>(*n, threads);
 }
 
 // As table_product and table_unpack in table.h.

@@ -14,7 +14,7 @@ from mycli.runtime.utils.json_fields import Fields
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """OLMo 2's norms of the stream, Llama's place for those of heads."""
     outputs, llama = olmo2.layer(config, index), decoder_layer(config, index).attention
-    return replace(outputs, attention=replace(outputs.attention, q_norm=llama.q_norm, k_norm=llama.k_norm))
+    return replace(outputs, mixer=replace(outputs.attention, q_norm=llama.q_norm, k_norm=llama.k_norm))
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -39,7 +39,7 @@ class GptOssLayers:
         llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
         return replace(
             llama,
-            attention=replace(llama.attention, sinks=f"{prefix}.self_attn.sinks"),
+            mixer=replace(llama.attention, sinks=f"{prefix}.self_attn.sinks"),
             mlp=self._experts(llama.dense_mlp, config, f"{prefix}.mlp"),
         )
 

@@ -18,7 +18,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         k_norm=config.norm_of(f"{prefix}.key_layernorm", config.head_dim),
         norms_rotated=True,
     )
-    return replace(llama, attention=attention)
+    return replace(llama, mixer=attention)
 
 
 def read(raw: Fields) -> ModelConfig:

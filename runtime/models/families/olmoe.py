@@ -29,7 +29,7 @@ class OlmoeLayers:
             k_norm=config.norm_of(f"{prefix}.k_norm", config.kv_heads * config.head_dim),
             clip=self.clip,
         )
-        return self.mixture.put_into(replace(llama, attention=attention), config)
+        return self.mixture.put_into(replace(llama, mixer=attention), config)
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -95,7 +95,7 @@ def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
 def test_columns_follow_a_gain_as_it_is_stored() -> None:
     """bf16 holds 8 bits of the divided gain; the weights take the rest, so that nothing is lost."""
     before, after = block("llama"), block("llama")
-    norms = before.attention.norm, after.attention.norm
+    norms = before.mixer.norm, after.mixer.norm
     assert norms[0] is not None and norms[1] is not None
     norms[0].weight[3] = norms[1].weight[3] = 0
     changed = fold(after, "qkv", scale_for(after, "qkv"), lambda _: torch.bfloat16)

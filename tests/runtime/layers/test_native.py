@@ -148,7 +148,7 @@ def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
 ) -> None:
     """Infinity and NaN in some heads' keys, and values so small that a step of their scale is no normal number."""
     runner = load(random_model(tmp_path / "model"), "int8")
-    attention = next(runner.model.layers()).attention
+    attention = next(runner.model.layers()).mixer
     weight, heads, dim = attention.qkv.weight().clone(), attention.spec.heads, attention.spec.head_dim
     weight[heads * dim, 0], weight[(heads + 1) * dim, 3] = torch.inf, torch.nan
     weight[-dim:] *= 1e-38
@@ -162,7 +162,7 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
     runner = load(random_model(tmp_path / "model", model_type="qwen2"))
     generator = torch.Generator().manual_seed(bits)
     for block in runner.model.layers():
-        qkv, split = block.attention.qkv, block.attention.spec.heads * block.attention.spec.head_dim
+        qkv, split = block.products["qkv"], block.spec.attention.heads * block.spec.attention.head_dim
         weight = qkv.weight()
         codes = torch.randint(0, 2**bits, (split, weight.shape[1]), dtype=torch.int32, generator=generator)
         scales = torch.rand(split, weight.shape[1] // 32, generator=generator).bfloat16() / 2**bits

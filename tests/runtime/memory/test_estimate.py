@@ -1,5 +1,6 @@
 """Memory and bandwidth predictions against figures that others have published, and against each other."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from mycli.runtime.memory.estimate import (
     estimate,
     longest_context,
     mask_bytes,
+    state_bytes,
     weight_bytes,
 )
 from mycli.runtime.memory.fit import PackingScheme
@@ -117,8 +119,30 @@ def test_dense_weights_are_every_parameter_once(name: str) -> None:
     inner = [norm for spec in specs for part in spec.parts for norm in part.inner_norms() if norm is not None]
     sums_in_fp32 = 2 * sum(norm.size for norm in sums if norm.offset)
     gains_of_one = 2 * sum(norm.size for norm in inner if norm.name is None)
+    recurrent = [spec.recurrent for spec in specs if spec.recurrent is not None]
+    others_in_fp32 = 2 * sum(math.prod(shape) for spec in recurrent for _, shape in spec.tensors())
     found = weight_bytes(model) + embedding_bytes(model)
-    assert found == 2 * model.config.parameters() + sums_in_fp32 + gains_of_one
+    assert found == 2 * model.config.parameters() + sums_in_fp32 + gains_of_one + others_in_fp32
+
+
+@pytest.mark.parametrize(
+    "name, state",
+    [
+        ("LFM2-1.2B", 10 * 2 * 2048),
+        ("Qwen3.5-9B", 24 * (32 * 128 * 128 + 3 * 8192)),
+        ("Qwen3.5-27B", 48 * (48 * 128 * 128 + 3 * 10240)),
+    ],
+)
+def test_the_states_of_sequences(name: str, state: int) -> None:
+    """In fp32, whatever the context; two for each sequence and one more, and read and written once a step."""
+    short, long = (plan(name, context=context) for context in (CACHE_BLOCK, 10 * CACHE_BLOCK))
+    assert state_bytes(short.config) == 4 * state
+    for sequences in (1, 4):
+        grown = [cache_bytes(replace(one, running=sequences)) for one in (short, long)]
+        assert (grown[1] - grown[0]) % 9 == 0
+        assert grown[0] - (grown[1] - grown[0]) // 9 == (2 * sequences + 1) * 4 * state
+    told = 2 * (long.config.vocab_size * long.config.hidden_size) * (not long.config.tie_embeddings)
+    assert bytes_per_step(long, 0) == weight_bytes(long) + embedding_bytes(long) - told + 2 * 4 * state
 
 
 @pytest.mark.parametrize("bits, gigabytes", [(16, 140), (8, 70), (4, 35)])

@@ -1,0 +1,174 @@
+// What recurrent layers do with their states: a convolution of each channel, the gated delta rule, the gated norm.
+//
+// Token after token, in one order, whatever came in at once: the bits of a row depend on neither the rows beside it nor
+// how a text was cut. A piece of 16 columns of a head's state stays in the first cache while a whole prompt passes it,
+// so that the recurrence as it is written costs less than one that multiplies chunks.
+
+#pragma once
+
+#include "steps.h"
+
+namespace {
+
+inline void put16(uint16_t* at, V16 v) { store16(at, v); }
+inline void put16(float* at, V16 v) { memcpy(at, &v, 64); }
+inline V16 silu(V16 v) { return times_sigmoid(v, v); }
+
+struct Runs {  // mirrored by recurrent.py; of all sequences of a pass
+    const int32_t* starts;  // [runs + 1]: sequence s has the rows starts[s] .. starts[s + 1]
+    const int32_t* slots;   // [runs]: where its state lies
+    int64_t runs;
+    int32_t type;  // of activations: F32 or BF16
+};
+
+struct Convolution {  // mirrored by recurrent.py
+    const void* x;      // [rows, channels], stride in elements; channels a multiple of 16
+    const float* weight;  // [taps, channels]
+    const float* bias;    // [channels], or null
+    float* state;         // [slots, taps - 1, channels], the oldest first
+    void* y;              // [rows, channels]
+    int64_t stride, channels, taps;
+    int32_t silu;
+};
+
+constexpr int64_t MOST_TAPS = 64;
+
+template <class T> void convolve_channels(const Runs& r, const Convolution& c, int64_t run, int64_t channel) {
+    const int64_t before = c.taps - 1;
+    float* state = c.state + r.slots[run] * before * c.channels + channel;
+    V16 kept[MOST_TAPS], weight[MOST_TAPS];  // `kept` is a ring of the last inputs
+    for (int64_t i = 0; i < c.taps; i++) weight[i] = load16(c.weight + i * c.channels + channel);
+    for (int64_t i = 0; i < before; i++) kept[i] = load16(state + i * c.channels);
+    const V16 none = {}, first = c.bias ? load16(c.bias + channel) : none;
+    int64_t oldest = 0;
+    for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
+        kept[(oldest + before) % c.taps] = load16(static_cast<const T*>(c.x) + row * c.stride + channel);
+        V16 sum = first;
+        for (int64_t i = 0, at = oldest; i < c.taps; i++) {
+            sum += kept[at] * weight[i];
+            at = at + 1 == c.taps ? 0 : at + 1;
+        }
+        put16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
+        oldest = oldest + 1 == c.taps ? 0 : oldest + 1;
+    }
+    for (int64_t i = 0; i < before; i++) put16(state + i * c.channels, kept[(oldest + i) % c.taps]);
+}
+
+struct Delta {  // mirrored by recurrent.py
+    const void* qkv;    // [rows, 2 * key_heads * key_dim + heads * value_dim]
+    const void* gates;  // [rows, 2 * heads], stride in elements: b of every head, then a
+    const float *rate, *dt_bias;  // [heads]
+    float* state;    // [slots, heads, key_dim, value_dim]
+    float* scratch;  // [rows, 2 * (key_heads * key_dim + heads)]
+    void* y;         // [rows, heads * value_dim]
+    int64_t stride, heads, key_heads, key_dim, value_dim;  // dims are multiples of 16, key_dim at most 256
+};
+
+constexpr int64_t MOST_KEYS = 256;
+
+inline float number(float x) { return x; }
+inline float number(uint16_t x) {
+    const uint32_t word = uint32_t(x) << 16;
+    float v;
+    memcpy(&v, &word, 4);
+    return v;
+}
+
+// A row's queries and keys of length one, the queries over sqrt(key_dim), then exp(g) and beta of each head.
+template <class T> void delta_inputs(const Delta& d, int64_t row) {
+    const int64_t width = d.key_heads * d.key_dim;
+    const T* x = static_cast<const T*>(d.qkv) + row * (2 * width + d.heads * d.value_dim);
+    float* out = d.scratch + row * 2 * (width + d.heads);
+    for (int64_t head = 0; head < 2 * d.key_heads; head++) {
+        V16 sum = {};
+        for (int64_t i = 0; i < d.key_dim; i += LANE) {
+            const V16 v = load16(x + head * d.key_dim + i);
+            sum += v * v;
+        }
+        float scale = 1.0f / sqrtf(sum_of(sum) + 1e-6f);
+        if (head < d.key_heads) scale /= sqrtf(float(d.key_dim));
+        for (int64_t i = 0; i < d.key_dim; i += LANE)
+            put16(out + head * d.key_dim + i, load16(x + head * d.key_dim + i) * scale);
+    }
+    const T* gates = static_cast<const T*>(d.gates) + row * d.stride;
+    for (int64_t head = 0; head < d.heads; head++) {
+        const float a = number(gates[d.heads + head]) + d.dt_bias[head], b = number(gates[head]);
+        const float softplus = a > 20.0f ? a : log1pf(expf(a));  // as torch has it
+        out[2 * width + head] = expf(d.rate[head] * softplus);
+        out[2 * width + d.heads + head] = 1.0f / (1.0f + expf(-b));
+    }
+}
+
+// 16 columns of the state of a head, taken on by all rows of a sequence.
+template <class T> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
+    const int64_t width = d.key_heads * d.key_dim, values = d.heads * d.value_dim;
+    const int64_t key_head = head / (d.heads / d.key_heads);
+    float* state = d.state + (r.slots[run] * d.heads + head) * d.key_dim * d.value_dim + column;
+    V16 s[MOST_KEYS];
+    for (int64_t i = 0; i < d.key_dim; i++) s[i] = load16(state + i * d.value_dim);
+    for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
+        const float* in = d.scratch + row * 2 * (width + d.heads);
+        const float *query = in + key_head * d.key_dim, *key = query + width;
+        const float grown = in[2 * width + head], beta = in[2 * width + d.heads + head];
+        const T* value = static_cast<const T*>(d.qkv) + row * (2 * width + values) + 2 * width + head * d.value_dim;
+        V16 known[4] = {}, read[4] = {};
+        for (int64_t i = 0; i < d.key_dim; i += 4)
+            for (int64_t j = 0; j < 4; j++) known[j] += s[i + j] * key[i + j];
+        const V16 all = (known[0] + known[1]) + (known[2] + known[3]);
+        const V16 written = (load16(value + column) - all * grown) * beta;
+        for (int64_t i = 0; i < d.key_dim; i += 4)
+            for (int64_t j = 0; j < 4; j++) {
+                s[i + j] = s[i + j] * grown + written * key[i + j];
+                read[j] += s[i + j] * query[i + j];
+            }
+        put16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column, (read[0] + read[1]) + (read[2] + read[3]));
+    }
+    for (int64_t i = 0; i < d.key_dim; i++) put16(state + i * d.value_dim, s[i]);
+}
+
+struct GatedNorm {  // mirrored by recurrent.py
+    const void *x, *gain, *gate;  // [rows, heads * size], [size] of the same type, as x with a stride in elements
+    void* y;                      // as x
+    int64_t rows, heads, size, stride;  // size is a multiple of 16
+    float eps;
+};
+
+// Each head of a row over the root of its mean square, times gain and SiLU(gate), rounded once.
+template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
+    const T* gain = static_cast<const T*>(n.gain);
+    for (int64_t head = 0; head < n.heads; head++) {
+        const int64_t at = (row * n.heads + head) * n.size;
+        const T *x = static_cast<const T*>(n.x) + at, *gate = static_cast<const T*>(n.gate) + row * n.stride + head * n.size;
+        V16 sum = {};
+        for (int64_t i = 0; i < n.size; i += LANE) {
+            const V16 v = load16(x + i);
+            sum += v * v;
+        }
+        const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
+        for (int64_t i = 0; i < n.size; i += LANE)
+            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) * silu(load16(gate + i)));
+    }
+}
+
+template <class T> void convolve_rows(const Runs& r, const Convolution& c, int threads) {
+    const int64_t blocks = c.channels / LANE;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t i = 0; i < r.runs * blocks; i++) convolve_channels<T>(r, c, i / blocks, i % blocks * LANE);
+}
+template <class T> void delta_rows(const Runs& r, const Delta& d, int threads) {
+    const int64_t columns = d.value_dim / LANE, tasks = r.runs * d.heads * columns;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = r.starts[0]; row < r.starts[r.runs]; row++) delta_inputs<T>(d, row);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tasks; i++)
+            delta_columns<T>(r, d, i / (d.heads * columns), i / columns % d.heads, i % columns * LANE);
+    }
+}
+template <class T> void gated_norm_rows(const GatedNorm& n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < n.rows; row++) gated_norm_row<T>(n, row);
+}
+
+}  // namespace

@@ -1,0 +1,156 @@
+"""What recurrent layers do with their states on the CPU by our own code, recurrent.h: token after token, in one order.
+
+A row's bits depend on neither the rows beside it nor how its text was cut into passes. Each function returns the reason
+where this code cannot. The twins are `runtime.kernels.recurrent`'s.
+"""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
+
+_FEW = 1 << 15  # values of a pass: of so few one thread is done before others are awake
+_LANES = 16
+_MOST_TAPS, _MOST_KEYS = 64, 256
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
+
+
+class _Runs(ctypes.Structure):
+    """`Runs` of recurrent.h."""
+
+    _fields_ = [
+        ("starts", ctypes.POINTER(c_int32)),
+        ("slots", ctypes.POINTER(c_int32)),
+        ("runs", c_int64),
+        ("type", c_int32),
+    ]
+
+
+class _Convolution(ctypes.Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "bias", "state", "y")),
+        *((name, c_int64) for name in ("stride", "channels", "taps")),
+        ("silu", c_int32),
+    ]
+
+
+class _Delta(ctypes.Structure):
+    """`Delta` of recurrent.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("qkv", "gates", "rate", "dt_bias", "state", "scratch", "y")),
+        *((name, c_int64) for name in ("stride", "heads", "key_heads", "key_dim", "value_dim")),
+    ]
+
+
+class _GatedNorm(ctypes.Structure):
+    """`GatedNorm` of recurrent.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gain", "gate", "y")),
+        *((name, c_int64) for name in ("rows", "heads", "size", "stride")),
+        ("eps", c_float),
+    ]
+
+
+def _library(x: Tensor, *others: Tensor) -> Native | str:
+    """For x and `others`, of one dtype and contiguous in the last dimension."""
+    tensors = (x, *others)
+    if x.dtype not in _TYPES or any(one.dtype != x.dtype or not one.is_cpu for one in tensors):
+        return "takes bf16 or fp32 on the CPU only"
+    if any(one.stride(-1) != 1 for one in tensors):
+        return "takes contiguous rows"
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        return "has no gradient"
+    return build.native()
+
+
+def _threads(values: int) -> int:
+    return 1 if values <= _FEW else torch.get_num_threads()
+
+
+def _rows(x: Tensor, runs: Runs) -> _Runs:
+    starts, slots = (c_int32 * len(runs.starts))(*runs.starts), (c_int32 * len(runs.slots))(*runs.slots)
+    # The structure keeps what its pointers point at alive.
+    return _Runs(starts, slots, len(runs.slots), _TYPES[x.dtype])
+
+
+def _exact(*tensors: Tensor | None) -> bool:
+    return all(one is None or (one.dtype == torch.float32 and one.is_contiguous() and one.is_cpu) for one in tensors)
+
+
+def _fits(runs: Runs, rows: int, slots: int) -> bool:
+    """Whether the runs are those of so many rows, in slots that there are, each once."""
+    ordered = runs.starts[0] == 0 and runs.starts[-1] == rows and list(runs.starts) == sorted(runs.starts)
+    inside = all(0 <= slot < slots for slot in runs.slots) and len(set(runs.slots)) == len(runs.slots)
+    return ordered and inside and len(runs.starts) == len(runs.slots) + 1
+
+
+def native_convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool
+) -> Tensor | str:
+    """As `runtime.kernels.recurrent.convolve`."""
+    found, (taps, channels) = _library(x), weight.shape
+    if isinstance(found, str):
+        return found
+    if channels % _LANES or not 2 <= taps <= _MOST_TAPS:
+        return f"takes channels in multiples of {_LANES}, and 2 to {_MOST_TAPS} taps"
+    if not _exact(weight, bias, state) or state.shape[1:] != (taps - 1, channels) or x.shape[1:] != (channels,):
+        return "takes contiguous fp32 weights and states of matching shapes"
+    if not _fits(runs, len(x), len(state)):
+        return "takes runs of all rows, each with a slot of its own"
+    y = x.new_empty(x.shape)
+    pointers = (
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        state.data_ptr(),
+        y.data_ptr(),
+    )
+    task = _Convolution(*pointers, x.stride(0), channels, taps, silu)
+    found.convolve(ctypes.byref(_rows(x, runs)), ctypes.byref(task), _threads(x.numel()))
+    return y
+
+
+def native_delta_rule(
+    qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tensor, runs: Runs, sizes: DeltaSizes
+) -> Tensor | str:
+    """As `runtime.kernels.recurrent.delta_rule`; queries and keys are normed, and all is summed, in fp32."""
+    found, width = _library(qkv, gates), sizes.key_heads * sizes.key_dim
+    if isinstance(found, str):
+        return found
+    if sizes.key_dim % _LANES or sizes.value_dim % _LANES or sizes.key_dim > _MOST_KEYS:
+        return f"takes heads in multiples of {_LANES}, keys of at most {_MOST_KEYS}"
+    values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
+    fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), 2 * sizes.heads)
+    if not _exact(rate, dt_bias, state) or state.shape[1:] != shape or not fitting or not qkv.is_contiguous():
+        return "takes contiguous rows, and fp32 states of matching shapes"
+    if not _fits(runs, len(qkv), len(state)):
+        return "takes runs of all rows, each with a slot of its own"
+    y, scratch = qkv.new_empty(len(qkv), values), torch.empty(len(qkv), 2 * (width + sizes.heads))
+    pointers = (one.data_ptr() for one in (qkv, gates, rate, dt_bias, state, scratch, y))
+    task = _Delta(*pointers, gates.stride(0), sizes.heads, sizes.key_heads, sizes.key_dim, sizes.value_dim)
+    work = len(qkv) * sizes.heads * sizes.key_dim * sizes.value_dim
+    found.delta(ctypes.byref(_rows(qkv, runs)), ctypes.byref(task), _threads(work))
+    return y
+
+
+def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor | str:
+    """As `runtime.kernels.recurrent.gated_norm`, rounded once."""
+    found, size = _library(x, gain, gate), gain.shape[0]
+    if isinstance(found, str):
+        return found
+    if size % _LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
+        return f"takes contiguous heads in multiples of {_LANES}, with a gate each"
+    y = torch.empty_like(x)
+    pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
+    task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps)
+    found.gated_norm(ctypes.byref(task), _TYPES[x.dtype], _threads(x.numel()))
+    return y

@@ -1,0 +1,178 @@
+"""Mixers that keep a state: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions, between their products.
+
+Also where states are: those of the sequences of a batch, in the slots of a cache, or of whole texts, which begin with
+nothing. Knows `RecurrentSpec`, not the residual stream, nor whose a slot is.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mycli.runtime.cache.state_store import StateStore
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
+from mycli.runtime.kernels.registry import CONVOLUTION, DELTA_RULE, GATED_NORM
+from mycli.runtime.layers.batch import Batch, Span
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, RecurrentSpec, ShortConvSpec
+
+Rows = tuple[Tensor, ...]  # [rows, ...] each
+Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; states go on in place
+
+
+class RecurrentStates(Protocol):
+    """Where the states of a pass are."""
+
+    def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
+        """`rows` [sequences, tokens, ...] each, of which `step` makes [sequences, tokens, width] from the states of a
+        layer, as after the tokens before."""
+        ...
+
+
+class TextStates:
+    """Of whole texts of equal length: nothing came before, and nothing is kept."""
+
+    def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
+        """As `RecurrentStates.advance`: each sequence is a text."""
+        sequences, tokens = rows[0].shape[:2]
+        states = tuple(torch.zeros(sequences, *shape, device=rows[0].device) for shape in spec.states())
+        result = step(tuple(one.flatten(0, 1) for one in rows), states, Runs.alike(sequences, tokens))
+        return result.view(sequences, tokens, -1)
+
+
+class BatchStates:
+    """Of the sequences of a ragged batch, in the slots of a store. Where a text begins the slot is cleared.
+
+    Where tokens are drafted a state stays what it was, until `StateStore.settle` says how many of them stand.
+    """
+
+    def __init__(self, batch: Batch, store: StateStore) -> None:
+        self._spans, self._store = batch.spans, store
+        self._drafts = any(span.drafted for span in batch.spans)
+        starts = (*(span.row for span in batch.spans), batch.rows)
+        self._runs = Runs(starts, tuple(span.state for span in batch.spans))
+        for span in batch.spans:
+            if not span.start:
+                store.clear(span.state)
+
+    def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
+        """As `RecurrentStates.advance`, with all rows of the batch as one sequence: [1, T, ...]."""
+        states = self._store.layer(layer)
+        if not self._drafts:
+            return step(tuple(one[0] for one in rows), states, self._runs)[None]
+        parts = [self._advanced(span, rows, states, step) for span in self._spans]
+        return torch.cat(parts)[None]
+
+    def _advanced(self, span: Span, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> Tensor:
+        own = tuple(one[0, span.row : span.row + span.count] for one in rows)
+        place = tuple(one[span.state : span.state + 1] for one in states)
+        if not span.drafted:
+            return step(own, place, Runs.alike(1, span.count))
+        self._store.wait(span.state, partial(_replay, own, place, step))
+        return step(own, tuple(one.clone() for one in place), Runs.alike(1, span.count))
+
+
+@torch.inference_mode()
+def _replay(rows: Rows, states: tuple[Tensor, ...], step: Advance, count: int) -> None:
+    if count:
+        step(tuple(one[:count] for one in rows), states, Runs.alike(1, count))
+
+
+class Convolution(nn.Module):
+    """The weights of a `ConvolutionSpec`, in fp32: `weight` [taps, channels], `bias` [channels] or None."""
+
+    def __init__(self, spec: ConvolutionSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self.weight = torch.empty(spec.taps, spec.channels, device="meta")
+        self.bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Read the tensors."""
+        stored = checkpoint.read(f"{self._spec.name}.weight")
+        self.weight = stored[:, 0].to(device, torch.float32).T.contiguous()
+        if self._spec.bias:
+            self.bias = checkpoint.read(f"{self._spec.name}.bias").to(device, torch.float32)
+
+
+class DeltaNet(nn.Module):
+    """Gated DeltaNet, as `DeltaNetSpec` describes it, between `projection` and `out`."""
+
+    def __init__(self, spec: DeltaNetSpec, layer: int) -> None:
+        super().__init__()
+        self._spec, self._layer = spec, layer
+        self._sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
+        self.projection = Linear(spec.projections)
+        self.gates = Linear(spec.gates)
+        self.convolution = Convolution(spec.convolution)
+        self.norm = RMSNorm(spec.head_norm)
+        self.out = Linear((spec.out,))
+        self.rate = torch.empty(spec.heads, device="meta")
+        self.dt_bias = torch.empty(spec.heads, device="meta")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held beside linears and norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Read what is neither norm nor product."""
+        self.gates.load(checkpoint, {}, device, dtype)
+        self.convolution.load(checkpoint, device)
+        self.rate = -checkpoint.read(self._spec.decay).to(device, torch.float32).exp()
+        self.dt_bias = checkpoint.read(self._spec.dt_bias).to(device, torch.float32)
+
+    def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
+        """What `out` multiplies, of the part's input x and what `projection` made of it, [sequences, tokens, ...]."""
+        channels = self._spec.convolution.channels
+        mixed, gate = projected[..., :channels], projected[..., channels:]
+        read = states.advance(self._layer, self._spec, (mixed, self.gates(x)), self._advance)
+        normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
+        return normed.view_as(read)
+
+    def _advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        (mixed, gates), (inputs, matrices) = rows, states
+        qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
+        return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self._sizes)
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution, as `ShortConvSpec` describes it, between `projection` and `out`."""
+
+    def __init__(self, spec: ShortConvSpec, layer: int) -> None:
+        super().__init__()
+        self._spec, self._layer = spec, layer
+        self.projection = Linear((spec.projection,))
+        self.convolution = Convolution(spec.convolution)
+        self.out = Linear((spec.out,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held beside linears and norms."""
+        return self.convolution.nbytes
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Read what is neither norm nor product."""
+        self.convolution.load(checkpoint, device)
+
+    def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
+        """As `DeltaNet.forward`."""
+        before, after, inner = projected.chunk(3, dim=-1)
+        return after * states.advance(self._layer, self._spec, (before * inner,), self._advance)
+
+    def _advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
+
+
+def make_mixer(spec: RecurrentSpec, layer: int) -> DeltaNet | ShortConv:
+    """The mixer of `spec`, without memory until it is loaded."""
+    return DeltaNet(spec, layer) if isinstance(spec, DeltaNetSpec) else ShortConv(spec, layer)

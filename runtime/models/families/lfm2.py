@@ -1,0 +1,87 @@
+"""LFM2, dense: gated short convolutions in most layers, in the others attention with norms of query and key heads."""
+
+from dataclasses import dataclass, replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
+from mycli.runtime.utils.json_fields import Fields
+
+
+@dataclass(frozen=True)
+class ConvolutionLayers:
+    """What layers are made of. Of each: whether it convolves, with so many `taps` and maybe a `bias` everywhere."""
+
+    convolves: tuple[bool, ...]
+    taps: int
+    bias: bool
+
+    def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
+        """As `ModelConfig.declare`: Llama's layer under other names."""
+        base, layer, hidden = decoder_layer(config, index), f"model.layers.{index}", config.hidden_size
+        gate, up = base.dense_mlp.gate_up
+        mlp = replace(
+            base.dense_mlp,
+            norm=config.norm_of(f"{layer}.ffn_norm"),
+            gate_up=(replace(gate, name=f"{layer}.feed_forward.w1"), replace(up, name=f"{layer}.feed_forward.w3")),
+            down=replace(base.dense_mlp.down, name=f"{layer}.feed_forward.w2"),
+        )
+        norm, attention = config.norm_of(f"{layer}.operator_norm"), f"{layer}.self_attn"
+        if not self.convolves[index]:
+            mixer = replace(
+                base.attention,
+                norm=norm,
+                q_norm=config.norm_of(f"{attention}.q_layernorm", config.head_dim),
+                k_norm=config.norm_of(f"{attention}.k_layernorm", config.head_dim),
+                o=replace(base.attention.o, name=f"{attention}.out_proj"),
+            )
+            return replace(base, mixer=mixer, mlp=mlp)
+        convolution = ShortConvSpec(
+            norm,
+            LinearSpec(f"{layer}.conv.in_proj", 3 * hidden, hidden, self.bias),
+            ConvolutionSpec(f"{layer}.conv.conv", hidden, self.taps, self.bias),
+            LinearSpec(f"{layer}.conv.out_proj", hidden, hidden, self.bias),
+        )
+        return replace(base, mixer=convolution, mlp=mlp)
+
+
+def _inner(raw: Fields) -> int:
+    """Width of the MLP: two thirds of what is written, times a factor, in whole multiples; or as written."""
+    size = raw.integer("block_ff_dim" if raw.has("block_ff_dim") else "intermediate_size")
+    if not raw.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    factor = raw.values.get("block_ffn_dim_multiplier", 1.0)
+    if factor is not None:
+        multiple = raw.integer("block_multiple_of", 256)
+        size = int(raw.number("block_ffn_dim_multiplier", 1.0, low=1e-3, high=1e3) * size)
+        size = multiple * -(-size // multiple)
+    if size < 1:
+        raise raw.fail("intermediate_size", "leaves the MLP nothing")
+    return size
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of an LFM2 config.json."""
+    raw = hf_config.with_defaults(
+        raw,
+        rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0),
+        rope_theta=1000000.0,
+        max_position_embeddings=128000,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    tied = raw.boolean("tie_embedding", raw.boolean("tie_word_embeddings", True))
+    fields = hf_config.common(Fields({**raw.values, "tie_word_embeddings": tied}, raw.source))
+    attends = raw.array("full_attn_idxs", int, MAX_LAYERS) if raw.has("full_attn_idxs") else range(fields["layers"])
+    convolves = hf_config.layers_of_kind(raw, fields["layers"], "conv", lambda index: index not in attends)
+    return ModelConfig(
+        **{**fields, "intermediate_size": _inner(raw)},
+        final_norm="model.embedding_norm",
+        declare=ConvolutionLayers(
+            convolves, raw.integer("conv_L_cache", 3, low=2, high=64), raw.boolean("conv_bias", False)
+        ),
+    )

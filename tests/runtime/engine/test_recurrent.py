@@ -1,0 +1,228 @@
+"""States of recurrent layers in the engine: always those of the text, whatever became of the sequences meanwhile."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from tests.support.engines import drain, lanes, together, tokens_of
+from tests.support.families import CASES, SMALL, make
+from tests.support.prefix_model import random_function
+from tests.support.stateful_model import StatefulModel
+
+CPU = torch.device("cpu")
+VOCAB, CONTEXT = 8, 64
+
+
+class Scripted:
+    """A speculator that knows what follows, and says so but for every `wrong`-th token."""
+
+    step_seconds, nbytes = None, 0
+
+    def __init__(self, replies: dict[tuple[int, ...], list[int]], count: int, wrong: int) -> None:
+        self._replies, self._count, self._wrong = replies, count, wrong
+        self._said: dict[int, list[int]] = {}
+        self.accepted = self.refused = 0
+
+    def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
+        return min(self._count, room)
+
+    def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:
+        found = []
+        for one in asked:
+            prompt = max((p for p in self._replies if tuple(one.text[: len(p)]) == p), key=len)
+            drawn = len(one.text) - len(prompt)
+            true = self._replies[prompt][drawn : drawn + one.count]
+            said = [(token + 1) % VOCAB if (drawn + i) % self._wrong == 0 else token for i, token in enumerate(true)]
+            self._said[one.sequence] = said
+            found.append(said)
+        return found
+
+    def accept(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
+        true = logits.argmax(-1).tolist()
+        said = self._said[sequence]
+        stand = next((i for i, (a, b) in enumerate(zip(said, true, strict=False)) if a != b), len(said))
+        self.accepted += stand
+        self.refused += len(said) - stand
+        return true[: stand + 1]
+
+    def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None: ...
+    def keep(self, sequence: int, length: int) -> None: ...
+    def end(self, sequence: int, text: Sequence[int]) -> None: ...
+    def forget(self) -> None: ...
+
+
+def stateful(seed: int = 0) -> ModelRunner:
+    return ModelRunner(StatefulModel(random_function(seed, VOCAB), VOCAB, CONTEXT))
+
+
+def expected(runner: ModelRunner, prompt: Sequence[int], limit: int) -> list[int]:
+    """Greedy, from the function itself."""
+    model, text = runner.model, list(prompt)
+    assert isinstance(model, StatefulModel)
+    for _ in range(limit):
+        text.append(int(model.logits(tuple(text)).argmax()))
+    return text[len(prompt) :]
+
+
+def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
+    """Some begin as others do."""
+    begins = [[chance.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
+    return [
+        (
+            *chance.choice(begins)[: chance.randint(0, 20)],
+            *(chance.randrange(VOCAB) for _ in range(chance.randint(1, 9))),
+        )
+        for _ in range(count)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    block_size=st.sampled_from([1, 3, 4, 8]),
+    blocks=st.integers(0, 12),
+    running=st.integers(1, 4),
+    chunk=st.sampled_from([2, 5, 64]),
+    wrong=st.sampled_from([0, 1, 2, 3, 100]),
+)
+def test_a_state_is_always_that_of_the_text(
+    seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
+) -> None:
+    """Batches, chunks, preemptions, prefixes, branches, cancellations, refused drafts: each pass looks at states."""
+    chance, runner = random.Random(seed), stateful(seed)
+    asked = prompts(chance, 6)
+    replies = {prompt: expected(runner, prompt, 12) for prompt in asked}
+    speculator = Scripted(replies, 3, wrong) if wrong else None
+    shape = CacheShape(CONTEXT, -(-42 // block_size) + blocks, block_size)
+    engine = Engine(runner, shape, VOCAB, running=running, chunk=chunk, speculator=speculator)
+    for _ in range(2):  # again, when texts are kept
+        numbers = {}
+        for prompt in asked:
+            number = engine.submit(Request(prompt, limit=chance.randint(1, 12)))
+            numbers[number] = prompt
+            if chance.random() < 0.3:
+                numbers |= dict.fromkeys(engine.branch(number, chance.randint(1, 3)), prompt)
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                found[output.sequence] += output.tokens
+            if chance.random() < 0.05:
+                engine.cancel(chance.choice(list(numbers)))
+        for number, tokens in found.items():
+            assert tokens == replies[numbers[number]][: len(tokens)]
+        states = engine.scheduler.pool.states
+        assert states is not None and states.free + states.kept == states.slots, "nobody runs"
+        assert engine.scheduler.pool.used == 0
+    engine.forget()
+    assert states.free == states.slots and not states.kept
+
+
+def test_what_is_kept_is_found_again() -> None:
+    """The end of a text, a place before the end of a prompt, and where another text parted from it."""
+    chance, runner = random.Random(1), stateful()
+    begin = tuple(chance.randrange(VOCAB) for _ in range(21))
+    engine = Engine(runner, CacheShape(CONTEXT, 60, 4), VOCAB, running=2, chunk=64)
+
+    def cached(prompt: Sequence[int]) -> int:
+        tokens, timing = generate(engine, Request(tuple(prompt), limit=5))
+        assert tokens == expected(runner, prompt, 5)
+        return timing.cached
+
+    first = [*begin, 0, 1, 2]
+    assert cached(first) == 0
+    assert cached(first) == 20, "the last whole block before the end, of 24 tokens"
+    turn = [*first, *expected(runner, first, 5), 3, 4]
+    assert cached(turn) == len(first) + 4, "all that was read of the reply"
+    assert cached([*begin[:14], 7, 7, 7, 7]) == 0
+    assert engine.stats.misses["recurrent state not kept"] == 1, "14 tokens are known, their state is not"
+    assert cached([*begin[:14], 6, 6]) == 12, "where the one before parted from the first"
+
+
+def test_the_least_recently_used_snapshot_makes_room() -> None:
+    runner = stateful()
+    engine = lanes(runner, CONTEXT)
+    states = engine.scheduler.pool.states
+    assert states is not None and states.slots == 3
+    for first in range(6):
+        prompt = [first, *range(6)]
+        assert tokens_of(engine, prompt, 4) == expected(runner, prompt, 4)
+        assert states.kept <= 3 and states.free + states.kept == 3
+
+
+@pytest.fixture(scope="module", params=["qwen3_5-delta", "lfm2-tied"])
+def random_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make(folder, *CASES[request.param])
+    return load_model(ModelFolder.open(folder), Placement(CPU, torch.float32))
+
+
+def some_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    chance = random.Random(seed)
+    begin = [chance.randrange(4, SMALL["vocab_size"]) for _ in range(18)]
+    return [
+        (*begin[: chance.choice([0, 18])], *(chance.randrange(4, SMALL["vocab_size"]) for _ in range(2 + 3 * index)))
+        for index in range(count)
+    ]
+
+
+def test_replies_are_the_same_alone_and_among_others(random_runner: ModelRunner) -> None:
+    """With so few blocks that some are read again, greedy and seeded, and from prefixes that others left."""
+    vocab = random_runner.config.vocab_size
+    asked = [Request(p, SamplingParams(0.8 * (i % 2), seed=i), limit=14) for i, p in enumerate(some_prompts(6))]
+    alone = [together(lanes(random_runner, CONTEXT), [one])[0] for one in asked]
+    engine = Engine(random_runner, CacheShape(CONTEXT, 16, 6), vocab, running=4, chunk=11)
+    assert together(engine, asked) == alone
+    assert engine.stats.preemptions > 0
+    assert together(engine, asked) == alone
+    assert engine.stats.prefix_hits > 0
+
+
+def test_branches_go_on_from_the_state_of_the_prompt(random_runner: ModelRunner) -> None:
+    prompt, sampling = some_prompts(3)[2], SamplingParams(1.0, seed=5)
+    engine = Engine(random_runner, CacheShape(CONTEXT, 40, 6), random_runner.config.vocab_size, running=3)
+    first = engine.submit(Request(prompt, sampling, limit=12))
+    numbers = [first, *engine.branch(first, 3)]
+    outputs = drain(engine)
+    for index, number in enumerate(numbers):
+        alone = Request(prompt, SamplingParams(1.0, seed=5 + index), limit=12)
+        assert [t for one in outputs[number] for t in one.tokens] == together(lanes(random_runner, CONTEXT), [alone])[0]
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 5, 100], ids=lambda one: f"every-{one}th-wrong")
+def test_a_state_after_refused_drafts_is_one_that_never_saw_them(random_runner: ModelRunner, wrong: int) -> None:
+    prompt = some_prompts(2)[1]
+    plain = lanes(random_runner, CONTEXT)
+    reply = tokens_of(plain, prompt, 30)
+    speculator = Scripted({prompt: reply}, 4, wrong)
+    engine = Engine(random_runner, CacheShape.lanes(CONTEXT), random_runner.config.vocab_size, speculator=speculator)
+    assert tokens_of(engine, prompt, 30) == reply
+    assert speculator.accepted if wrong > 1 else speculator.refused
+    ends = []
+    for one in (plain, engine):
+        (node,) = one.scheduler.pool.index.root.children.values()
+        slot = node.states[len(prompt) + 29]
+        ends.append(_states(one, slot))
+    for ours, theirs in zip(*ends, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def _states(engine: Engine, slot: int) -> list[Tensor]:
+    specs = [spec for spec in engine.runner.config.layer_specs if spec.recurrent is not None]
+    return [state[slot].clone() for spec in specs for state in engine.cache.states.layer(spec.index)]

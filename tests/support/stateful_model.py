@@ -1,0 +1,64 @@
+"""A model whose recurrent state is a sum over the whole text before: any state that stands for another text shows."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
+from tests.support.prefix_model import CONFIG, Function, PrefixModel
+
+MODULUS = 65521
+
+
+def declare(config: ModelConfig, index: int) -> LayerSpec:
+    """A layer that attends, whose cache holds the text, and one that keeps a state of two numbers."""
+    base, hidden = decoder_layer(config, index), config.hidden_size
+    if index == 0:
+        return base
+    convolution = ConvolutionSpec("conv", 2, 2)
+    mixer = ShortConvSpec(None, LinearSpec("in", 6, hidden), convolution, LinearSpec("out", hidden, 2))
+    return LayerSpec(index, mixer, base.mlp)
+
+
+def summed(before: tuple[int, int], tokens: list[int]) -> tuple[int, int]:
+    """How many tokens there are, and a number that depends on all of them and their order."""
+    count, total = before
+    for token in tokens:
+        count, total = count + 1, (total * 31 + token + 1) % MODULUS
+    return count, total
+
+
+class StatefulModel(PrefixModel):
+    """As `PrefixModel`; every pass compares the state of each sequence with its text in the cache, and takes it on."""
+
+    def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
+        super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, declare=declare))
+
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        """As `PrefixModel.forward`."""
+        (states,) = cache.states.layer(1)
+        for span in batch.spans:
+            if not span.start:
+                cache.states.clear(span.state)
+            text = cache.read(0, span.blocks, span.length)[0].data[0, 0, : span.start, 0].long().tolist()
+            place = states[span.state, 0]
+            assert tuple(place.int().tolist()) == summed((0, 0), text), "the state of another text"
+            new = batch.tokens[span.row : span.row + span.count].tolist()
+            if span.drafted:
+                cache.states.wait(span.state, partial(_take_on, place, new))
+            else:
+                _take_on(place, new, len(new))
+        return super().forward(batch, rope, cache)
+
+
+def _take_on(place: Tensor, tokens: list[int], count: int) -> None:
+    first, second = place.int().tolist()
+    place.copy_(torch.tensor(summed((first, second), tokens[:count]), dtype=place.dtype))
