@@ -136,7 +136,7 @@ def _section(raw: Fields) -> tuple[str, Fields]:
     """Name and description of the layout; MLX names itself by another key only."""
     section = raw.object("quantization_config")
     if section.has("quant_method"):
-        return _published.layout_of(section)
+        return _published.find_layout(section)
     if raw.has("quantization"):
         return "mlx", raw.object("quantization")
     if section.values:

@@ -17,7 +17,7 @@ READABLE = (
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 
 
-def layout_of(section: Fields) -> tuple[str, Fields]:
+def find_layout(section: Fields) -> tuple[str, Fields]:
     """The name of the layout, and the section as its reader wants it. Raises ModelError naming what no layout holds.
 
     A method that is not known here is a layout's own name, as far as this tells.
