@@ -297,6 +297,18 @@ def test_lengths_and_blocks_that_cannot_be_are_refused() -> None:
             attend_paged(query, keys, values, wrong, scoring)
 
 
+def test_what_it_does_not_take_is_declined_with_a_reason() -> None:
+    query, keys, values, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), "fp32", torch.float32).inputs()
+    for asked, held, pieces, reason in (
+        (query.half(), keys, ragged, "bf16 and fp32"),
+        (query[..., :20], keys, ragged, "heads in multiples of 16"),
+        (query, Stored(keys.data.transpose(1, 2)), ragged, "lie alike"),
+        (query.clone().requires_grad_(), keys, ragged, "no gradient"),
+        (query, keys, replace(ragged, lengths=ragged.lengths.long()), "int32"),
+    ):
+        assert reason in str(attend_paged(asked, held, values, pieces, scoring))
+
+
 def test_blocks_before_the_window_may_be_gone() -> None:
     pool = Pool.make(Case(((2, 300),), 1, 2, 32, 16, 40), "bf16", torch.bfloat16)
     query, keys, values, ragged, scoring = pool.inputs()
