@@ -9,3 +9,9 @@ def gib(count: float) -> str:
         return f"{count / GIB:.2f} GiB"
     size, unit = next(((s, u) for s, u in ((1 << 20, "MiB"), (1 << 10, "KiB")) if count >= s), (1, "bytes"))
     return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
+
+
+def told_apart(first: int, second: int) -> tuple[str, str]:
+    """Two amounts of bytes that are compared: as `gib` words them, or to the byte where that hides which is larger."""
+    rough = gib(first), gib(second)
+    return rough if rough[0] != rough[1] or first == second else (f"{first} bytes", f"{second} bytes")

@@ -25,7 +25,6 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.retry import RetryPolicy
-from mycli.runtime.utils.units import gib
 from tests.support.hub_server import Fault, HubServer, hub_server, safetensors
 from tests.support.paths import ROOT
 
@@ -269,7 +268,7 @@ def test_d1_too_little_space_is_known_before_the_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     error = failing(server)
     assert isinstance(error, ResourceError) and error.exit_code == ExitCode.RESOURCES
-    assert f"{gib(needed)} needed, {gib(needed - 1)} free" in error.message
+    assert f"{needed} bytes needed, {needed - 1} bytes free" in error.message
     assert not folders.exists()
     assert fetch(server, force=True).folder.is_dir()
 
