@@ -117,7 +117,7 @@ def control_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 @ALL
-@settings(max_examples=60, deadline=None)  # two conversations each, through the process that renders templates
+@settings(max_examples=40, deadline=None)  # two conversations each, through the process that renders templates
 @given(text=hostile, system=hostile)
 def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, system: str) -> None:  # C12, C13
     ours, _ = pair
@@ -129,7 +129,7 @@ def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, syst
 
 
 @PICO
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=hostile)
 def test_spelled_text_reaches_the_model_unchanged(pair: Pair, text: str) -> None:  # C12, C13: nothing is stripped
     ours, _ = pair
