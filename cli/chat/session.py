@@ -19,7 +19,7 @@ from mycli.cli.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
-from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
 from mycli.runtime.utils.units import gib
 
 if TYPE_CHECKING:
