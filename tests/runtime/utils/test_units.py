@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.utils.units import GIB, gib, told_apart
+from mycli.runtime.utils.units import GIB, human_bytes, told_apart
 
 
 def test_memory_has_its_unit() -> None:
-    assert [gib(GIB), gib(5.5 * GIB), gib(11_547_040)] == ["1.00 GiB", "5.50 GiB", "11 MiB"]
-    assert [gib(1023 << 20), gib(1536), gib(7), gib(0)] == ["1023 MiB", "1.5 KiB", "7 bytes", "0 bytes"]
+    assert [human_bytes(GIB), human_bytes(5.5 * GIB), human_bytes(11_547_040)] == ["1.00 GiB", "5.50 GiB", "11 MiB"]
+    assert [human_bytes(1023 << 20), human_bytes(1536), human_bytes(7), human_bytes(0)] == [
+        "1023 MiB",
+        "1.5 KiB",
+        "7 bytes",
+        "0 bytes",
+    ]
 
 
 @pytest.mark.parametrize(
