@@ -25,6 +25,7 @@ from mycli.runtime.kernels.reference import (
     rotate_heads,
     silu_multiply,
 )
+from mycli.runtime.layers.native import NATIVE_ROWS
 from tests.support.engines import whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal
@@ -122,7 +123,7 @@ def test_what_is_no_number_stays_one(value: float) -> None:
 
 
 def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and activations of every layer, in bf16, with any instruction set."""
+    """Norms, rotations and activations of every layer, in bf16: of more rows than one native call takes a part for."""
     taken: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -136,7 +137,7 @@ def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "native", lambda: watched)
     runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers
-    whole(runner.model, torch.tensor([[5]]))
+    whole(runner.model, torch.tensor([[5] * (NATIVE_ROWS + 1)]))
     assert taken == {"norm": 2 * layers + 1, "gate": layers, "rotate": 2 * layers}
 
 
