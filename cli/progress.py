@@ -11,7 +11,7 @@ from typing import TextIO
 
 from mycli.runtime.device.system import waited
 from mycli.runtime.utils.sanitize import sanitize
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 LINE_SECONDS = 5  # between two lines where nothing may move
 READING_SECONDS = 0.7  # before the first sign that a prompt is read, and between two
@@ -43,7 +43,7 @@ class Lines(Progress):
         if now - self._last < LINE_SECONDS or self._done <= 0 or self._total <= 0:
             return
         self._last = now
-        size = gib(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
+        size = human_bytes(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
         done = f"{self._done / self._total:.0%}" if self._unit == "B" else f"{self._done:g}"
         left = (now - self._start) * max(self._total - self._done, 0) / self._done
         self._say(f"{self._title}: {done} of {size}, {left:.0f} s left")

@@ -42,7 +42,7 @@ from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
 
@@ -123,7 +123,7 @@ def memory_errors(work: QuantizationPlan) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
         raise ResourceError(
-            f"memory ran out, though {gib(max(work.need.host, work.need.device))} were to be enough",
+            f"memory ran out, though {human_bytes(max(work.need.host, work.need.device))} were to be enough",
             code="run-again-or-fewer-samples",
         ) from error
 

@@ -31,7 +31,7 @@ from mycli.runtime.models.layer_spec import ExpertsSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import told_apart
 
 Report = Literal["none", "quick", "full"]
 
@@ -174,10 +174,8 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
     require_space(resolved.parent, work.size.bytes + beside + (16 << 20))
     available = memory().available
     if work.need.host > available:
-        raise ResourceError(
-            f"{gib(work.need.host)} of memory needed, {gib(available)} available",
-            code="fewer-samples",
-        )
+        needed, left = told_apart(work.need.host, available)
+        raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
 
 
 def check_target(target: Path, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What was started in the background of a shell ignores Ctrl-C, and all that it starts: a reply could not be stopped.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+with suppress(ImportError):  # a machine with a GPU may not have it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+    settings.load_profile("untimed")
 
 SHORT_TEXT = 50_000  # characters
 

@@ -19,8 +19,8 @@ from mycli.cli.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
-from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
-from mycli.runtime.utils.units import gib
+from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
@@ -155,7 +155,7 @@ class Chat:
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *speculation(timing),
                 f"ctx {compact(timing.prompt + len(reply.tokens))}/{compact(engine.context)}",
-                gib(self.loaded.memory()),
+                human_bytes(self.loaded.memory()),
             )
         )
 

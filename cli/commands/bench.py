@@ -23,7 +23,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve, state
 from mycli.runtime.memory.estimate import MemoryPlan
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
@@ -69,7 +69,7 @@ def _cells(row: Row) -> list[str]:
     share = row["bandwidth_share"]
     return [
         row["model"],
-        gib(row["size_bytes"]),
+        human_bytes(row["size_bytes"]),
         f"{row['bits_per_weight']:.2f}",
         row["device"],
         row["kv"],
@@ -78,7 +78,7 @@ def _cells(row: Row) -> list[str]:
         _milliseconds(row["ttft_p50_seconds"]),
         _milliseconds(row["tpot_p50_seconds"], row["tpot_p99_seconds"]),
         "" if share is None else f"{share:.0%}",
-        gib(row["peak_bytes"]),
+        human_bytes(row["peak_bytes"]),
     ]
 
 

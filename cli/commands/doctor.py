@@ -13,7 +13,7 @@ from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ResourceError
 from mycli.runtime.hub.resolve import resolve, state
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
@@ -32,14 +32,15 @@ def _facts() -> list[tuple[str, str]]:
     rows = [("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
     rows.append(("CPU", f"{cpu_name()}, {processor.cores} cores, {features}"))
     bound = "" if main.limit == "machine" else f" (limit of {main.limit})"
-    rows.append(("memory", f"{gib(main.available)} free of {gib(main.total)}{bound}"))
+    rows.append(("memory", f"{human_bytes(main.available)} free of {human_bytes(main.total)}{bound}"))
     try:
         found = gpus()
     except ResourceError as error:  # what is broken is what doctor is for
         return [*rows, ("GPU", error.message)]
     for gpu in found:
         capability = ".".join(map(str, gpu.capability))
-        text = f"{gpu.name}, compute {capability}, {gib(gpu.free)} free of {gib(gpu.total)}, driver {gpu.driver}"
+        free = f"{human_bytes(gpu.free)} free of {human_bytes(gpu.total)}"
+        text = f"{gpu.name}, compute {capability}, {free}, driver {gpu.driver}"
         rows.append((f"cuda:{gpu.index}", text))
     return rows
 

@@ -22,7 +22,7 @@ from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.ceiling import tokens_per_second
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing, parse_packing
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli estimate pico",
@@ -111,28 +111,31 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
 def _rows(subject: _Subject) -> list[tuple[str, str]]:
     plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     space, longest = result.workspace, memory.longest_context(plan, target.free)
-    verdict = f"fits, {gib(target.free - result.total)} to spare"
+    verdict = f"fits, {human_bytes(target.free - result.total)} to spare"
     if result.total > target.free:
-        verdict = f"does not fit: {gib(result.total - target.free)} too much"
+        verdict = f"does not fit: {human_bytes(result.total - target.free)} too much"
     limit = ", the model's limit" if longest == plan.config.max_context else ""
-    passes = f"passes {gib(space.activations)}, dequantization {gib(space.dequantization)}"
+    passes = f"passes {human_bytes(space.activations)}, dequantization {human_bytes(space.dequantization)}"
     states = memory.all_state_bytes(plan)
     per_token = (result.cache - states) // (plan.context * plan.batch) / 1024
-    kept = f"; {gib(states)} of it states" if states else ""
-    copied = f"; {gib(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
+    kept = f"; {human_bytes(states)} of it states" if states else ""
+    copied = f"; {human_bytes(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
-        ("weights", f"{gib(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
-        ("embeddings and head", gib(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
-        ("KV cache", f"{gib(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token{kept})"),
-        ("workspace", f"{gib(space.total)}  ({passes})"),
-        ("CUDA context" if target.gpu else "Python and torch", gib(result.runtime)),
-        ("total", gib(result.total)),
-        ("free", f"{gib(target.free)} on {target.place} ({target.name})"),
+        ("weights", f"{human_bytes(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
+        ("embeddings and head", human_bytes(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
+        (
+            "KV cache",
+            f"{human_bytes(result.cache)}  ({plan.context} tokens x {plan.batch}, {per_token:.1f} KiB a token{kept})",
+        ),
+        ("workspace", f"{human_bytes(space.total)}  ({passes})"),
+        ("CUDA context" if target.gpu else "Python and torch", human_bytes(result.runtime)),
+        ("total", human_bytes(result.total)),
+        ("free", f"{human_bytes(target.free)} on {target.place} ({target.name})"),
         ("verdict", verdict),
         ("longest context", f"{longest} tokens{limit}"),
     ]
     if plan.draft is not None:
-        rows.insert(3, ("draft", gib(result.draft)))
+        rows.insert(3, ("draft", human_bytes(result.draft)))
     speeds = [f"{_number(rate)} tok/s {f'at {d} tokens' if d else 'empty'}" for d, rate in _ceilings(subject).items()]
     source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
     return [*rows, ("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT)]
@@ -150,7 +153,7 @@ def _show(call: Call, subject: _Subject, ranks: int | None) -> None:
         if ranks is not None:
             lines = _obstacle_lines(subject, ranks)
             answer = f"tensor parallel over {ranks} GPUs (vLLM, SGLang with Marlin): " + ("no" if lines else "yes")
-            each = [] if lines else [f"on each GPU about {gib(memory.rank_bytes(subject.plan, ranks))}"]
+            each = [] if lines else [f"on each GPU about {human_bytes(memory.rank_bytes(subject.plan, ranks))}"]
             call.out.result("\n".join([answer, *(f"  {line}" for line in (*lines, *each))]))
     split = ranks is not None and memory.rank_bytes(subject.plan, ranks) <= subject.target.free
     if memory.estimate(subject.plan).total > subject.target.free and not split:
@@ -173,9 +176,11 @@ def _table(call: Call, subject: _Subject) -> None:
     ]
     if call.out.answered({"model": subject.model, "free_bytes": free, "table": table}):
         return
-    cells = [[name, *(gib(total) + ("" if total <= free else " !") for total in totals)] for name, totals in rows]
+    cells = [
+        [name, *(human_bytes(total) + ("" if total <= free else " !") for total in totals)] for name, totals in rows
+    ]
     call.out.table(["scheme", *map(str, contexts)], cells, right=range(1, len(contexts) + 1))
-    call.out.note(f"! is more than the {gib(free)} free on {subject.target.place}")
+    call.out.note(f"! is more than the {human_bytes(free)} free on {subject.target.place}")
 
 
 def _fit(call: Call, subject: _Subject, context: int | None, tolerance: float) -> None:
@@ -185,7 +190,7 @@ def _fit(call: Call, subject: _Subject, context: int | None, tolerance: float) -
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
         raise shortage(plan, free, subject.target.place).reworded(
-            f"{subject.model}: no choice fits into {gib(subject.target.free)} with {tolerance:.0%} to spare"
+            f"{subject.model}: no choice fits into {human_bytes(subject.target.free)} with {tolerance:.0%} to spare"
         )
     plan, scheme = found
     name, commands = subject.model, []
@@ -215,7 +220,7 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
     compared = [{"part": p.name, "predicted": p.predicted, "actual": p.actual, "error": p.error} for p in parts]
     answer = {"model": subject.model, "context": plan.context, "parts": compared, "tolerance": tolerance}
     if not call.out.answered(answer):
-        rows = [[p.name, gib(p.predicted), gib(p.actual), f"{p.error:+.1%}"] for p in parts]
+        rows = [[p.name, human_bytes(p.predicted), human_bytes(p.actual), f"{p.error:+.1%}"] for p in parts]
         call.out.table(["part", "predicted", "actual", "error"], rows, right=(1, 2, 3))
     check_parts(parts, tolerance)
 

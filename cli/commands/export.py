@@ -10,7 +10,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.export import Exported
@@ -64,7 +64,7 @@ def _show(call: Call, to: str, done: "Exported") -> None:
     if call.out.answered(answer):
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.kinds.items()))
-    rows = [("written", f"{done.path}, {gib(done.nbytes)}"), ("tensors", kinds)]
+    rows = [("written", f"{done.path}, {human_bytes(done.nbytes)}"), ("tensors", kinds)]
     if not worst:
         rows.append(("loss", "none: every weight keeps its value"))
     else:

@@ -2,7 +2,7 @@
 
 from mycli.cli.command import Call, command
 from mycli.runtime.hub.local import local_models
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = ("mycli list", "mycli list --json")
 
@@ -32,7 +32,7 @@ def list_models(call: Call) -> None:
     if call.out.answered(answer):
         return
     rows = [
-        (model.name, model.kind, gib(model.nbytes), (model.commit or "")[:12], model.problem or "ready")
+        (model.name, model.kind, human_bytes(model.nbytes), (model.commit or "")[:12], model.problem or "ready")
         for model in models
     ]
     call.out.table(("model", "kind", "size", "commit", "state"), rows, right=(2,))

@@ -10,7 +10,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code, resolve
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -42,7 +42,7 @@ def _show(call: Call, job: Download, source: Source | None) -> None:
     rows = [(f["name"], str(f["bytes"]), "cached" if f["cached"] else "new") for f in answer["files"]]
     call.out.table(("file", "bytes", "state"), rows, right=(1,))
     cached = job.total_bytes - job.new_bytes
-    call.out.result(f"new: {gib(job.new_bytes)}, cached: {gib(cached)}")
+    call.out.result(f"new: {human_bytes(job.new_bytes)}, cached: {human_bytes(cached)}")
 
 
 def _show_present(call: Call, model: str) -> None:
@@ -93,6 +93,6 @@ def pull(
     code = custom_code(source.folder)
     if code:
         call.out.warn(code)
-    fetched = f"{gib(job.new_bytes)} fetched and verified" if job.missing else "nothing new"
-    call.out.note(f"{job.repo} @ {job.commit[:12]}: {len(job.files)} files, {gib(job.total_bytes)}; {fetched}")
+    fetched = f"{human_bytes(job.new_bytes)} fetched and verified" if job.missing else "nothing new"
+    call.out.note(f"{job.repo} @ {job.commit[:12]}: {len(job.files)} files, {human_bytes(job.total_bytes)}; {fetched}")
     _show(call, job, source)

@@ -25,7 +25,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 from mycli.runtime.hub.resolve import home, resolve
 from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
@@ -76,10 +76,10 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
         return
     rows = [
         ("folder", str(target)),
-        ("size", f"{gib(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
+        ("size", f"{human_bytes(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-        ("memory", f"{gib(work.need.host)} beyond the program's own"),
-        *([("GPU memory", gib(work.need.device))] if work.need.device else []),
+        ("memory", f"{human_bytes(work.need.host)} beyond the program's own"),
+        *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
         *([] if seconds is None else [("time", f"about {_about(seconds)}, by a second of such work on this machine")]),
     ]
     call.out.card(f"{target.name} (nothing is written)", rows)
@@ -108,7 +108,7 @@ def _show_outcome(call: Call, outcome: "Outcome", points: Sequence[Point]) -> No
         return
     rows = [
         ("folder", str(outcome.folder)),
-        ("size", f"{gib(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
+        ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         *([] if card is None else quality(card)),
         *_gain(points),
@@ -212,8 +212,8 @@ def quantize(
     )
     work = plan(recipe)
     if recipe.head == "keep" and not folder.config.tie_embeddings:
-        kept = gib(head_bytes(MemoryPlan(folder.config)))
-        call.out.note(f"the head is kept: {kept} of {gib(work.size.bytes)}; --head int8 halves it")
+        kept = human_bytes(head_bytes(MemoryPlan(folder.config)))
+        call.out.note(f"the head is kept: {kept} of {human_bytes(work.size.bytes)}; --head int8 halves it")
     target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
     planning.check_resources(work, target, overwrite=overwrite)
     if recipe.target_bpw is not None:

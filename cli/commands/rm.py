@@ -9,7 +9,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.local import plan_removal, remove
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli rm pico-rtn-int4-g128 --yes",
@@ -36,7 +36,7 @@ def rm(
         raise UsageError(f"not a terminal, so cannot ask whether to delete {names}", again)
     if not yes:
         where = removals[0].folder if len(removals) == 1 else f"{len(removals)} folders"
-        if not call.out.ask(f"Delete {names} ({gib(sum(one.nbytes for one in removals))}) from {where}?"):
+        if not call.out.ask(f"Delete {names} ({human_bytes(sum(one.nbytes for one in removals))}) from {where}?"):
             call.out.note("nothing was deleted")
             return
     for removal in removals:
@@ -45,4 +45,4 @@ def rm(
     if call.out.answered({"removed": removed}):
         return
     for removal in removals:
-        call.out.result(f"removed {removal.name}: {gib(removal.nbytes)}")
+        call.out.result(f"removed {removal.name}: {human_bytes(removal.nbytes)}")

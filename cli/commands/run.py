@@ -133,7 +133,8 @@ def run(
 ) -> ExitCode | None:
     """Answer one prompt and exit; made for pipes.
 
-    A model with a chat template is asked; one without, or with --raw, continues the text. --batch reads lines such as
+    A model with a chat template is asked; one without, or with --raw, continues the text. What is piped in comes after
+    the prompt. --batch reads lines such as
     {"id": 1, "prompt": "..."} or {"id": 1, "messages": [{"role": "user", "content": "..."}]} and writes one JSON line
     for each, in order; a bad line is answered by an object with its error, and a line of --out that is an error is
     tried again by the next run.

@@ -19,7 +19,7 @@ from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import ExpertsSpec
 from mycli.runtime.utils.json_fields import Fields
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli show pico",
@@ -149,7 +149,10 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("context", f"{config.max_context} tokens{rope}{sliding}"),
         ("vocabulary", f"{config.vocab_size}, head {'tied' if config.tie_embeddings else 'of its own'}"),
         ("parameters", f"{config.parameters():,}{active(config)}"),
-        ("weights", f"{gib(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})"),
+        (
+            "weights",
+            f"{human_bytes(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})",
+        ),
         ("end tokens", ", ".join(map(str, info.eos)) or "none"),
         ("sampling", ", ".join(f"{name} {value}" for name, value in _defaults(info).items()) or "none"),
         ("chat template", "yes (--template shows it)" if info.template else "no"),

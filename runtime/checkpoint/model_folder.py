@@ -20,7 +20,7 @@ from mycli.runtime.models.generation_config import GenerationDefaults, read_gene
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # who only looks at a model needs neither
     from mycli.runtime.checkpoint.reader import Checkpoint
@@ -119,7 +119,7 @@ class ModelFolder:
         others = [entry for name, entry in tensors.items() if self.part.name(name) is None]
         kinds = sorted({entry.name.removeprefix("model.").split(".")[0] for entry in others})
         if others:
-            size = gib(sum(entry.nbytes for entry in others))
+            size = human_bytes(sum(entry.nbytes for entry in others))
             yield f"{self.part.whole}: only its text part is used, not {', '.join(kinds)} ({size})"
 
     def checked_manifest(self) -> Manifest:
@@ -172,7 +172,7 @@ class ModelFolder:
         paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
         for path in paths:
             if path.stat().st_size > MAX_COMPANION_BYTES:
-                allowed = gib(MAX_COMPANION_BYTES)
+                allowed = human_bytes(MAX_COMPANION_BYTES)
                 raise ModelError(f"{path.name}: more than the {allowed} allowed", "the file may be damaged")
         return paths
 

@@ -19,7 +19,7 @@ from mycli.runtime.hub.names import DATASETS
 from mycli.runtime.hub.resolve import COMMIT, DIGEST, MAX_TREE_BYTES
 from mycli.runtime.hub.retry import RetryPolicy, TransientError, retry_after, transport_problem
 from mycli.runtime.utils.json_fields import Fields, parse_object
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:
     import httpx2
@@ -163,7 +163,7 @@ class Hub:
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > limit:
-                    raise ModelError(f"{self._host}: an answer of more than {gib(limit)}", "check HF_ENDPOINT")
+                    raise ModelError(f"{self._host}: an answer of more than {human_bytes(limit)}", "check HF_ENDPOINT")
             if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):
                 hint = "log in to this network, or check HF_ENDPOINT"
                 raise NotFoundError(f"{self._host} does not answer as a hub does", hint)

@@ -31,7 +31,7 @@ from mycli.runtime.hub.resolve import (
 )
 from mycli.runtime.utils.files import locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 
@@ -143,7 +143,8 @@ def read_small(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
         return blob.read_bytes()
     if file.size > MAX_INDEX_BYTES:
         raise ModelError(
-            f"{file.name}: {gib(file.size)}, more than the {gib(MAX_INDEX_BYTES)} allowed", "this is not a model"
+            f"{file.name}: {human_bytes(file.size)}, more than the {human_bytes(MAX_INDEX_BYTES)} allowed",
+            "this is not a model",
         )
     data = hub.read(repo, commit, file.name, 0, max(file.size, 1))
     digest = hasher(file)

@@ -15,7 +15,7 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.resolve import HubFile
 from mycli.runtime.hub.retry import RESUMABLE, TransientError
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 _BLOCK = 1 << 20
 
@@ -86,7 +86,7 @@ class PartialFile:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-                problem = f"{self._path.parent}: the disk is full, {gib(self._file.size - self.done)} too early"
+                problem = f"{self._path.parent}: the disk is full, {human_bytes(self._file.size - self.done)} too early"
                 raise ResourceError(problem, f"free some space; {RESUMABLE}") from None
             at, chunk = at + written, chunk[written:]
         self._advance(at - self.done)

@@ -5,7 +5,6 @@ A cache that lies in one piece is the special case of one block per sequence. Do
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -21,13 +20,6 @@ class Ragged:
     starts: Tensor
     lengths: Tensor
     block_table: Tensor
-
-    @classmethod
-    def in_step(cls, sequences: int, tokens: int, length: int, device: torch.device) -> "Ragged":
-        """Sequences with equally many tokens and one block each, block s being that of sequence s."""
-        starts = torch.arange(0, (sequences + 1) * tokens, tokens, dtype=torch.int32, device=device)
-        lengths = torch.full((sequences,), length, dtype=torch.int32, device=device)
-        return cls(starts, lengths, torch.arange(sequences, dtype=torch.int32, device=device).unsqueeze(1))
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,12 @@ def attend_dense(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `runtime.layers.attention.attend`; codes become dense in the dtype of the query, those of this layer only."""
+    """query [batch, tokens, heads, head_dim]; keys, values of [batch, kv_heads, length, head_dim], the new tokens last.
+
+    Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length], True where a token sees a position, None for
+    a plain causal limit or for a single token, which sees its last `window` positions. scale, softcap: those of
+    `AttentionSpec`. Codes become dense in the dtype of the query, those of this layer only.
+    """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
     if tokens == 1 and window is not None:

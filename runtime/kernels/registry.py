@@ -17,7 +17,7 @@ from torch.nn import functional
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import recurrent, reference
-from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
+from mycli.runtime.kernels.cpu.attention import attend_paged
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_rms_norm,
@@ -75,7 +75,7 @@ ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
 ATTENTION: Operation[
     [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
 ]
-ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
+ATTENTION = Operation("attention", (reference.attend_dense,))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )

@@ -21,7 +21,7 @@ def visible(start: int, count: int, window: int | None, device: torch.device) ->
     """Which of `start + count` keys each of the last `count` positions sees: bool [count, start + count].
 
     None where no mask is needed: a first chunk that no window cuts (plain causal), or a single token, which sees all
-    that `attend` hands it.
+    that it is handed.
     """
     end = start + count
     if count == 1 or (start == 0 and (window is None or window >= end)):
@@ -30,24 +30,6 @@ def visible(start: int, count: int, window: int | None, device: torch.device) ->
     key = torch.arange(end, device=device)
     seen = key <= query
     return seen if window is None else seen & (query - key < window)
-
-
-def attend(
-    query: Tensor,
-    keys: Stored,
-    values: Stored,
-    mask: Tensor | None,
-    window: int | None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """query [batch, tokens, heads, head_dim]; keys, values of [batch, kv_heads, length, head_dim], the new tokens last.
-
-    Returns [batch, tokens, heads * head_dim]. `mask` comes from `visible` for the same tokens and `window`.
-    `scale` and `softcap` are those of `AttentionSpec`, `sinks` fp32 [heads] its scores without values.
-    """
-    return ATTENTION(query, keys, values, mask, window, scale, softcap, sinks)
 
 
 KeyValue = tuple[Tensor, Tensor]
@@ -99,7 +81,7 @@ class TextAttention:
             stored = self._stored(key.transpose(1, 2)), self._stored(value.transpose(1, 2))
         if spec.lends:
             self._lent[layer] = stored
-        return attend(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
+        return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
 
     def _stored(self, values: Tensor) -> Stored:
         if self._dtype == torch.int8:
@@ -143,4 +125,4 @@ class PagedAttention:
         if key not in self._masks:
             self._masks[key] = visible(span.start, span.count, spec.window, query.device)
         stored = self._cache.read(layer, span.blocks, span.length)
-        return attend(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)
+        return ATTENTION(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)

@@ -10,7 +10,7 @@ from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, MemoryPlan, estimate, longest_context
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes, told_apart
 
 SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
 
@@ -131,14 +131,15 @@ def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
     Where it should fit by these numbers, memory has run out all the same: something else takes it.
     """
     result = estimate(plan)
+    needed, left = told_apart(result.total, free)
     problem = (
-        f"{place}: {gib(result.total)} needed ({gib(result.weights + result.embeddings)} weights, "
-        f"{gib(result.cache)} cache of {plan.context} tokens), {gib(free)} free"
+        f"{place}: {needed} needed ({human_bytes(result.weights + result.embeddings)} weights, "
+        f"{human_bytes(result.cache)} cache of {plan.context} tokens), {left} free"
     )
     if result.total <= free:
         return ResourceError(f"{problem}, and it ran out", code="free-memory-or-less-context", data={"place": place})
     for change in _changes(plan, free):
         if estimate(change.plan).total <= free:
             return ResourceError(problem, code=change.code, data=change.data)
-    missing = gib(result.total - free)
+    missing = human_bytes(result.total - free)
     return ResourceError(problem, f"no single change is enough: free {missing} more, or choose a smaller model")

@@ -9,11 +9,11 @@ from typing import Literal
 
 from mycli.runtime.engine.sequence import FinishReason, SequenceOutput
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.tokenizer.reasoning_parser import CLOSE, OPEN, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from mycli.runtime.tokenizer.tool_formats import ToolFormat
-from mycli.runtime.tokenizer.tool_parser import ToolCall, ToolParser
 
 ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "deadline", "error"]
 

@@ -24,9 +24,9 @@ from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.tokenizer.chat_template import ARGUMENTS, Message, Tool
-from mycli.runtime.tokenizer.reasoning_parser import CLOSE, OPEN
-from mycli.runtime.tokenizer.response_template import read_response_template
-from mycli.runtime.tokenizer.tool_formats import HERMES, ToolFormat, declared, find_format, told_of_tools
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
+from mycli.runtime.tokenizer.parsing.response_template import read_response_template
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat, declared, find_format, told_of_tools
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 MAX_JSON_BYTES = 1 << 20  # of a configuration; tokenizers and shard indexes have their own, larger caps
 _T = TypeVar("_T")
@@ -139,7 +139,7 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
     Raises ModelError naming `source`, with line and column where the parser knows them.
     """
     if len(data) > limit:
-        raise ModelError(f"{source}: more than the {gib(limit)} allowed", code="pull-again")
+        raise ModelError(f"{source}: more than the {human_bytes(limit)} allowed", code="pull-again")
     if not data.strip():
         raise ModelError(f"{source}: the file is empty", code="pull-again")
     try:

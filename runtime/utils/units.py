@@ -3,9 +3,15 @@
 GIB = 1 << 30
 
 
-def gib(count: float) -> str:
+def human_bytes(count: float) -> str:
     """Bytes as GiB, or where that is less than one in the largest unit that is not: 5.11 GiB, 273 MiB, 1.5 KiB."""
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     size, unit = next(((s, u) for s, u in ((1 << 20, "MiB"), (1 << 10, "KiB")) if count >= s), (1, "bytes"))
     return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
+
+
+def told_apart(first: int, second: int) -> tuple[str, str]:
+    """Two amounts that are compared: as `human_bytes` words them, or to the byte where that hides which is larger."""
+    rough = human_bytes(first), human_bytes(second)
+    return rough if rough[0] != rough[1] or first == second else (f"{first} bytes", f"{second} bytes")

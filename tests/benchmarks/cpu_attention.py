@@ -65,7 +65,8 @@ def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds
     query = torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype)
     shape = (1, KV_HEADS, length, head_dim)
     keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-    ragged, scoring = Ragged.in_step(1, tokens, length, query.device), Scoring(head_dim**-0.5)
+    one_block = torch.tensor([0, tokens]).int(), torch.tensor([length]).int(), torch.tensor([[0]]).int()
+    ragged, scoring = Ragged(*one_block), Scoring(head_dim**-0.5)
     causal, mask = tokens == length, None
     if 1 < tokens < length:
         mask = torch.arange(length) <= torch.arange(length - tokens, length).unsqueeze(1)

@@ -9,7 +9,6 @@ import pytest
 
 from mycli.cli.output import Output
 from mycli.runtime.errors import GateError, ModelError, UsageError
-from mycli.runtime.utils.units import gib
 
 
 class Screen(io.StringIO):
@@ -243,8 +242,3 @@ def test_input_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ok \xff\n"), encoding="utf-8"))
     with pytest.raises(UsageError, match="byte 3"):
         Output().read_line(">>> ")
-
-
-def test_memory_has_its_unit() -> None:
-    assert [gib(1 << 30), gib(5.5 * (1 << 30)), gib(11_547_040)] == ["1.00 GiB", "5.50 GiB", "11 MiB"]
-    assert [gib(1023 << 20), gib(1536), gib(7), gib(0)] == ["1023 MiB", "1.5 KiB", "7 bytes", "0 bytes"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, main
+from mycli.runtime.diagnostics import throughput
 from tests.support.models import shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -38,6 +39,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
     shorten_report(monkeypatch, 1024)
+    monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all of them
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -67,12 +67,13 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
 
     (elsewhere / "prompts.txt").write_text(QUESTION + "\n")
     mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
-    assert json.loads(mycli("estimate", "./small", "--json"))["fits"]
     assert json.loads(mycli("run", "./small", QUESTION, "--json", "-n", "4"))["text"]
     assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
-    verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100")
-    assert json.loads(mycli(*verify, "--json"))["prompts"] == 1
-    assert ANSWER in json.loads(mycli("doctor", "--json"))["reply"]
+    if kind == "wheel":  # what else may be missing from it; an editable install has the files of the checkout
+        assert json.loads(mycli("estimate", "./small", "--json"))["fits"]
+        verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100")
+        assert json.loads(mycli(*verify, "--json"))["prompts"] == 1
+        assert ANSWER in json.loads(mycli("doctor", "--json"))["reply"]
     chat: pexpect.spawn[str] = pexpect.spawn(
         str(program),
         ["chat", "pico", "-t", "0"],

@@ -15,8 +15,8 @@ from mycli.runtime.server.reply_reader import ReplyReader
 from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.tool_formats import HERMES, ToolFormat
-from mycli.runtime.tokenizer.tool_parser import ToolParser
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,20 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "20.0 GB/s" in captured.err
 
 
+def test_a_ceiling_that_was_beaten_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement in a busy moment: no reply reads more than the device does, and estimates learn of it."""
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 1e-3)
+    monkeypatch.setattr(bench, "MEASURED_BYTES", 1 << 20)  # as if pico were beyond any cache
+    assert call(*SHORT, "--json") == ExitCode.OK
+    reply = json.loads(capsys.readouterr().out)["results"][1]
+    assert reply["bandwidth_share"] == pytest.approx(1)
+    with pytest.raises(SystemExit):
+        main(["estimate", "pico", "--device", "cpu", "--json"])
+    assert json.loads(capsys.readouterr().out)["bandwidth_gb_per_second"] > 1e-3
+
+
 def test_json_has_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*SHORT, "--json") == ExitCode.OK
     found = json.loads(capsys.readouterr().out)

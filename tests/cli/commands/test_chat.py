@@ -1,5 +1,6 @@
 """`mycli chat` in a real pseudo-terminal, and fed from a pipe."""
 
+import io
 import json
 import re
 import shutil
@@ -25,7 +26,9 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
     children: list[pexpect.spawn[str]] = []
     environment.pop("COLUMNS")  # it would hide the terminal's own width
 
-    def start(*arguments: str, columns: int = 80, script: bool = False, **extra: str) -> "pexpect.spawn[str]":
+    def start(
+        *arguments: str, columns: int = 80, script: bool = False, log: io.StringIO | None = None, **extra: str
+    ) -> "pexpect.spawn[str]":
         program = [str(ROOT / "tests" / "support" / "scripted_chat.py")] if script else ["-m", "mycli.cli"]
         child: pexpect.spawn[str] = pexpect.spawn(
             sys.executable,
@@ -35,6 +38,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
             encoding="utf-8",
             timeout=60,
         )
+        child.logfile_read = log
         children.append(child)
         child.expect_exact(PROMPT)
         return child
@@ -261,6 +265,23 @@ def test_a_full_context_is_refused_with_numbers_and_the_chat_goes_on(terminal: T
     assert re.search(r"has \d+ tokens, the context room for 24", refused)
     reply = say(chat, "What is the capital of Japan?")
     assert "Tokyo" in reply and "\x1b[2m" not in reply
+
+
+@pytest.mark.parametrize(("term", "escapes"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_without_escape_sequences_gets_none(term: str, escapes: bool, terminal: Terminal) -> None:
+    """From its first byte to its last: prompts, pastes, a reply, a list, an interruption."""
+    screen = io.StringIO()
+    chat = terminal(TERM=term, log=screen)
+    say(chat, "What is the capital of Japan?")
+    say(chat, "/show")
+    chat.sendintr()
+    chat.expect_exact("Ctrl-D leaves")
+    chat.expect_exact(PROMPT)
+    chat.sendeof()
+    assert leave(chat) == 0
+    shown = screen.getvalue()
+    assert "Tokyo" in shown and ("\x1b" in shown) is escapes
+    assert ("\x1b[?2004h" in shown) is escapes, "pastes are marked where that is understood"
 
 
 def test_a_pipe_is_a_conversation_of_lines(mycli: Mycli) -> None:

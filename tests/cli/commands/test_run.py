@@ -10,6 +10,7 @@ import pytest
 from mycli.cli import generation
 from mycli.runtime.kernels.cpu.build import native
 from tests.support.command_line import Mycli
+from tests.support.compilers import copying_compiler
 
 run_command = importlib.import_module("mycli.cli.commands.run")  # its function has the same name
 GREEDY = ("--temperature", "0", "--device", "cpu", "-q")
@@ -172,7 +173,7 @@ def test_the_first_build_is_announced_and_only_that(mycli_process: Mycli, tmp_pa
     """A process builds or loads the kernel once, so this takes two."""
     if isinstance(native(), str):
         pytest.skip("no compiler here")
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(copying_compiler(tmp_path))}
     first = mycli_process("run", "pico", "Who are you?", "--device", "cpu", env=cache)
     assert "building the CPU kernel, once" in first.stderr
     second = mycli_process("run", "pico", "Who are you?", "--device", "cpu", env=cache)

@@ -27,7 +27,7 @@ from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.models.layer_spec import Shape
 from mycli.runtime.utils.dtypes import STORED
-from mycli.runtime.utils.units import gib
+from mycli.runtime.utils.units import human_bytes
 
 Plan = list[tuple[str, torch.dtype, Shape]]
 
@@ -339,7 +339,7 @@ def test_space_is_checked_with_headers(tmp_path: Path, monkeypatch: pytest.Monke
         if fits:
             write(tmp_path / "fits")
         else:
-            with pytest.raises(ResourceError, match=f"{gib(size)} needed"):
+            with pytest.raises(ResourceError, match=f"{human_bytes(size)} needed"):
                 write(tmp_path / "too-large")
 
 

@@ -173,7 +173,7 @@ def test_softcap_and_sinks_of_the_twin_are_their_definitions() -> None:
             torch.testing.assert_close(found[token, head], expected)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_the_twin_in_fp64(case: Case, kind: str) -> None:
@@ -211,7 +211,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 SEQUENCE = Case(((530, 530),), 2, 3, 64, 16)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-query", "bf16-query"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,7 +227,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_one_go(kind: str, dtype: torch.dtype
     assert same_bits(steps, whole)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-query", "bf16-query"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -255,7 +255,7 @@ def test_a_row_knows_neither_neighbours_nor_cuts(kind: str, dtype: torch.dtype, 
     assert same_bits(torch.cat(cut(pool, pieces, data.draw(st.sampled_from([16, 31, 512])), 2)), together)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [2, 60])
 def test_what_is_no_number_concerns_the_rows_that_see_it(tokens: int, kind: str) -> None:
@@ -295,6 +295,18 @@ def test_lengths_and_blocks_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="do not fit"):
             attend_paged(query, keys, values, wrong, scoring)
+
+
+def test_what_it_does_not_take_is_declined_with_a_reason() -> None:
+    query, keys, values, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), "fp32", torch.float32).inputs()
+    for asked, held, pieces, reason in (
+        (query.half(), keys, ragged, "bf16 and fp32"),
+        (query[..., :20], keys, ragged, "heads in multiples of 16"),
+        (query, Stored(keys.data.transpose(1, 2)), ragged, "lie alike"),
+        (query.clone().requires_grad_(), keys, ragged, "no gradient"),
+        (query, keys, replace(ragged, lengths=ragged.lengths.long()), "int32"),
+    ):
+        assert reason in str(attend_paged(asked, held, values, pieces, scoring))
 
 
 def test_blocks_before_the_window_may_be_gone() -> None:

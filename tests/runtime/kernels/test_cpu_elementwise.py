@@ -25,11 +25,12 @@ from mycli.runtime.kernels.reference import (
     rotate_heads,
     silu_multiply,
 )
+from mycli.runtime.layers.native import NATIVE_ROWS
 from tests.support.engines import whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal
 
-pytestmark = pytest.mark.usefixtures("library")
+pytestmark = pytest.mark.usefixtures("vectors")
 
 SHAPES = [(5, 64), (1, 1, 16), (1, 50, 96), (1, 3, 256), (2, 8, 2048), (1, 1, 5120), (2, 4, 3, 128)]
 
@@ -139,22 +140,22 @@ def test_what_is_no_number_stays_one(value: float) -> None:
         torch.testing.assert_close(found[0, 1, 3], expected[0, 1, 3], equal_nan=True)
 
 
-def test_a_reply_is_made_with_them(library: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and activations of every layer, in bf16, with any instruction set."""
+def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotations and activations of every layer, in bf16: of more rows than one native call takes a part for."""
     taken: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
         def call(*arguments: Any) -> Any:
             taken[name] += 1
-            return getattr(library, name)(*arguments)
+            return getattr(vectors, name)(*arguments)
 
         return call
 
-    watched = replace(library, **{name: counted(name) for name in ("norm", "gate", "rotate")})
+    watched = replace(vectors, **{name: counted(name) for name in ("norm", "gate", "rotate")})
     monkeypatch.setattr(build, "native", lambda: watched)
     runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers
-    whole(runner.model, torch.tensor([[5]]))
+    whole(runner.model, torch.tensor([[5] * (NATIVE_ROWS + 1)]))
     assert taken == {"norm": 2 * layers + 1, "gate": layers, "rotate": 2 * layers}
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, 
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
+from tests.support.compilers import copying_compiler, fake_compiler
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
@@ -354,20 +354,16 @@ def test_threads_are_torchs() -> None:
 
 
 def test_processes_may_race(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": str(copying_compiler(tmp_path))}
+    cache = tmp_path / "cache"
     program = (
         "import sys, pathlib; from mycli.runtime.kernels.cpu.build import compile_library, load_library;"
-        "print(load_library(compile_library(pathlib.Path(sys.argv[1]), ['-O0'])).isa)"
+        "print(load_library(compile_library(pathlib.Path(sys.argv[1]))).isa)"
     )
-    running = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(2)]
+    command = [sys.executable, "-c", program, str(cache)]
+    running = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(timeout=300) for process in running] == [0, 0]
-    assert len(list(tmp_path.iterdir())) == 1, "one library, nothing left over"
-
-
-def fake_compiler(folder: Path, body: str) -> Path:
-    path = folder / "g++"
-    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "Free Software Foundation"; exit; fi\n{body}\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+    assert len(list(cache.iterdir())) == 1, "one library, nothing left over"
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

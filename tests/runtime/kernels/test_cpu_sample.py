@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.kernels.cpu.sample import softmax_draw
 
-pytestmark = pytest.mark.usefixtures("library")
+pytestmark = pytest.mark.usefixtures("vectors")
 
 SIZES = [1, 5, 16, 255, 256, 257, 4096, 32000, 50257]
 

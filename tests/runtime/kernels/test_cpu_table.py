@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.table import TableKernel, TableMatmul
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.registry import prepare_product
@@ -41,9 +40,10 @@ def exact(given: PackedWeight) -> Tensor:
     return result
 
 
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("group", [16, 32, 96, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_fp64(kind: str, group: int | None, library: Native) -> None:
+def test_products_are_those_of_fp64(kind: str, group: int | None) -> None:
     given = weight(KINDS[kind], group)
     matmul = prepare_product(given, torch.float32)
     assert isinstance(matmul, TableMatmul)

@@ -26,7 +26,7 @@ from mycli.runtime.memory.estimate import (
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.models.config import ModelConfig, RopeScaling, families
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.units import GIB, gib
+from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.published import PUBLISHED, published
 
 INT4 = Packing(4, 128)
@@ -311,7 +311,7 @@ def test_a_process_that_runs_already_has_its_own_memory_behind_it() -> None:
 
 
 def test_memory_has_its_unit() -> None:
-    assert gib(5.125 * GIB) == "5.12 GiB" and gib(11.5e6) == "11 MiB"
+    assert human_bytes(5.125 * GIB) == "5.12 GiB" and human_bytes(11.5e6) == "11 MiB"
 
 
 def test_estimate_does_not_import_torch() -> None:

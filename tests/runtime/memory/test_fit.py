@@ -11,7 +11,7 @@ from mycli.runtime.errors import ExitCode, ResourceError, UsageError
 from mycli.runtime.memory.estimate import MemoryPlan, estimate
 from mycli.runtime.memory.fit import PackingScheme, fit, preflight, schemes, shortage
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.units import GIB, gib
+from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.published import published
 
 LLAMA = MemoryPlan(published("Llama-3.1-8B"))
@@ -99,7 +99,7 @@ def test_out_of_memory_names_needed_free_and_the_smallest_change(plan: MemoryPla
         preflight(plan, int(free * GIB), "cuda:0", started=False)
     assert caught.value.exit_code == ExitCode.RESOURCES
     assert f"{estimate(plan).total / GIB:.2f} GiB needed" in caught.value.message
-    assert f"{gib(free * GIB)} free" in caught.value.message
+    assert f"{human_bytes(free * GIB)} free" in caught.value.message
     assert change in remedy(caught.value)
 
 

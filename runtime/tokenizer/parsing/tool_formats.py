@@ -1,8 +1,8 @@
 """How models write calls of tools, and which model writes which way: by what its chat template spells.
 
-An entry of `TOOL_FORMATS` is a way, data for `runtime.tokenizer.tool_parser`. The formats are those of the templates on
-the hub (Hermes, Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma). A model whose tokenizer_config.json has
-a `response_template` says itself.
+An entry of `TOOL_FORMATS` is a way, data for `tool_parser`. The formats are those of the templates on the hub (Hermes,
+Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma). A model whose tokenizer_config.json has a
+`response_template` says itself.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.response_template import Region, literal, pattern
+from mycli.runtime.tokenizer.parsing.response_template import Region, literal, pattern
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}

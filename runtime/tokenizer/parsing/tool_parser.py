@@ -2,7 +2,7 @@
 
 Driven by data: a `ToolFormat` says where calls stand and how they are written. Text that may begin a call is held back;
 a call that cannot be read is given as the text it is, never dropped and never an error. Does not know templates,
-reasoning (`runtime.tokenizer.reasoning_parser`) or what a tool does.
+reasoning (`runtime.tokenizer.parsing.reasoning_parser`) or what a tool does.
 """
 
 import json
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycli.runtime.tokenizer.chat_template import Tool
-from mycli.runtime.tokenizer.response_template import Region
-from mycli.runtime.tokenizer.tool_formats import ToolFormat
+from mycli.runtime.tokenizer.parsing.response_template import Region
+from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.utils.json_fields import strict_json
 
 MAX_CALL = 1 << 20  # characters; what is longer is text

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.response_template import read_response_template
-from mycli.runtime.tokenizer.tool_formats import HERMES, TOOL_FORMATS, declared, find_format
-from mycli.runtime.tokenizer.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.parsing.response_template import read_response_template
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS, declared, find_format
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.tokenizer.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
 
 
 def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:

@@ -3,7 +3,7 @@
 A field is a region between two anchors (literals, or patterns that begin with a literal), what its text is (text, json,
 xml-inline, kv-lines) and how the parsed value becomes the field (`transform`). Follows transformers 5.23,
 `utils/chat_parsing`, but for patterns: a stranger's pattern runs only where it cannot take long (`_checked_pattern`).
-Does not know streams (`runtime.tokenizer.tool_parser`) or which model writes which template (`tool_formats`).
+Does not know streams (`runtime.tokenizer.parsing.tool_parser`) or which model writes which template (`tool_formats`).
 """
 
 import json

@@ -1,0 +1,187 @@
+"""Pulling over a network that drops, alters, delays and repeats: every way it can fail, and going on from there."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.errors import ExitCode, GateError, NotFoundError
+from mycli.runtime.hub import resolve as hub
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import plan_download
+from mycli.runtime.hub.resolve import resolve
+from tests.support.hub_server import Fault, HubServer
+from tests.support.pulling import (
+    FILES,
+    QUICK,
+    REPO,
+    WANTED,
+    WEIGHTS,
+    Notes,
+    contents,
+    failing,
+    fetch,
+    folders,
+    leftovers,
+    server,
+)
+
+__all__ = ["folders", "server"]
+
+
+def blob(cache: Path, data: bytes) -> Path:
+    return cache / "models--org--tiny" / "blobs" / hashlib.sha256(data).hexdigest()
+
+
+def test_d9_a_dropped_connection_goes_on_from_where_it_was(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=5000))
+    server.fail("storage:", Fault(drop_after=3000))
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder) == {name: FILES[name] for name in WANTED}
+    ranges = [r.headers.get("Range") for r in server.requests("storage:") if r.headers.get("Range")]
+    assert ranges == ["bytes=5000-", "bytes=8000-"]
+    assert notes.arrived == sum(len(FILES[name]) for name in WANTED)
+    assert len(notes) == 2 and "trying again" in notes[0]
+
+
+def test_d9_what_one_process_left_the_next_one_uses(server: HubServer, folders: Path) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=6000), times=1)
+    server.fail("storage:", Fault(drop_after=0), times=3)
+    error = failing(server)
+    assert "(tried 4 times)" in error.message and error.exit_code == ExitCode.NOT_FOUND
+    assert [path.stat().st_size for path in folders.rglob("*.incomplete")] == [6000]
+    with Hub(server.address(), None, print, QUICK) as connection:
+        job = plan_download(connection, REPO)
+    assert job.new_bytes == sum(file.size for file in job.missing) - 6000
+    fetch(server)
+    assert "bytes=6000-" in [r.headers.get("Range") for r in server.requests("storage:")]
+    assert not leftovers(folders)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(ignore_range=True),
+        Fault(status=416),
+        Fault(shifted=100),
+        Fault(status=503),
+        Fault(announced=10, ignore_range=True),
+        Fault(announced=10**6),
+        Fault(announced=2**63),
+        Fault(status=403, body=b"<Error>Request has expired</Error>"),
+    ],
+    ids=[
+        "D9-range-ignored",
+        "D9-416",
+        "D9-another-range",
+        "D9-5xx",
+        "D9-length-too-short",
+        "D9-length-too-long",
+        "D9-length-absurd",
+        "expired-link",
+    ],
+)
+def test_d9_an_odd_answer_while_resuming(fault: Fault, server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=5000))
+    server.fail("storage:", fault)
+    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+
+
+@pytest.mark.parametrize("size", [0, 1, 4000, len(WEIGHTS), len(WEIGHTS) + 7])
+def test_what_lies_there_already_may_be_anything(size: int, server: HubServer, folders: Path) -> None:
+    """A partial file that another program, or a crash, left with wrong contents: thrown away when the hash says so."""
+    server.add(REPO, FILES)
+    partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"\xff" * size)
+    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+    assert not leftovers(folders)
+
+
+def test_d9_wrong_bytes_of_the_right_size_once_are_fetched_again(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(altered=True))
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
+    assert "does not match its hash" in notes[0]
+    assert notes.arrived == sum(len(FILES[name]) for name in WANTED)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"], ids=["git-sha1", "sha256"])
+def test_d9_wrong_bytes_for_good_never_get_a_name(name: str, server: HubServer, folders: Path) -> None:
+    server.add(REPO, FILES)
+    where = "storage:" if name == "model.safetensors" else "config.json"
+    server.fail(where, Fault(altered=True), times=4)
+    error = failing(server)
+    assert isinstance(error, GateError) and error.exit_code == ExitCode.GATE and name in error.message
+    assert not list(folders.rglob(f"snapshots/*/{name}")) and not leftovers(folders)
+    with pytest.raises(NotFoundError, match="partly downloaded"):
+        resolve(REPO)
+
+
+def test_an_altered_index_is_noticed_before_it_chooses_files(server: HubServer) -> None:
+    index = json.dumps({"weight_map": {"w": "model-1.safetensors"}}).encode()
+    server.add(REPO, {"config.json": b"{}", hub.INDEX: index, "model-1.safetensors": WEIGHTS})
+    server.fail(hub.INDEX, Fault(altered=True))
+    assert isinstance(failing(server), GateError)
+    assert fetch(server).folder.is_dir()
+
+
+@pytest.mark.parametrize("where", ["/revision/", "/tree/", "config.json", "storage:"])
+def test_d9_busy_servers_are_waited_for(where: str, server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail(where, Fault(status=429, headers={"Retry-After": "0"}))
+    server.fail(where, Fault(status=502))
+    notes = Notes()
+    assert fetch(server, notes=notes).folder.is_dir()
+    assert "too many requests" in notes[0] and "502" in notes[1]
+
+
+def test_d9_a_server_that_asks_for_an_hour_is_not_waited_for(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("/revision/", Fault(status=429, headers={"Retry-After": "3600"}))
+    assert "asks to wait 3600 s" in failing(server).message
+    server.fail("/revision/", Fault(status=429, headers={"RateLimit": '"api";r=0;t=900'}))
+    assert "asks to wait 900 s" in failing(server).message
+
+
+def test_d9_a_server_that_stays_down(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("/revision/", Fault(status=500), times=99)
+    error = failing(server)
+    assert "answers 500 (tried 3 times)" in error.message and error.exit_code == ExitCode.NOT_FOUND
+
+
+def test_a_connection_that_drips_is_not_progress(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=10), times=99)
+    assert "tried 4 times" in failing(server).message
+
+
+def test_no_server_and_no_name(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(address: str) -> str:
+        with Hub(address, None, lambda text: None, QUICK) as connection, pytest.raises(NotFoundError) as caught:
+            plan_download(connection, REPO)
+        return caught.value.message
+
+    address = server.address()
+    server.close()
+    assert "no connection to 127.0.0.1" in attempt(address)
+    assert "cannot be found: no network, or no name service" in attempt("http://hub.invalid")
+
+
+def test_a_server_that_says_nothing(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("/revision/", Fault(status=200, body=b"{}" * 5000, seconds_per_block=1.0), times=9)
+    impatient = replace(QUICK, timeout=0.2)
+    with (
+        Hub(server.address(), None, lambda text: None, impatient) as connection,
+        pytest.raises(NotFoundError) as caught,
+    ):
+        plan_download(connection, REPO)
+    assert "does not answer" in caught.value.message

@@ -1,0 +1,103 @@
+"""Who may not pull, what a server answers that is none, and where the token goes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.remedies import remedy
+from mycli.runtime.errors import ExitCode, ModelError, UserError
+from tests.support.hub_server import Fault, HubServer
+from tests.support.pulling import FILES, REPO, WANTED, Notes, contents, failing, fetch, folders, server
+
+__all__ = ["folders", "server"]
+
+
+def refused(server: HubServer, fault: Fault, token: str | None = None, where: str = "/revision/") -> UserError:
+    server.add(REPO, FILES)
+    server.fail(where, fault, times=9)
+    error = failing(server, token=token)
+    server.forgive()
+    assert error.exit_code == ExitCode.NOT_FOUND and remedy(error)
+    return error
+
+
+def coded(status: int, code: str = "", message: str = "") -> Fault:
+    return Fault(status=status, headers={"X-Error-Code": code, "X-Error-Message": message})
+
+
+def test_d11_each_refusal_has_its_own_words(server: HubServer) -> None:
+    page = f"{server.address()}/{REPO}"
+    gated = refused(server, coded(401, "GatedRepo"))
+    assert "gated" in gated.message and page in remedy(gated) and "HF_TOKEN" in remedy(gated)
+    waiting = refused(server, coded(403, "GatedRepo"), token="hf_secret", where="/resolve/")
+    assert "no access" in waiting.message and page in waiting.hint
+    assert "does not accept the token" in refused(server, coded(401, "", "Invalid credentials"), "hf_secret").message
+    assert "forbids access: not for you" in refused(server, coded(403, "", "not for you")).message
+    assert "answers 451" in refused(server, coded(451)).message
+
+
+def test_d11_what_does_not_exist(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    assert f"org/tyni: no such model on {server.address()}" in failing(server, "org/tyni").message
+    assert "private" in remedy(failing(server, "org/tyni"))
+    assert "may not see it" in failing(server, "org/tyni", token="hf_secret").hint
+    assert "org/tiny has no revision v9" in failing(server, f"{REPO}@v9").message
+    assert "has no revision" in failing(server, f"{REPO}@{'0' * 40}").message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>log in</html>", b"", b'{"sha": "../../x"}', b'{"sha": 3}', b"{}", b"[" * 100000],
+    ids=["captive-portal", "empty", "path", "number", "no-sha", "deep"],
+)
+def test_an_answer_that_is_none(body: bytes, server: HubServer, folders: Path) -> None:
+    server.add(REPO, FILES)
+    server.fail("/revision/", Fault(status=200, body=body))
+    assert failing(server).exit_code in (ExitCode.NOT_FOUND, ExitCode.MODEL)
+    assert not folders.exists()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"type": "file", "path": "w", "size": -1, "oid": "a" * 40},
+        {"type": "file", "path": "w", "size": 1, "oid": "../../../etc/passwd"},
+        {"type": "file", "path": "w", "size": 1, "oid": "a" * 40, "lfs": {"oid": "../x", "size": 3}},
+        {"type": "file", "size": 1, "oid": "a" * 40},
+        {"type": "file", "path": "w", "size": True, "oid": "a" * 40},
+        3,
+    ],
+)
+def test_a_hostile_listing(entry: Any, server: HubServer, folders: Path) -> None:
+    server.add(REPO, FILES)
+    server.fail("/tree/", Fault(status=200, body=json.dumps([entry]).encode()))
+    assert isinstance(failing(server), ModelError)
+    assert not folders.exists()
+
+
+def test_file_names_that_are_paths_are_never_written(server: HubServer, folders: Path) -> None:
+    hostile = {"../../evil.json": b"1", "/evil.json": b"2", "a\\..\\evil.json": b"3", "e\nvil.json": b"4", "..": b"5"}
+    server.add(REPO, {**FILES, **hostile})
+    assert contents(fetch(server).folder).keys() == WANTED
+    assert not [path for path in folders.parent.rglob("*evil*")]
+
+
+def test_d11_the_token_goes_to_the_hub_and_nowhere_else(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    notes = Notes()
+    server.fail("storage:", Fault(drop_after=100))
+    fetch(server, token="hf_secret", notes=notes)
+    assert {r.headers.get("Authorization") for r in server.requests("hub:")} == {"Bearer hf_secret"}
+    assert server.requests("storage:") and not [r for r in server.requests("storage:") if "Authorization" in r.headers]
+    assert "secret" not in "".join(notes)
+
+
+def test_a_listing_that_continues_elsewhere_gets_no_token(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    link = {"Link": f'<{server.address("storage")}/api/next>; rel="next"'}
+    server.fail("hub:/api/models/org/tiny/tree/", Fault(status=200, headers=link, body=b"[]"))
+    server.fail("storage:/api/next", Fault(status=200, body=b"[]"))
+    failing(server, token="hf_secret")
+    assert [r.headers.get("Authorization") for r in server.requests("storage:")] == [None]

@@ -1,0 +1,107 @@
+"""Damaged, hostile and unusual tokenizer files: refused, or run where they can do no harm."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer import backend as encoding
+from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline
+from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.small_tokenizers import ATTACKS, SIMPLE, make
+
+
+def attack(folder: Path, name: str) -> Tokenizer:
+    shutil.copy(ATTACKS / f"{name}.json", folder / "tokenizer.json")
+    return Tokenizer.load(folder, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("C2-panic-charsmap", "charsmap|too much memory"),
+        ("C3-id-beyond-rows", "'aa' id 99, but the model has 8"),
+        ("C3-added-id-beyond-rows", "'<far>' id 99"),
+        ("C3-id-twice", "id 1 to both 'b' and 'c'"),
+        ("C3-added-id-twice", "id 2 to both 'c' and '<end>'"),
+        ("C3-gap-in-added", "'<end>' id 7, but its place is 5"),
+        ("C3-id-negative", "id -1"),
+        ("C3-id-boolean", "'b' with id 'True'"),
+        ("C3-added-empty", "content is empty"),
+        ("random-dropout", "random"),
+        ("decoder-unknown", "decoder .*CTC.* not supported"),
+        ("decoder-missing", "decoder None is not supported"),
+    ],
+)
+def test_file_rejected(tmp_path: Path, name: str, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        attack(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="C1-empty"),
+        pytest.param((ATTACKS / "plain.json").read_bytes()[:400], id="C1-truncated"),
+        pytest.param(b'{"version": "1.0"}', id="C1-no-model"),
+        pytest.param(b'{"model": {"vocab": 3}}', id="C1-vocab-number"),
+        pytest.param(b'{"model": {"type": "BPE", "vocab": {"a": 0, "a": 1}}}', id="C3-token-twice"),
+        pytest.param(b'{"model": {"type": "None", "vocab": {"a": 0}}}', id="C1-unknown-model"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 8)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        Tokenizer.load(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("C2-panic-missing-template-token", "a", "no entry found"),
+        ("C4-redos-exponential", "a" * 40, "retry-limit|took more than"),
+        ("C4-redos-polynomial", "a" * 3000, "took more than"),
+        ("C5-replace-bomb", "a", "took more than|too much memory"),
+    ],
+)
+def test_hostile_tokenizer_costs_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, match: str
+) -> None:
+    monkeypatch.setattr(encoding, "ENCODE_SECONDS", 1.0)
+    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
+    tokenizer = attack(tmp_path, name)
+    with pytest.raises(ModelError, match=match):
+        tokenizer.encode(text, add_special=True)
+    assert tokenizer.decode([0, 1, 2]) == "abc"  # the rest of the program goes on
+
+
+def test_hostile_tokenizer_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C5
+    monkeypatch.setattr(encoding, "LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
+    with pytest.raises(ModelError, match="took more than|too much memory"):
+        attack(tmp_path, "C5-replace-bomb-at-load")
+
+
+def test_truncation_inside_the_file_is_not_obeyed(tmp_path: Path) -> None:
+    assert attack(tmp_path, "truncating").encode("a b c", add_special=False) == [0, 3, 1, 3, 2]
+
+
+def test_unusual_tokenizer_works_the_same_in_its_helper(tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "[a-m]+"}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    unusual = make(tmp_path, SIMPLE, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
+    guarded = unusual._encoder
+    assert isinstance(guarded, GuardedPipeline)
+    direct = Pipeline((tmp_path / "tokenizer.json").read_bytes())
+    for plain in (False, True):
+        for inside in (False, True):
+            for text in ("", "abc<end> xyz é", "<end>"):
+                assert guarded.encode(text, True, plain, inside) == direct.encode(text, True, plain, inside)
+    assert unusual.chat([Message("user", "<end>")]).count(256) == 1

@@ -1,0 +1,37 @@
+"""Amounts of memory in words: each has its unit, and two that are compared are told apart."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mycli.runtime.utils.units import GIB, human_bytes, told_apart
+
+
+def test_memory_has_its_unit() -> None:
+    assert [human_bytes(GIB), human_bytes(5.5 * GIB), human_bytes(11_547_040)] == ["1.00 GiB", "5.50 GiB", "11 MiB"]
+    assert [human_bytes(1023 << 20), human_bytes(1536), human_bytes(7), human_bytes(0)] == [
+        "1023 MiB",
+        "1.5 KiB",
+        "7 bytes",
+        "0 bytes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (17_306, 17_305, ("17306 bytes", "17305 bytes")),
+        (3 * GIB + 1, 3 * GIB, ("3221225473 bytes", "3221225472 bytes")),
+        (3 * GIB, 2 * GIB, ("3.00 GiB", "2.00 GiB")),
+        (1001, 1000, ("1001 bytes", "1000 bytes")),
+        (GIB, GIB, ("1.00 GiB", "1.00 GiB")),
+    ],
+)
+def test_a_difference_is_seen(first: int, second: int, told: tuple[str, str]) -> None:
+    assert told_apart(first, second) == told
+
+
+@given(st.integers(0, 1 << 45), st.integers(0, 1 << 45) | st.integers(0, 9))
+def test_amounts_look_alike_only_where_they_are(first: int, more: int) -> None:
+    one, other = told_apart(first + more, first)
+    assert (one == other) is (more == 0)

@@ -1,0 +1,81 @@
+"""A small model on a server on loopback, a cache of its own, and pulling it there as `mycli pull` does."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.remedies import remedy
+from mycli.runtime.errors import UserError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import fetch_files, plan_download
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.hub.retry import RetryPolicy
+from tests.support.hub_server import HubServer, hub_server, safetensors
+
+REPO = "org/tiny"
+WEIGHTS = safetensors({"w": ("F32", [4096], bytes(range(256)) * 64)})
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}" * 400,
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": WEIGHTS,
+    "README.md": b"# hello",
+    "pytorch_model.bin": b"\x80\x04pickle" * 200,
+    "modeling_tiny.py": b"import os",
+    "onnx/config.json": b"{}",
+    "training.index.json": b"{}",
+}
+WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+QUICK = RetryPolicy(attempts=4, questions=3, first_delay=0.01, timeout=5.0)
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with hub_server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.startswith("HF_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+class Notes(list[str]):
+    """What was said, and the bytes that were reported."""
+
+    arrived = 0.0
+
+    def advance(self, amount: float) -> None:
+        self.arrived += amount
+
+
+def fetch(
+    server: HubServer, model: str = REPO, token: str | None = None, notes: Notes | None = None, force: bool = False
+) -> Source:
+    heard = Notes() if notes is None else notes
+    with Hub(server.address(), token, heard.append, QUICK) as connection:
+        return fetch_files(connection, plan_download(connection, model), force=force, advance=heard.advance)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def leftovers(cache: Path) -> list[str]:
+    return [path.name for path in cache.rglob("*") if "incomplete" in path.name or ".tmp" in path.name]
+
+
+def failing(server: HubServer, model: str = REPO, token: str | None = None, notes: Notes | None = None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        fetch(server, model, token, notes)
+    error = caught.value
+    assert "hf_secret" not in error.message + remedy(error) + "".join(notes or [])
+    return error
