@@ -161,8 +161,6 @@ struct WeightedSum {  // mirrored by build.py
     int32_t type;
 };
 
-inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
-
 // fp32 sums in the order of the token's choice, rounded once.
 template <class T> inline void sum_token(const WeightedSum& s, int64_t token) {
     const T* x = static_cast<const T*>(s.x);
