@@ -295,7 +295,7 @@ def _install_all(block: Block, solved: Solved, packings: Mapping[str, Packing], 
         _install(linear, {name: solved.linears[name] for name in names}, packings[names[0]], dtype)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _moments_of_head(model: StreamedModel, stream: Tensor, full: Tensor) -> tuple[Moments, Moments]:
     fitted, held = (Moments.zeros(stream.shape[2], model.placement.device) for _ in range(2))
     for index, (ours, theirs) in enumerate(zip(stream, full, strict=True)):

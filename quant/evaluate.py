@@ -153,7 +153,7 @@ def evaluate(
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
     """Per scored token of one window, fp32 [context - 1] each; streams [context, hidden] per model."""
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)

@@ -170,7 +170,7 @@ class StreamedModel:
         """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""
         return Sides(self, tokens) if self.config.reads_beside else None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
         """The residual stream after the last block for int64 [windows, context], on the host."""
         context = self.context(tokens.shape[1])
@@ -180,7 +180,7 @@ class StreamedModel:
             progress("layers", layer + 1, self.config.layers)
         return stream
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def advance(self, block: Block, stream: Tensor, context: PassContext, sides: Sides | None = None) -> None:
         """Put `stream` [windows, context, hidden] through one layer, in place; keys and values as the cache has
         them."""

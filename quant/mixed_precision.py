@@ -84,7 +84,7 @@ def measure_shares(
     config = model.config
     context = model.context(windows.shape[1])
     exact = replace(context, attention=TextAttention())
-    with torch.inference_mode(), rough_products(model.placement.device):
+    with torch.no_grad(), rough_products(model.placement.device):
         wanted = model.embed(windows)
         streams = wanted.new_empty(config.layers + 1, *wanted.shape)
         streams[0] = wanted
@@ -99,7 +99,7 @@ def measure_shares(
         block, original, stream = _dense(low, index), model.block(index), streams[index]
         rounded = {product: linear.weight().requires_grad_() for product, linear in block.products.items()}
         for rows in model.batches(stream):
-            x = stream[rows].clone().to(model.placement.device).requires_grad_()  # inference tensors take no gradient
+            x = stream[rows].clone().to(model.placement.device).requires_grad_()
             with rough_products(model.placement.device):
                 block(x, exact).backward(gradient[rows].to(x))
             assert x.grad is not None

@@ -94,7 +94,7 @@ class Given:
     tokens: Tensor | None = None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def inputs(
     state: BlockState,
     product: str,
@@ -153,7 +153,7 @@ def _expert_inputs(part: Experts, linear: Linear, x: Tensor, context: PassContex
     return given if first is linear else steps.send(first(given))[1]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None:
     """Move the stream out of a block whose weights have become final since the last part was entered."""
     stream, last_part = state.streams[0], state.block.parts[-1]
@@ -162,7 +162,7 @@ def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None
         stream[rows] = complete(last_part.steps(x, state.beside(context, rows))).to(stream.device)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def observe(
     model: StreamedModel, quantized: BlockState, original: BlockState | None, product: str, context: PassContext
 ) -> Observed:

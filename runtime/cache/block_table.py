@@ -135,8 +135,10 @@ class BlockTable:
             self._hand_over(self._node, at)
 
     def _hand_over(self, node: Node, start: int) -> None:
-        """The snapshots within a block, which begins at `start`, are the index's."""
+        """The snapshots within a block, which begins at `start`, are the index's, where that still finds it."""
         states = self._pool.states
+        if not self._snapshots or not self._pool.index.reaches(node):
+            return
         for length in [one for one in self._snapshots if one <= start + self._pool.block_size]:
             assert states is not None
             states.move(self._snapshots, length, node.states, length - start)
@@ -179,7 +181,7 @@ class BlockTable:
         if kept and at < self.length:
             self._hand_over(node, at)
         states.drop(self._snapshots)
-        if self.state is not None and kept and self.length:
+        if self.state is not None and kept and self.length and self._pool.index.reaches(node):
             states.keep(self.state, node.states, self.length - at or self._pool.block_size)
         elif self.state is not None:
             states.release(self.state)

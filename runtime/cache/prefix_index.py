@@ -155,6 +155,12 @@ class PrefixIndex:
         self._nodes[block] = node
         return node
 
+    def reaches(self, node: Node) -> bool:
+        """Whether a text can be found by `node`: it may have been forgotten while a sequence stood there."""
+        while node.parent is not None:
+            node = node.parent
+        return node is self.root
+
     def take(self, block: int) -> None:
         """Somebody uses the block now."""
         self._idle.pop(block, None)

@@ -7,6 +7,7 @@ to the new commit only when all of its files are there. Never opens anything but
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def _link(pointer: Path, blob: Path) -> None:
     target = Path(os.path.relpath(blob, pointer.parent))
     if pointer.is_symlink() and pointer.readlink() == target:
         return
-    fresh = pointer.with_name(f".{pointer.name}.{os.getpid()}.tmp")
+    fresh = pointer.with_name(f".{pointer.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     os.replace(fresh, pointer)

@@ -8,7 +8,8 @@ for a few tokens on a GPU, are `runtime.engine.decode_step`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, ParamSpec, TypeVar
+from functools import wraps
+from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import functional
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import recurrent, reference
-from mycli.runtime.kernels.cpu.attention import attend_paged
+from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_rms_norm,
@@ -60,22 +61,42 @@ class Operation(Generic[_P, _R]):
         raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(declined))
 
 
-DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor] = Operation("dense product", (dense_product, functional.linear))
-RMS_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("RMSNorm", (native_rms_norm, reference.rms_norm))
+def _for_replies(
+    kernel: Callable[Concatenate[Tensor, _P], Tensor | str],
+) -> Callable[Concatenate[Tensor, _P], Tensor | str]:
+    """`kernel`, which declines fp32 outside inference mode, in which passes for replies are.
+
+    A reply needs the bits of each row to be its own; whoever looks at whole texts, to calibrate or to measure, needs
+    them soon, and torch multiplies many rows of fp32 faster.
+    """
+
+    @wraps(kernel)
+    def asked(x: Tensor, *arguments: _P.args, **options: _P.kwargs) -> Tensor | str:
+        if x.dtype == torch.float32 and not torch.is_inference_mode_enabled():
+            return "takes fp32 in passes for replies only"
+        return kernel(x, *arguments, **options)
+
+    return cast("Callable[Concatenate[Tensor, _P], Tensor | str]", asked)  # `wraps` hides what it is
+
+
+DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
+DENSE_PRODUCT = Operation("dense product", (_for_replies(dense_product), functional.linear))
+RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
+RMS_NORM = Operation("RMSNorm", (_for_replies(native_rms_norm), reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
 # By the names of `runtime.models.layer_spec.ActivationName`: of what the first product of an MLP makes.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
-    "silu": Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
-    "gelu_tanh": Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
+    "silu": Operation("SiLU", (_for_replies(native_silu_multiply), reference.silu_multiply)),
+    "gelu_tanh": Operation("GELU", (_for_replies(native_gelu_multiply), reference.gelu_multiply)),
     "swiglu_clamped": Operation("clamped SwiGLU", (reference.clamped_swiglu,)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
 ATTENTION: Operation[
     [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
 ]
-ATTENTION = Operation("attention", (reference.attend_dense,))
+ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )

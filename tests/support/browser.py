@@ -25,7 +25,7 @@ class Browser:
         assert CHROMIUM is not None
         read_end, our_write = os.pipe()
         our_read, write_end = os.pipe()
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its processes may write to the last
 
         def place() -> None:  # the protocol's two ends are the descriptors 3 and 4
             os.dup2(os.dup(read_end), 13)

@@ -49,6 +49,31 @@ def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, sc
         raise ValueError(f"lengths {lengths.tolist()} do not fit blocks {table.tolist()}") from None
 
 
+def attend_cached(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | str:
+    """As `runtime.kernels.reference.attend_dense`, of texts to themselves; the reason where this code cannot.
+
+    query: [batch, tokens, heads, head_dim] bf16 or fp32; keys and values: whose last two axes are contiguous, the
+    new tokens last, so that the window says what the mask would.
+    """
+    batch, tokens, _, head_dim = query.shape
+    # Starts, lengths and a block for each; as tensors they would take as long as attention over a hundred positions.
+    layout = (*range(0, (batch + 1) * tokens, tokens), *(keys.data.shape[2],) * batch, *range(batch))
+    numbers = (ctypes.c_int32 * len(layout))(*layout)
+    at = ctypes.addressof(numbers)
+    asked = _Pass(at, at + 4 * (batch + 1), at + 4 * (2 * batch + 1), batch, 1)
+    scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0, sinks)
+    return _attend(query, keys, values, asked, scoring)
+
+
 def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: Scoring) -> Tensor | str:
     """query [..., heads, head_dim] to [..., heads * head_dim]. ValueError where lengths or blocks cannot be."""
     if not query.is_cpu or not keys.data.is_cpu:
