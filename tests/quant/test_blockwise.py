@@ -39,7 +39,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).norm() < 5e-3 * wanted.norm())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 @pytest.mark.parametrize("settled", [False, True])
 def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, windows: Tensor, settled: bool) -> None:
     block, context, x = model.block(1), model.context(16, exact=True), model.embed(windows)

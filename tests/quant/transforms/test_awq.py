@@ -59,7 +59,7 @@ def block(model_type: str, seed: int = 0) -> Block:
     return made
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def run(layer: Block) -> Tensor:
     x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(5))
     like = config("llama")  # heads and rotation are the same in all
