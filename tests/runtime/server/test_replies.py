@@ -311,7 +311,7 @@ def test_g36_the_loop_is_free_while_a_long_text_is_read(served: Served) -> None:
         assert served.ask("GET", "/health").status == 200
         probes += 1
     thread.join()
-    assert probes >= 3
+    assert probes >= 2  # where the loop waits, the first is answered when all is over
 
 
 @pytest.fixture
