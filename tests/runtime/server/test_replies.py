@@ -206,7 +206,7 @@ def leave(served: Served, stream: bool, wait: float) -> None:
 def test_a_client_that_leaves_frees_its_sequence(loaded: LoadedModel, stream: bool) -> None:
     engine = ScriptedEngine(lambda request: [5] * 100_000, pause=0.002)
     with serving(loaded, engine) as served:
-        leave(served, stream, 0.1)
+        leave(served, stream, 0.1 if stream else 0.6)  # read, and under way
         served.idle()
         assert engine.cancelled == [1]
         assert 'request_success_total{finished_reason="cancelled"} 1.0' in served.ask("GET", "/metrics").body.decode()
