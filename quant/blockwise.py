@@ -32,9 +32,6 @@ from mycli.runtime.layers.block import Block, PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 
-# An expert that calibration sends fewer tokens than one for so many inputs is rounded to nearest: what so few have in
-# common is their own, not the expert's.
-INPUTS_A_TOKEN = 8
 UNSEEN = "calibration sent the expert too few tokens"
 
 Sink = Callable[[Solved], None]  # takes each block as soon as it is solved, and the head
@@ -238,7 +235,7 @@ def _solve_block(
         parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
         weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
         close: dict[str, Tensor] = {}
-        if observed.tokens is not None and observed.tokens < linear.in_features / INPUTS_A_TOKEN:
+        if observed.few:
             solved, described = solver.round(weights, packing)
         else:
             solved, described, close = solver.solve(weights, packing, observed.fitted, observed.held)
@@ -263,11 +260,9 @@ def _fold_block(
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""
     changed: dict[str, Tensor] = {}
     for product, linear in quantized.block.products.items():
-        fitted, held, tokens = observe(model, quantized, None, product, context)  # in order, or the stream stands still
+        fitted, held, few = observe(model, quantized, None, product, context)  # in order, or the stream stands still
         source = quantized.block.spec.made_by(product)
-        if source is None:  # nothing before it could take a scale back
-            continue
-        if tokens is not None and tokens < linear.in_features / INPUTS_A_TOKEN:
+        if source is None or few:  # nothing before it could take a scale back, or too little is known
             continue
         grid = solver.grid(packings[linear.specs[0].name])
         weight, hessian = linear.weight(), fitted.hessian + held.hessian

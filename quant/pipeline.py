@@ -228,14 +228,14 @@ def _write_blocks(
     kept: WorkFolder,
     progress: ReportProgress,
 ) -> tuple[tuple[Layer, ...], Tuning | None]:
-    source = SourceWeights(work.folder)
+    source, layout = SourceWeights(work.folder), formats.writable(work.packings)
     for name, _ in work.config.tensors():
         if name.removesuffix(".weight") not in work.packings:
             writer.write(name, source.read(name))
 
     def sink(solved: Solved) -> None:
         for linear, quantized in solved.linears.items():
-            write_linear(writer, work, linear, quantized)
+            write_linear(layout, writer, work, linear, quantized)
         for name, tensor in solved.changed.items():
             writer.write(name, tensor)
 

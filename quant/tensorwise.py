@@ -14,6 +14,7 @@ from mycli.quant.progress import ReportProgress
 from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint import formats
+from mycli.runtime.checkpoint.formats import WritableFormat
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
@@ -24,7 +25,7 @@ def write_tensors(
     work: QuantizationPlan, writer: CheckpointWriter, device: torch.device, progress: ReportProgress
 ) -> tuple[Layer, ...]:
     """All tensors. While a linear is solved, the one before is written, and the system reads the tensor after it."""
-    source = SourceWeights(work.folder)
+    source, layout = SourceWeights(work.folder), formats.writable(work.packings)
     layers: list[Layer] = []
     names = [name for name, _ in work.config.tensors()]
     with ThreadPoolExecutor(1) as aside:
@@ -38,7 +39,7 @@ def write_tensors(
             solved, layer = quantize_linear(work, source, linear, device)
             if written is not None:
                 written.result()
-            written = aside.submit(write_linear, writer, work, linear, solved)
+            written = aside.submit(write_linear, layout, writer, work, linear, solved)
             del solved
             layers.append(layer)
             progress("quantizing", len(layers), len(work.packings))
@@ -47,9 +48,11 @@ def write_tensors(
     return tuple(layers)
 
 
-def write_linear(writer: CheckpointWriter, work: QuantizationPlan, linear: str, solved: Quantized) -> None:
-    """The tensors that stand in place of a linear's weight."""
-    layout, packing = formats.writable(work.packings), work.packings[linear]
+def write_linear(
+    layout: WritableFormat, writer: CheckpointWriter, work: QuantizationPlan, linear: str, solved: Quantized
+) -> None:
+    """The tensors that stand in place of a linear's weight, in the layout of all of `work`."""
+    packing = work.packings[linear]
     layout.write_weight(writer, linear, packing, solved.codes, solved.stored_scales, work.config.dtype, pack_codes)
 
 

@@ -22,6 +22,7 @@ from mycli.runtime.layers.experts import RoutedProduct
 from mycli.runtime.layers.linear import Linear
 
 HELD = 8  # every so many windows, one is kept apart to judge by
+INPUTS_A_TOKEN = 8  # what fewer tokens than one for so many inputs have in common is their own, not the expert's
 
 
 class BlockState:
@@ -75,12 +76,12 @@ def require_finite(activations: Tensor) -> None:
 
 
 class Observed(NamedTuple):
-    """Moments of the windows to fit to and of those held apart; `tokens`: of an expert, how many it
-    got; None for what gets all of them."""
+    """Moments of the windows to fit to and of those held apart; `few`: of an expert that got fewer tokens than one for
+    `INPUTS_A_TOKEN` inputs."""
 
     fitted: Moments
     held: Moments
-    tokens: int | None
+    few: bool
 
 
 @dataclass(frozen=True)
@@ -196,4 +197,4 @@ def observe(
                 moments.add(x[chosen].flatten(0, -2), y[chosen].flatten(0, -2))
     del x, y
     trim(apart=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
-    return Observed(fitted, held, count)
+    return Observed(fitted, held, count is not None and count < linear.in_features / INPUTS_A_TOKEN)

@@ -27,9 +27,7 @@ Search = Literal["absmax", "mse"]
 _PLAIN = {8: (0.98, 1.06, 16), 4: (0.85, 1.45, 16), 3: (0.8, 1.7, 16), 2: (0.7, 2.7, 16)}
 _WEIGHTED = {8: (0.98, 1.3, 32), 4: (0.85, 3.0, 32), 3: (0.8, 4.0, 32), 2: (0.6, 6.0, 32)}
 _REFITS = 2  # least-squares refinements of the best candidate
-WEIGHTS_AT_ONCE = (
-    1 << 20
-)  # weights searched at a time: memory is bounded, and few enough operations to keep two cores busy
+WEIGHTS_AT_ONCE = 1 << 20  # searched: memory is bounded, and few enough operations to keep two cores busy
 _SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 

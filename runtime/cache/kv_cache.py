@@ -120,10 +120,11 @@ class KVCache:
         self._lanes: dict[tuple[int, int], KVCache] = {}
         self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
         # Keys and values of each layer apart: making such a view takes as long as storing a token.
-        self._parts = [
-            [(data[layer][kind], scales[layer][kind] if scales else None) for kind in range(2)]
-            for layer in range(len(data))
-        ]
+        self._parts = [self._apart(layer) for layer in range(len(data))]
+
+    def _apart(self, layer: int) -> tuple[Stored, Stored]:
+        scales = self._scales[layer] if self._scales else (None, None)
+        return Stored(self._data[layer][0], scales[0]), Stored(self._data[layer][1], scales[1])
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +147,7 @@ class KVCache:
         """Store keys and values [T, kv_heads, head_dim] at `places`, all of which lie in the cache."""
         spans = places.spans
         for kind, new in enumerate((keys, values)):
-            data, scales = self._parts[layer][kind]
+            data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
             codes, new_scales = (new, None) if scales is None else quantize_vectors(new)
             if len(spans) == 1 and len(spans[0].blocks) == 1:
                 (span,) = spans
@@ -166,7 +167,7 @@ class KVCache:
         return self._read(layer, 0, blocks, length), self._read(layer, 1, blocks, length)
 
     def _read(self, layer: int, kind: int, blocks: Sequence[int], length: int) -> Stored:
-        data, scales = self._parts[layer][kind]
+        data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
         if len(blocks) == 1:
             one = slice(blocks[0], blocks[0] + 1)
             return Stored(data[one, :, :length], None if scales is None else scales[one, :, :length])
@@ -178,8 +179,7 @@ class KVCache:
 
     def all(self, layer: int) -> tuple[Stored, Stored]:
         """Keys and values of every block, filled or not, as views [blocks, kv_heads, block_size, head_dim]."""
-        keys, values = self._parts[layer]
-        return Stored(*keys), Stored(*values)
+        return self._parts[layer]
 
     def copy(self, source: int, target: int) -> None:
         """Make block `target` what `source` is."""

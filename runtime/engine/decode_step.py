@@ -53,8 +53,10 @@ def _unlike(spec: LayerSpec) -> str | None:
     if spec.recurrent is not None:
         return "it keeps a state instead of keys and values"
     attention, mlp = spec.attention, spec.mlp
-    if isinstance(mlp, ExpertsSpec) or attention.sinks is not None:
-        return "its tokens choose among experts, or its attention has sinks"
+    if isinstance(mlp, ExpertsSpec):
+        return "its tokens choose among experts"
+    if attention.sinks is not None:
+        return "its attention has sinks"
     if attention.gated:
         return "what heads attend to is gated"
     if len(spec.parts) != 2 or attention.shares is not None:
@@ -67,7 +69,12 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "its norms are not plain"
     if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
         return "queries or keys are normed over all heads at once"
-    if attention.v_norm is not None or attention.norms_rotated or attention.clip or not attention.makes_values:
+    if (
+        attention.v_norm is not None
+        or attention.norms_rotated
+        or attention.clip is not None
+        or not attention.makes_values
+    ):
         return "keys or values are made in another way"
     if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
         return "heads are not turned whole, by halves"

@@ -1,6 +1,6 @@
 """The kernels that always work, in plain torch on any device; packed weights are slow. The others are held to them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,26 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
+
+
+class DenseMatmul:
+    """A dense weight [N, K] as a `Matmul`, by `product` of activations and weight."""
+
+    def __init__(self, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
+        self._weight, self._product = weight, product
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, K] to [rows, N] in the dtype of x."""
+        return self._product(x, self._weight)
+
+    def dequantize(self) -> Tensor:
+        """The weight itself."""
+        return self._weight
 
 
 class DequantizeMatmul:

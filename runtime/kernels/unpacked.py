@@ -6,32 +6,11 @@ models fit.
 """
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mycli.runtime.device.placement import why_unpacked
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import Packing
-
-
-class UnpackedMatmul:
-    """A weight [N, K] in the dtype of activations."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return self._weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N] in the dtype of x."""
-        return functional.linear(x, self._weight)
-
-    def dequantize(self) -> Tensor:
-        """The weight itself."""
-        return self._weight
 
 
 class UnpackedKernel:
@@ -49,4 +28,4 @@ class UnpackedKernel:
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Unpack it; the caller then drops the tensors it came from."""
-        return UnpackedMatmul(dequantize(weight).to(dtype))
+        return DenseMatmul(dequantize(weight).to(dtype))

@@ -7,6 +7,7 @@ both see the same pass. What a layer is made of is its `LayerSpec`. Does not kno
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +113,15 @@ class LayerPart(nn.Module):
         hidden = self.products[-1].out_features
         return Around(self.norm, self.output_norm, self.scalar, self._residual, hidden)
 
-    def _made_of(self, *norms: RMSNorm | None) -> tuple[object, ...]:
-        """Whatever may be replaced: the tensors of its norms, those of `norms` too, and its products."""
-        gains = (None if norm is None else norm.weight for norm in (self.norm, self.output_norm, *norms))
-        return (self.scalar, *gains, *(part for linear in self.products for part in (linear.matmuls, linear.bias)))
+    def _native_part(self, *norms: RMSNorm | None) -> NativePart[Any]:
+        """What watches whatever may be replaced: the tensors of its norms, those of `norms` too, and its products."""
+        gains = [norm for norm in (self.norm, self.output_norm, *norms) if norm is not None]
+        return NativePart(gains, self.products)
+
+    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Read what is neither norm nor product."""
+        for linear in self.kept:
+            linear.load(checkpoint, {}, device, dtype)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """The residual stream x [sequences, tokens, hidden] to the same."""
@@ -144,14 +150,19 @@ class Attention(LayerPart):
         self.products = (self.qkv, self.o)
         self.sinks: Tensor | None = None
         self._inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared = NativePart(self._prepare)
+        self._prepared: NativePart[CAttentionPart] = self._native_part(*self._inner_norms)
+
+    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """As `LayerPart.load_own`."""
+        if self.spec.sinks is not None:
+            self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
 
     def _prepare(self) -> CAttentionPart:
         return attention_part(self.spec, self._around(), self._inner_norms, self.qkv, self.o)
 
     def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
         """As `LayerPart.run_native`."""
-        part = self._prepared.get(self._made_of(*self._inner_norms))
+        part = self._prepared.get(self._prepare)
         return None if part is None else native.attention(part, self.spec, self._layer, x)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
@@ -214,6 +225,10 @@ class Recurrent(LayerPart):
         self.mixer = make_mixer(spec, layer)
         self.products = (self.mixer.projection, self.mixer.out)
 
+    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """As `LayerPart.load_own`."""
+        self.mixer.load(checkpoint, device, dtype)
+
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
         projected = yield self.mixer.projection, x
@@ -232,14 +247,14 @@ class Mlp(LayerPart):
         self.down = Linear((spec.down,))
         self.products = (self.gate_up, self.down)
         self._activate = ACTIVATION[spec.activation]
-        self._prepared = NativePart(self._prepare)
+        self._prepared: NativePart[CMlpPart] = self._native_part()
 
     def _prepare(self) -> CMlpPart:
         return mlp_part(self.spec, self._around(), self.gate_up, self.down)
 
     def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
         """As `LayerPart.run_native`."""
-        part = self._prepared.get(self._made_of())
+        part = self._prepared.get(self._prepare)
         return None if part is None else native.mlp(part, x)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
@@ -364,12 +379,8 @@ class Block(nn.Module):
             norm.load(checkpoint, device, dtype)
         for linear in self.products.values():
             linear.load(checkpoint, packings, device, dtype)
-        for linear in self.mlp.kept:
-            linear.load(checkpoint, {}, device, dtype)
-        if isinstance(self.mixer, Recurrent):
-            self.mixer.mixer.load(checkpoint, device, dtype)
-        elif self.mixer.spec.sinks is not None:
-            self.mixer.sinks = checkpoint.read(self.mixer.spec.sinks).to(device, torch.float32)
+        for part in (self.mixer, self.mlp):
+            part.load_own(checkpoint, device, dtype)
         if self.spec.scalar is not None:
             last = self.per_layer or self.mlp
             last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)

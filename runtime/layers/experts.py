@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import ROUTED_PRODUCT
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.packed_weight import Matmul
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.models.layer_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
@@ -22,24 +23,9 @@ from mycli.runtime.utils.huge_pages import huge_empty
 PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: they read a quarter of the bytes
 
 
-class DenseMatmul:
-    """An unquantized weight [N, K]: torch multiplies, except few rows on the CPU, where our own code reads faster."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return self._weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N]."""
-        return DENSE_PRODUCT(x, self._weight)
-
-    def dequantize(self) -> Tensor:
-        """The weight itself."""
-        return self._weight
+def dense_matmul(weight: Tensor) -> DenseMatmul:
+    """An unquantized weight [N, K], multiplied by the first kernel for dense products that takes it."""
+    return DenseMatmul(weight, DENSE_PRODUCT)
 
 
 def _read_dense(
@@ -79,7 +65,7 @@ class Linear(nn.Module):
         for (packing, _), run in groupby(self.specs, key=product):
             linears = list(run)
             if packing is None:
-                matmuls.append(DenseMatmul(_read_dense(checkpoint, linears, device, dtype)))
+                matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype)))
                 continue
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype))
         self._matmuls = tuple(matmuls)
@@ -97,7 +83,7 @@ class Linear(nn.Module):
         None lets go of what is held. The bias stays.
         """
         self.dense_copy = None
-        matmul = DenseMatmul(weight) if isinstance(weight, Tensor) else weight
+        matmul = dense_matmul(weight) if isinstance(weight, Tensor) else weight
         self._matmuls = () if matmul is None else (matmul,)
 
     @property

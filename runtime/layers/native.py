@@ -5,7 +5,7 @@ of its steps has native code, with the bits that its steps have one by one; `run
 not know the order of parts, or what a layer is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
 from typing import Generic, TypeVar
@@ -16,8 +16,8 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
-from mycli.runtime.kernels.cpu.build import Native
-from mycli.runtime.kernels.cpu.elementwise import GAIN_TYPES, GATE_TYPES, LANES
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, Native
+from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     MOST_PARTS,
     CAttentionPart,
@@ -32,8 +32,9 @@ from mycli.runtime.kernels.cpu.layer import (
     run_mlp,
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import RopeTables
 from mycli.runtime.models.layer_spec import AttentionSpec, MlpSpec, RopeSpec
@@ -70,10 +71,10 @@ def c_gain(norm: RMSNorm | None) -> CGain:
     if norm is None:
         return CGain()
     gain = norm.weight
-    if norm.spec.centred or gain.dtype not in GAIN_TYPES or not gain.is_contiguous():
+    if norm.spec.centred or gain.dtype not in ROW_TYPES or not gain.is_contiguous():
         raise NotNative("takes RMSNorms with gains of bf16 or fp32")
     size = _multiple(gain.shape[0], "the width of a norm")
-    return CGain(gain.data_ptr(), size, norm.eps, GAIN_TYPES[gain.dtype])
+    return CGain(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype])
 
 
 def _product(matmul: Matmul) -> CProduct:
@@ -145,19 +146,24 @@ def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CM
 
 
 class NativePart(Generic[_T]):
-    """A part made ready for native code, once; and again where what it is made of has been replaced."""
+    """A part made ready for native code, once; and again where what it is made of has been replaced.
 
-    def __init__(self, make: Callable[[], _T]) -> None:
-        self._make: Callable[[], _T] = make
-        self._made_of: tuple[object, ...] | None = None
+    `norms`, `products`: all whose tensors may be. Looked at in every pass, and so without detours.
+    """
+
+    def __init__(self, norms: Sequence[RMSNorm], products: Sequence[Linear]) -> None:
+        self._watched: list[tuple[object, str]] = [(norm, "weight") for norm in norms]
+        self._watched += [(linear, name) for linear in products for name in ("matmuls", "bias")]
+        self._made_of: list[object] = []
         self._part: _T | None = None
 
-    def get(self, made_of: tuple[object, ...]) -> _T | None:
-        """The part, of which `made_of` are all tensors and products; None where native code does not take it."""
-        if self._made_of is None or any(map(is_not, self._made_of, made_of)):
-            self._made_of = made_of  # held, so that nothing new can stand where these stood
+    def get(self, make: Callable[[], _T]) -> _T | None:
+        """The part, as `make` makes it; None where native code does not take it."""
+        now = [getattr(one, name) for one, name in self._watched]
+        if not self._made_of or any(map(is_not, self._made_of, now)):
+            self._made_of = now  # held, so that nothing new can stand where these stood
             try:
-                self._part = self._make()
+                self._part = make()
             except NotNative:
                 self._part = None
         return self._part

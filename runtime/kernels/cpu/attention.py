@@ -12,12 +12,10 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CAttention
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CAttention
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
-_QUERY = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention_task.h
-_LANES = 16
 FOREVER = 2**62  # a window that nothing leaves
 
 
@@ -82,8 +80,8 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         return "has no gradient"
     *outer, heads, head_dim = query.shape
     data = keys.data
-    if head_dim % _LANES or query.dtype not in _QUERY or data.dtype not in CACHE_TYPES:
-        return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {_LANES}"
+    if head_dim % LANES or query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
+        return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {LANES}"
     strides = data.stride()
     if strides != values.data.stride() or strides[2:] != (head_dim, 1):
         return "takes a cache whose keys and values lie alike, the last two axes contiguous"
@@ -120,7 +118,7 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         window=FOREVER if scoring.window is None else scoring.window,
         scale=scoring.scale,
         softcap=scoring.softcap,
-        query_type=_QUERY[query.dtype],
+        query_type=ROW_TYPES[query.dtype],
         cache_type=CACHE_TYPES[data.dtype],
     )
     failed = found.attend(ctypes.byref(task), torch.get_num_threads())

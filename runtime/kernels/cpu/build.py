@@ -31,6 +31,10 @@ from mycli.runtime.kernels.cpu.compiler import (
 )
 
 THIS_MACHINE = "-march=native"
+# `Type` of packed_layout.h: of activations, and of what is stored.
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+STORED_TYPES = {**ROW_TYPES, torch.float16: 2}
+LANES = 16  # of `V16` of vectors.h
 
 
 class CWeight(ctypes.Structure):

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CNorm, CRotation, Native
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
-LANES = 16
-GAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h, of gains and of rows
 GATE_TYPES = {"silu": 0, "gelu_tanh": 1}  # `GateType` of steps.h
 
 
 def _library(x: Tensor, width: int) -> Native | str:
     """For x bf16 or fp32 in rows of `width`."""
-    if x.dtype not in GAIN_TYPES or not x.is_cpu:
+    if x.dtype not in ROW_TYPES or not x.is_cpu:
         return "takes bf16 and fp32, on the CPU only"
     if width % LANES or x.stride(-1) != 1:
         return f"takes contiguous rows in multiples of {LANES}"
@@ -32,7 +30,8 @@ def _library(x: Tensor, width: int) -> Native | str:
     return build.native()
 
 
-def _threads(tokens: int) -> int:
+def threads_for(tokens: int) -> int:
+    """How many share a step over so many tokens."""
     return 1 if tokens <= _FEW else torch.get_num_threads()
 
 
@@ -54,8 +53,8 @@ def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
     given = x.contiguous()
     y = torch.empty_like(given)
     pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
-    task = CNorm(*pointers, given.numel() // size, size, eps, GAIN_TYPES[x.dtype], GAIN_TYPES[gain.dtype])
-    found.norm(ctypes.byref(task), _threads(_tokens(x)))
+    task = CNorm(*pointers, given.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype])
+    found.norm(ctypes.byref(task), threads_for(_tokens(x)))
     return y
 
 
@@ -68,12 +67,12 @@ def _gated(gate_up: Tensor, gate_type: int) -> Tensor | str:
     given, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
     found.gate(
         gate_type,
-        GAIN_TYPES[given.dtype],
+        ROW_TYPES[given.dtype],
         given.data_ptr(),
         y.numel() // size,
         size,
         y.data_ptr(),
-        _threads(_tokens(y)),
+        threads_for(_tokens(y)),
     )
     return y
 
@@ -107,5 +106,5 @@ def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
     y = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
     sizes = sequences, tokens, heads, head_dim, half, x.stride(0), x.stride(1)
-    found.rotate(ctypes.byref(CRotation(*pointers, *sizes, interleaved)), _threads(sequences * tokens))
+    found.rotate(ctypes.byref(CRotation(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
     return y

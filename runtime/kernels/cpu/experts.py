@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES
+from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
-_FEW = 16  # tokens, of which one thread is done before others are awake
-_LANES, _INPUTS = 16, 32
+_INPUTS = 32
 
 
 class _Routed(ctypes.Structure):
@@ -52,10 +52,6 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
-def _threads(tokens: int) -> int:
-    return 1 if tokens <= _FEW else torch.get_num_threads()
-
-
 def native_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
     """As `reference.route`; of equal scores the first is higher."""
     if scores.device.type != "cpu" or scores.requires_grad:
@@ -71,7 +67,7 @@ def native_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
     starts = torch.empty(experts + 1, dtype=torch.int32)
     pointers = (tensor.data_ptr() for tensor in (given, weights, chosen, places, pairs, hit, starts))
     task = _Routing(*pointers, tokens, experts, top_k, normalized)
-    hits = library.experts_route(ctypes.byref(task), _threads(tokens))
+    hits = library.experts_route(ctypes.byref(task), threads_for(tokens))
     return Route(hit[:hits].tolist(), starts[: hits + 1], pairs, places, weights)
 
 
@@ -107,7 +103,7 @@ def native_routed_product(
         rows=len(given),
         inputs=inputs,
         outputs=outputs,
-        type=_TYPES[given.dtype],
+        type=ROW_TYPES[given.dtype],
         dense=dense,
     )
     if library.experts_matmul(ctypes.byref(task), torch.get_num_threads()):
@@ -123,7 +119,7 @@ def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
     found = [weight for weight in weights if isinstance(weight, CpuMatmul)]
     if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
         return "takes weights of one shape and group in the packed layout of this code", _NONE, []
-    if dtype not in (*_TYPES, torch.float16):
+    if dtype not in (*ROW_TYPES, torch.float16):
         return f"{dtype} activations are not supported", _NONE, []
     return "", found[0].form[:2], [weight.address for weight in found]
 
@@ -140,16 +136,16 @@ def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
 
 def native_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | str:
     """As `reference.weighted_sum`; a token's bits depend on no other token."""
-    if x.device.type != "cpu" or x.requires_grad or x.dtype not in _TYPES:
+    if x.device.type != "cpu" or x.requires_grad or x.dtype not in ROW_TYPES:
         return "runs on the CPU, in bf16 or fp32, without a gradient"
     tokens, top_k = places.shape
-    if x.shape[1] % _LANES:
-        return f"takes rows in multiples of {_LANES}"
+    if x.shape[1] % LANES:
+        return f"takes rows in multiples of {LANES}"
     library = build.native()
     if isinstance(library, str):
         return library
     given, y = x.contiguous(), x.new_empty(tokens, x.shape[1])
     pointers = given.data_ptr(), places.data_ptr(), weights.data_ptr(), y.data_ptr()
-    task = _WeightedSum(*pointers, tokens, top_k, x.shape[1], _TYPES[x.dtype])
-    library.experts_sum(ctypes.byref(task), _threads(tokens))
+    task = _WeightedSum(*pointers, tokens, top_k, x.shape[1], ROW_TYPES[x.dtype])
+    library.experts_sum(ctypes.byref(task), threads_for(tokens))
     return y

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CWeight, Native
+from mycli.runtime.kernels.cpu.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_cpu.cpp
-_DENSE = (torch.float32, torch.bfloat16)
 _ROWS, _INPUTS = 16, 32  # of a block
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
@@ -62,7 +60,7 @@ class CpuMatmul:
         self._shape = weight.out_features, weight.in_features
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
-        scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
+        scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
         self._scales = _blocked(scales)
         self._offsets = None if weight.offsets is None else _blocked(weight.offsets)
         self._weight = CWeight(
@@ -73,7 +71,7 @@ class CpuMatmul:
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=_TYPES[scales.dtype],
+            scale_type=STORED_TYPES[scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
         packed = weight.packed.contiguous()
@@ -106,7 +104,7 @@ class CpuMatmul:
         given = (x.float() if x.dtype == torch.float16 else x).contiguous()
         y = torch.empty(rows, self._shape[0], dtype=given.dtype)
         threads = torch.get_num_threads()
-        kind = _TYPES[given.dtype]
+        kind = STORED_TYPES[given.dtype]
         if rows and self._library.matmul(self._pointer, given.data_ptr(), kind, rows, y.data_ptr(), threads):
             raise no_room_for(rows, inputs)
         return y.to(x.dtype)
@@ -114,7 +112,7 @@ class CpuMatmul:
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._scales.dtype)
-        self._library.dequantize(self._pointer, out.data_ptr(), _TYPES[out.dtype], torch.get_num_threads())
+        self._library.dequantize(self._pointer, out.data_ptr(), STORED_TYPES[out.dtype], torch.get_num_threads())
         return out
 
 
@@ -127,7 +125,7 @@ class CpuKernel:
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
-        reason = _decline(packing, in_features, device, dtype, tuple(_TYPES))
+        reason = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
         if reason:
             return reason
         if packing.codes != "int" or packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
@@ -193,7 +191,7 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
 
     A row's bits do not depend on the rows beside it. The reason where this code cannot.
     """
-    if x.dtype != weight.dtype or x.dtype not in _DENSE or weight.device.type != "cpu":
+    if x.dtype != weight.dtype or x.dtype not in ROW_TYPES or weight.device.type != "cpu":
         return "takes two of bf16 or of fp32, on the CPU only"
     if x.shape[1] % _INPUTS or not weight.is_contiguous():
         return f"takes contiguous weights of inputs in multiples of {_INPUTS}"
@@ -208,10 +206,10 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
 def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32; K a multiple of 32."""
     given, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
-    assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in _DENSE
+    assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in ROW_TYPES
     y = torch.empty(rows, outputs, dtype=x.dtype)
     pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
-    if rows and library.dense(_TYPES[x.dtype], *pointers, torch.get_num_threads()):
+    if rows and library.dense(STORED_TYPES[x.dtype], *pointers, torch.get_num_threads()):
         raise no_room_for(rows, inputs)
     return y
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, Native
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 
 _FEW = 1 << 15  # values of a pass: of so few one thread is done before others are awake
-_LANES = 16
 _MOST_TAPS, _MOST_KEYS = 64, 256
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
 
 
 class _Runs(ctypes.Structure):
@@ -63,7 +61,7 @@ class _GatedNorm(ctypes.Structure):
 def _library(x: Tensor, *others: Tensor) -> Native | str:
     """For x and `others`, of one dtype and contiguous in the last dimension."""
     tensors = (x, *others)
-    if x.dtype not in _TYPES or any(one.dtype != x.dtype or not one.is_cpu for one in tensors):
+    if x.dtype not in ROW_TYPES or any(one.dtype != x.dtype or not one.is_cpu for one in tensors):
         return "takes bf16 or fp32 on the CPU only"
     if any(one.stride(-1) != 1 for one in tensors):
         return "takes contiguous rows"
@@ -79,7 +77,7 @@ def _threads(values: int) -> int:
 def _rows(x: Tensor, runs: Runs) -> _Runs:
     starts, slots = (c_int32 * len(runs.starts))(*runs.starts), (c_int32 * len(runs.slots))(*runs.slots)
     # The structure keeps what its pointers point at alive.
-    return _Runs(starts, slots, len(runs.slots), _TYPES[x.dtype])
+    return _Runs(starts, slots, len(runs.slots), ROW_TYPES[x.dtype])
 
 
 def _exact(*tensors: Tensor | None) -> bool:
@@ -100,8 +98,8 @@ def native_convolve(
     found, (taps, channels) = _library(x), weight.shape
     if isinstance(found, str):
         return found
-    if channels % _LANES or not 2 <= taps <= _MOST_TAPS:
-        return f"takes channels in multiples of {_LANES}, and 2 to {_MOST_TAPS} taps"
+    if channels % LANES or not 2 <= taps <= _MOST_TAPS:
+        return f"takes channels in multiples of {LANES}, and 2 to {_MOST_TAPS} taps"
     if not _exact(weight, bias, state) or state.shape[1:] != (taps - 1, channels) or x.shape[1:] != (channels,):
         return "takes contiguous fp32 weights and states of matching shapes"
     if not _fits(runs, len(x), len(state)):
@@ -126,8 +124,8 @@ def native_delta_rule(
     found, width = _library(qkv, gates), sizes.key_heads * sizes.key_dim
     if isinstance(found, str):
         return found
-    if sizes.key_dim % _LANES or sizes.value_dim % _LANES or sizes.key_dim > _MOST_KEYS:
-        return f"takes heads in multiples of {_LANES}, keys of at most {_MOST_KEYS}"
+    if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MOST_KEYS:
+        return f"takes heads in multiples of {LANES}, keys of at most {_MOST_KEYS}"
     values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
     fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), 2 * sizes.heads)
     if not _exact(rate, dt_bias, state) or state.shape[1:] != shape or not fitting or not qkv.is_contiguous():
@@ -147,10 +145,10 @@ def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tens
     found, size = _library(x, gain, gate), gain.shape[0]
     if isinstance(found, str):
         return found
-    if size % _LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
-        return f"takes contiguous heads in multiples of {_LANES}, with a gate each"
+    if size % LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
+        return f"takes contiguous heads in multiples of {LANES}, with a gate each"
     y = torch.empty_like(x)
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
     task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps)
-    found.gated_norm(ctypes.byref(task), _TYPES[x.dtype], _threads(x.numel()))
+    found.gated_norm(ctypes.byref(task), ROW_TYPES[x.dtype], _threads(x.numel()))
     return y

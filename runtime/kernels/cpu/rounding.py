@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CRounding
+from mycli.runtime.kernels.cpu.build import STORED_TYPES, CRounding
 from mycli.runtime.quantization.packed_weight import pack
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of packed_layout.h
 _GIVEN, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp
 _VECTOR = 8  # fewer weights in a group are summed in another order
 _MOST = 1 << 20  # and more
@@ -58,7 +57,7 @@ def native_round(
     given = [each for each in (scales, importance, codes, sums) if each is not None]
     if not all(each.is_cpu and each.is_contiguous() and not each.requires_grad for each in (weight, *given)):
         return "takes contiguous tensors on the CPU, without a gradient"
-    if weight.dtype not in _TYPES or scales.dtype not in _TYPES:
+    if weight.dtype not in STORED_TYPES or scales.dtype not in STORED_TYPES:
         return "takes bf16, fp16 and fp32"
     group = columns // scales.shape[1]
     if not _VECTOR <= group < _MOST:
@@ -74,8 +73,8 @@ def native_round(
         rows=rows,
         inputs=columns,
         group=group,
-        weight_type=_TYPES[weight.dtype],
-        scale_type=_TYPES[scales.dtype],
+        weight_type=STORED_TYPES[weight.dtype],
+        scale_type=STORED_TYPES[scales.dtype],
         bits=bits,
         search=_GIVEN,
     )

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import CTableWeight, Native
+from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CTableWeight, Native
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # `Type` of packed_layout.h
 _KINDS = {"e4m3": 1, "e5m2": 2}  # `TableKind` of table.h; the others have 4 bits
-_LANES = 16
 _FEW = 16  # rows; from here on a dense product of decoded weights is faster
 _PART = 1 << 24  # weights decoded at a time for it
 
@@ -30,7 +28,7 @@ class TableMatmul:
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         self._library, self._shape = library, (weight.out_features, weight.in_features)
         self._packed = weight.packed.contiguous()
-        scales = weight.scales if weight.scales.dtype in _TYPES else weight.scales.float()
+        scales = weight.scales if weight.scales.dtype in ROW_TYPES else weight.scales.float()
         self._scales, self._dtype = scales.contiguous(), weight.scales.dtype
         self._values = code_table(weight.packing).contiguous()
         self._table = CTableWeight(
@@ -42,7 +40,7 @@ class TableMatmul:
             stride=self._packed.shape[1] * self._packed.element_size(),
             group=weight.in_features // weight.packing.groups(weight.in_features),
             kind=_KINDS.get(weight.packing.codes, 0),
-            scale_type=_TYPES[self._scales.dtype],
+            scale_type=ROW_TYPES[self._scales.dtype],
         )
         self._pointer = ctypes.pointer(self._table)
 
@@ -75,11 +73,13 @@ class TableMatmul:
 
     def _unpack(self, first: int, out: Tensor) -> None:
         threads = torch.get_num_threads()
-        self._library.table_dequantize(self._pointer, first, out.shape[0], out.data_ptr(), _TYPES[out.dtype], threads)
+        self._library.table_dequantize(
+            self._pointer, first, out.shape[0], out.data_ptr(), ROW_TYPES[out.dtype], threads
+        )
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales, as the reference rounds it."""
-        out = torch.empty(self._shape, dtype=self._dtype if self._dtype in _TYPES else torch.float32)
+        out = torch.empty(self._shape, dtype=self._dtype if self._dtype in ROW_TYPES else torch.float32)
         self._unpack(0, out)
         return out.to(self._dtype)
 
@@ -98,8 +98,8 @@ class TableKernel:
         if packing.codes == "int" or packing.offsets:
             return f"takes tables of values, not {packing.name}"
         group = in_features // packing.groups(in_features)
-        if group % _LANES:
-            return f"groups of {group} inputs are no multiple of {_LANES}"
+        if group % LANES:
+            return f"groups of {group} inputs are no multiple of {LANES}"
         library = build.native()
         return library if isinstance(library, str) else None
 

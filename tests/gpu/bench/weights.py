@@ -5,7 +5,7 @@ import torch
 from mycli.runtime.engine.device_loop import accelerate
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.kernels.registry import select_kernel
-from mycli.runtime.layers.linear import DenseMatmul, Linear
+from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
@@ -39,7 +39,7 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
 
     def product(linear: Linear) -> Matmul:
         if packing is None:
-            return DenseMatmul(dense(linear.out_features, linear.in_features, device))
+            return dense_matmul(dense(linear.out_features, linear.in_features, device))
         weight = packed(linear.out_features, linear.in_features, packing, device)
         kernel = kernel_of(weight)
         names.add(kernel.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,8 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
     chunk=st.sampled_from([2, 5, 64]),
     wrong=st.sampled_from([0, 1, 2, 3, 100]),
 )
+# A snapshot whose text was forgotten while its sequence ran.
+@example(seed=1192, block_size=4, blocks=0, running=3, chunk=5, wrong=1)
 def test_a_state_is_always_that_of_the_text(
     seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
 ) -> None:

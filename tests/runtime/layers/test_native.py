@@ -1,5 +1,7 @@
 """Parts of layers in one native call: the bits of their steps one by one, in every family, and what is declined."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -19,7 +21,8 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.linear import DenseMatmul
+from mycli.runtime.layers.block import Attention, Mlp
+from mycli.runtime.layers.linear import dense_matmul
 from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
@@ -167,7 +170,7 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
         codes = torch.randint(0, 2**bits, (split, weight.shape[1]), dtype=torch.int32, generator=generator)
         scales = torch.rand(split, weight.shape[1] // 32, generator=generator).bfloat16() / 2**bits
         packed = PackedWeight(pack(codes, bits), scales, Packing(bits, 32), weight.shape[1])
-        qkv._matmuls = (prepare_product(packed, torch.bfloat16), DenseMatmul(weight[split:].clone()))
+        qkv._matmuls = (prepare_product(packed, torch.bfloat16), dense_matmul(weight[split:].clone()))
     assert same_as_by_steps(runner, "bf16", monkeypatch).count("attention") == len(PASSES) * runner.config.layers
 
 
@@ -182,6 +185,20 @@ def test_what_is_replaced_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         norm.replace(norm.weight * 0.5)
     assert not torch.equal(run(runner, "bf16")[0], before)
     same_as_by_steps(runner, "bf16", monkeypatch)
+
+
+@pytest.mark.parametrize("kind", (Attention, Mlp))
+def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp], tmp_path: Path) -> None:
+    """At once, and its weights with it: of a model that is read layer by layer two would be in memory."""
+    runner = load(random_model(tmp_path / "model"))
+    run(runner, "bf16")
+    gone = [weakref.ref(part) for part in runner.model.modules() if isinstance(part, kind)]
+    gc.disable()
+    try:
+        runner.model.blocks = torch.nn.ModuleList()
+        assert gone and not any(part() for part in gone)
+    finally:
+        gc.enable()
 
 
 def test_other_weights_are_multiplied_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
