@@ -8,6 +8,7 @@ import pytest
 
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.guard import OPEN_PATHS, host_of
+from mycli.runtime.server.service import Service
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import JSON, Served
@@ -339,6 +340,19 @@ def test_g38_odd_tools_are_answered_or_refused(served: Served, name: str) -> Non
     named = {"type": "function", "function": {"name": text}}
     assert served.ask("POST", CHAT, good(tools=[named])).status == 400
     assert served.ask("GET", "/health").status == 200
+
+
+def test_a_bug_in_a_route_is_an_error_without_its_cause(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(service: Service, name: str | None) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(Service, "check_model", broken)
+    with scripted("Hi") as served:
+        for path in (CHAT, "/v1/messages"):
+            answer = served.ask("POST", path, good())
+            assert answer.status == 500 and answer.error["code"] == "internal_error"
+            assert ("type" in answer.json) == path.startswith("/v1/messages") and b"secret" not in answer.body
+        assert [line for line in served.log if "secret detail" in line]
 
 
 def test_g31_a_request_id_is_kept_if_it_is_one(served: Served) -> None:
