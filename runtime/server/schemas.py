@@ -39,6 +39,12 @@ def validated(kind: type[_Request], value: Any) -> _Request:
         raise ApiError(400, f"{place or 'body'}: {cause}", code, param=place or None) from None
 
 
+class ForModel(Strict):
+    """A request to a model; None: whichever is served."""
+
+    model: Name | None = None
+
+
 class StreamOptions(Strict):
     """What a stream says beside the reply."""
 
@@ -164,7 +170,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(ForModel, Sampling):
     """The body of POST /v1/chat/completions."""
 
     model: Name
@@ -186,7 +192,7 @@ class ChatRequest(Sampling):
     audio: None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(ForModel, Sampling):
     """The body of POST /v1/completions."""
 
     model: Name
@@ -202,10 +208,9 @@ class CompletionRequest(Sampling):
     suffix: Literal[""] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(ForModel):
     """The body of POST /tokenize: a text, or a conversation as its template writes it."""
 
-    model: Name | None = None
     prompt: LongText | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[ToolSpec] | None = Field(None, max_length=128)
@@ -220,8 +225,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(ForModel):
     """The body of POST /detokenize."""
 
-    model: Name | None = None
     tokens: list[TokenId] = Field(max_length=1 << 20)

@@ -10,9 +10,9 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.wire import chat_messages, chat_tools, logprob_entries, new_id, now, usage
-from mycli.runtime.server.schemas import ChatRequest, NamedTool, validated
+from mycli.runtime.server.schemas import ChatRequest, NamedTool
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
@@ -20,15 +20,12 @@ FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Continue a conversation."""
-    body = await read_body(service, request)
 
-    def prepare() -> tuple[ChatRequest, Prepared]:
-        given = validated(ChatRequest, parse_body(body))
-        service.check_model(given.model)
+    def prepare(given: ChatRequest) -> Prepared:
         _check(service, given)
-        return given, prepare_chat(service, _ask(given))
+        return prepare_chat(service, _ask(given))
 
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(service, request, ChatRequest, prepare)
     counted = given.stream_options is not None and bool(given.stream_options.include_usage)
     rendering = ChatRendering(service, prepared, counted, bool(given.logprobs))
     return await answer(service, request, prepared, rendering, bool(given.stream))

@@ -11,23 +11,16 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece, ReplyReader
 from mycli.runtime.server.routes.chat_completions import FINISH
 from mycli.runtime.server.routes.wire import logprob_number, new_id, now, token_text, usage
-from mycli.runtime.server.schemas import CompletionRequest, validated
+from mycli.runtime.server.schemas import CompletionRequest
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[CompletionRequest, Prepared]:
-        given = validated(CompletionRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, _prepare(service, given)
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(service, request, CompletionRequest, lambda one: _prepare(service, one))
     rendering = TextRendering(service, given, prepared)
     return await answer(service, request, prepared, rendering, bool(given.stream))
 

@@ -12,9 +12,9 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.wire import new_id, text_of
-from mycli.runtime.server.schemas import ContentPart, LongText, Name, Sampling, Strict, validated
+from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, Strict
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import JsonResponse, answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -61,7 +61,7 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountRequest(Strict):
+class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
     model: Name
@@ -148,28 +148,21 @@ def _ask(given: MessagesRequest) -> ChatAsk:
 
 async def messages(service: Service, request: Request) -> Response:
     """Continue a conversation."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[MessagesRequest, Prepared]:
-        given = validated(MessagesRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, prepare_chat(service, _ask(given))
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(
+        service, request, MessagesRequest, lambda one: prepare_chat(service, _ask(one))
+    )
     return await answer(service, request, prepared, MessageRendering(service, prepared), bool(given.stream))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """How many tokens a conversation is."""
-    body = await read_body(service, request)
 
-    def count() -> int:
-        given = validated(CountRequest, parse_body(body))
-        service.check_model(given.model)
+    def count(given: CountRequest) -> int:
         none = given.tool_choice is not None and given.tool_choice.type == "none"
         return len(service.chat_prompt(_turns(given), [] if none else _tools(given), _arguments(given)))
 
-    return JsonResponse({"input_tokens": await off_loop(service, count)})
+    _, tokens = await read_request(service, request, CountRequest, count)
+    return JsonResponse({"input_tokens": tokens})
 
 
 class MessageRendering:

@@ -14,16 +14,16 @@ from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.wire import call_fields, new_id, now, text_of
 from mycli.runtime.server.schemas import (
     Content,
+    ForModel,
     LongText,
     Name,
     ResponseFormat,
     Sampling,
     SchemaFormat,
     Strict,
-    validated,
 )
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 
@@ -73,7 +73,7 @@ class ReasoningOptions(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(ForModel):
     """The body of POST /v1/responses."""
 
     model: Name
@@ -153,14 +153,9 @@ def _tools(given: ResponsesRequest) -> list[Tool]:
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[ResponsesRequest, Prepared]:
-        given = validated(ResponsesRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, prepare_chat(service, _ask(given))
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(
+        service, request, ResponsesRequest, lambda one: prepare_chat(service, _ask(one))
+    )
     rendering = ResponseRendering(service, given, prepared)
     return await answer(service, request, prepared, rendering, bool(given.stream))
 
