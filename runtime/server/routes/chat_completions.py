@@ -9,7 +9,7 @@ from starlette.responses import Response
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
-from mycli.runtime.server.routes.wire import chat_messages, chat_tools, logprob_entries, new_id, now, usage
+from mycli.runtime.server.routes.wire import TokenCounts, chat_messages, chat_tools, logprob_entries, new_id, now
 from mycli.runtime.server.schemas import ChatRequest, NamedTool
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
@@ -70,12 +70,10 @@ class ChatRendering:
 
     def __init__(self, service: Service, prepared: Prepared, counted: bool, logprobs: bool) -> None:
         self._tokenizer: Tokenizer = service.loaded.tokenizer
-        self._prompt_tokens, self._count = prepared.prompt_tokens, len(prepared.wanted)
+        self._counts, self._count = TokenCounts(prepared.prompt_tokens), len(prepared.wanted)
         self._counted, self._logprobs = counted, logprobs
         self._head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name}
-        self._ended: list[Piece] = []
-        self._made = dict.fromkeys(range(self._count), 0)
-        self._calls = dict.fromkeys(range(self._count), 0)  # how many each reply has made
+        self._calls = [0] * self._count  # how many each reply has made
 
     def begin(self) -> Iterable[bytes]:
         """A role for each reply."""
@@ -84,7 +82,7 @@ class ChatRendering:
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         """What is new, and apart from it how the reply ended."""
-        self._made[piece.index] += piece.tokens
+        self._counts.add(piece)
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
@@ -96,18 +94,13 @@ class ChatRendering:
         if delta or logprobs:
             yield self._chunk(piece.index, delta, logprobs, None)
         if piece.end is not None:
-            self._ended.append(piece)
             yield self._chunk(piece.index, {}, None, FINISH.get(piece.end, piece.end))
 
     def finish(self) -> Iterable[bytes]:
         """Counts, where they were asked for, and the mark of the end."""
         if self._counted:
-            made = [
-                Piece(piece.index, tokens=self._made[piece.index], cached_tokens=piece.cached_tokens)
-                for piece in self._ended
-            ]
             whole = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**whole, "usage": usage(self._prompt_tokens, made)})
+            yield event({**whole, "usage": self._counts.usage()})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -119,6 +112,7 @@ class ChatRendering:
         """chat.completion."""
         choices = []
         for reply in replies:
+            self._counts.add(reply)
             message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
             if reply.calls:
                 message |= {"content": reply.content or None, "tool_calls": list(_calls(reply))}
@@ -127,8 +121,7 @@ class ChatRendering:
             end = FINISH.get(reply.end or "stop", reply.end)
             logprobs = self._logprob_fields(reply) if self._logprobs else None
             choices.append({"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end})
-        counts = usage(self._prompt_tokens, replies)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": counts}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._counts.usage()}
 
     def _numbered(self, index: int) -> int:
         self._calls[index] += 1

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
-from mycli.runtime.server.routes.wire import new_id, text_of
+from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
 from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, Strict
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
@@ -169,15 +169,14 @@ class MessageRendering:
     """A reply as message, or as the events of its blocks."""
 
     def __init__(self, service: Service, prepared: Prepared) -> None:
-        self._prompt = prepared.prompt_tokens
+        self._counts = TokenCounts(prepared.prompt_tokens)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.name}
         self._block, self._kind = -1, ""  # the block that is open, "" for none
-        self._made = self._cached = 0
         self._end: dict[str, Any] = {}
 
     def _usage(self) -> dict[str, int]:
-        cached = min(self._cached, self._prompt)
-        counts = {"input_tokens": self._prompt - cached, "output_tokens": self._made}
+        cached = self._counts.cached
+        counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.made}
         return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
     def begin(self) -> Iterable[bytes]:
@@ -232,8 +231,7 @@ class MessageRendering:
         return {**self._head, "content": content, **self._end, "usage": self._usage()}
 
     def _count(self, piece: Piece) -> None:
-        self._made += piece.tokens
-        self._cached = max(self._cached, piece.cached_tokens)
+        self._counts.add(piece)
         if piece.end is not None:
             self._end = {"stop_reason": STOP_REASONS.get(piece.end, "end_turn"), "stop_sequence": piece.stop}
 

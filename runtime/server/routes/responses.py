@@ -11,7 +11,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.response_items import OutputItems
-from mycli.runtime.server.routes.wire import call_fields, new_id, now, text_of
+from mycli.runtime.server.routes.wire import TokenCounts, call_fields, new_id, now, text_of
 from mycli.runtime.server.schemas import (
     Content,
     ForModel,
@@ -164,10 +164,9 @@ class ResponseRendering:
     """A reply as response, or as the events of its items."""
 
     def __init__(self, service: Service, given: ResponsesRequest, prepared: Prepared) -> None:
-        self._prompt = prepared.prompt_tokens
+        self._counts = TokenCounts(prepared.prompt_tokens)
         self._items = OutputItems()
         self._number = 0  # of the next event
-        self._made = self._cached = 0
         self._cut = False
         form = given.text.format if given.text is not None else None
         tools = [tool.model_dump() for tool in given.tools or ()]
@@ -197,18 +196,17 @@ class ResponseRendering:
     def _response(self, status: str) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         counts = {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": min(self._cached, self._prompt)},
-            "output_tokens": self._made,
+            "input_tokens": self._counts.prompt,
+            "input_tokens_details": {"cached_tokens": self._counts.cached},
+            "output_tokens": self._counts.made,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self._prompt + self._made,
+            "total_tokens": self._counts.prompt + self._counts.made,
         }
         ended = status in ("completed", "incomplete")
-        output = self._items.all()
         return {
             **self._head,
             "status": status,
-            "output": output,
+            "output": self._items.all(),
             "incomplete_details": cut,
             "usage": counts if ended else None,
         }
@@ -248,6 +246,5 @@ class ResponseRendering:
         return self._response("incomplete" if self._cut else "completed")
 
     def _count(self, piece: Piece) -> None:
-        self._made += piece.tokens
-        self._cached = max(self._cached, piece.cached_tokens)
+        self._counts.add(piece)
         self._cut = self._cut or piece.end == "length"
