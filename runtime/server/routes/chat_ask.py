@@ -12,7 +12,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammar import Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.reply_reader import ReplyReader
-from mycli.runtime.server.schemas import ResponseFormat, Sampling
+from mycli.runtime.server.schemas import Effort, ResponseFormat, Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
@@ -40,6 +40,13 @@ class ChatAsk:
     top: int | None = None
 
 
+def effort_arguments(effort: Effort | None) -> dict[str, Any]:
+    """What a template is told of how hard to think."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort in ("none", "minimal") else {})}
+
+
 def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
     """The sequences that continue a conversation. Raises ApiError."""
     tools = () if ask.choice == "none" else ask.tools
@@ -56,14 +63,12 @@ def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
         if grammar is not None and tools:
             message = "with tools to choose from, a response_format cannot be kept; set tool_choice to none or required"
             raise ApiError(400, message, "unsupported_parameter", param="response_format")
-    stop = ask.sampling.stop
-    stops = [stop] if isinstance(stop, str) else stop or []
     wanted = []
     for choice in range(ask.count):
         reader = ReplyReader(
             service.loaded.tokenizer,
             choice,
-            stops,
+            ask.sampling.stops,
             prompt_end=end,
             tools=ToolParser(form, tools) if tools else None,
             form=form if tools else None,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
-from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
+from mycli.runtime.server.routes.chat_ask import ChatAsk, effort_arguments, prepare_chat
 from mycli.runtime.server.routes.wire import TokenCounts, chat_messages, chat_tools, logprob_entries, new_id, now
 from mycli.runtime.server.schemas import ChatRequest, NamedTool
 from mycli.runtime.server.service import Prepared, Service
@@ -43,11 +43,6 @@ def _check(service: Service, given: ChatRequest) -> None:
 
 
 def _ask(given: ChatRequest) -> ChatAsk:
-    arguments = dict(given.chat_template_kwargs or {})
-    if given.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", given.reasoning_effort)
-        if given.reasoning_effort in ("none", "minimal"):
-            arguments.setdefault("enable_thinking", False)
     choice = given.tool_choice or "auto"
     limit = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
     return ChatAsk(
@@ -58,7 +53,7 @@ def _ask(given: ChatRequest) -> ChatAsk:
         named=choice.function.name if isinstance(choice, NamedTool) else None,
         parallel=given.parallel_tool_calls is not False,
         format=given.response_format,
-        arguments=arguments,
+        arguments=effort_arguments(given.reasoning_effort) | (given.chat_template_kwargs or {}),
         count=given.n or 1,
         limit=limit,
         top=(given.top_logprobs or 0) if given.logprobs else None,

@@ -56,8 +56,6 @@ def _prepare(service: Service, given: CompletionRequest) -> Prepared:
             400, f"{count * len(prompts)} replies in one request, more than {most}", "invalid_value", param="n"
         )
     grammar = service.grammar(given.response_format)
-    stop = given.stop
-    stops = [stop] if isinstance(stop, str) else stop or []
     scored = bool(given.echo) and given.logprobs is not None
     wanted = []
     for number, prompt in enumerate(prompts):
@@ -65,7 +63,7 @@ def _prepare(service: Service, given: CompletionRequest) -> Prepared:
         fitting = min(limit, service.context - len(prompt) + 1) if room is None else limit
         for choice in range(count):
             request = service.request(prompt, given, choice, fitting, grammar, given.logprobs, scored)
-            wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, stops)))
+            wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, given.stops)))
     return Prepared(wanted, prompts)
 
 

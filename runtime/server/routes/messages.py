@@ -12,10 +12,11 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
 from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
-from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, Strict
+from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -42,7 +43,7 @@ class InputTool(Strict):
     """A tool with the schema of its input."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: LongText | None = None
     input_schema: dict[str, Any]
 
@@ -76,7 +77,7 @@ class MessagesRequest(CountRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=1 << 31)
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(None, max_length=16)
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

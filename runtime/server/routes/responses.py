@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
-from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
+from mycli.runtime.server.routes.chat_ask import ChatAsk, effort_arguments, prepare_chat
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.wire import TokenCounts, call_fields, new_id, now, text_of
 from mycli.runtime.server.schemas import (
     Content,
+    Effort,
     ForModel,
     LongText,
     Name,
@@ -21,6 +22,7 @@ from mycli.runtime.server.schemas import (
     Sampling,
     SchemaFormat,
     Strict,
+    ToolName,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
@@ -43,7 +45,7 @@ class FunctionTool(Strict):
     """A function that a model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: LongText | None = None
     parameters: dict[str, Any] | None = None
 
@@ -70,7 +72,7 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """How hard the model is to think."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(ForModel):
@@ -127,10 +129,6 @@ def _ask(given: ResponsesRequest) -> ChatAsk:
         raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     if form is not None and form.type == "json_schema" and form.schema_ is None:
         raise ApiError(400, "text.format.schema is missing", "missing_required_parameter", param="text.format.schema")
-    effort = given.reasoning.effort if given.reasoning is not None else None
-    arguments: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort in ("none", "minimal"):
-        arguments["enable_thinking"] = False
     return ChatAsk(
         messages=_messages(given),
         sampling=Sampling.model_validate({"temperature": given.temperature, "top_p": given.top_p}),
@@ -139,7 +137,7 @@ def _ask(given: ResponsesRequest) -> ChatAsk:
         named=choice.name if isinstance(choice, NamedFunction) else None,
         parallel=given.parallel_tool_calls is not False,
         format=None if form is None else ResponseFormat(type=form.type, json_schema=form),
-        arguments=arguments,
+        arguments=effort_arguments(None if given.reasoning is None else given.reasoning.effort),
         limit=given.max_output_tokens,
     )
 
