@@ -52,7 +52,7 @@ def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
     tools = () if ask.choice == "none" else ask.tools
     ids = service.chat_prompt(ask.messages, tools, ask.arguments)
     end = service.spelled(ids[-16:])
-    limit = service.room(ids, ask.limit, "messages")
+    service.room(ids, ask.limit, "messages")
     prelude = service.prelude(end)
     form = service.tool_format
     if tools and (ask.choice == "required" or ask.named is not None):
@@ -73,7 +73,7 @@ def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
             tools=ToolParser(form, tools) if tools else None,
             form=form if tools else None,
         )
-        wanted.append((service.request(ids, ask.sampling, choice, limit, grammar, ask.top), reader))
+        wanted.append((service.request(ids, ask.sampling, choice, ask.limit, grammar, ask.top), reader))
     return Prepared(wanted, [ids])
 
 

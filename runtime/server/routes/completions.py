@@ -59,8 +59,7 @@ def _prepare(service: Service, given: CompletionRequest) -> Prepared:
     scored = bool(given.echo) and given.logprobs is not None
     wanted = []
     for number, prompt in enumerate(prompts):
-        room = service.room(prompt, None if given.max_tokens is None else limit, "prompt")
-        fitting = min(limit, service.context - len(prompt) + 1) if room is None else limit
+        fitting = min(limit, service.room(prompt, given.max_tokens, "prompt"))
         for choice in range(count):
             request = service.request(prompt, given, choice, fitting, grammar, given.logprobs, scored)
             wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, given.stops)))
