@@ -49,13 +49,16 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
 
 def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
     """The sequences that continue a conversation. Raises ApiError."""
+    required = ask.choice == "required" or ask.named is not None
+    if required and not ask.tools:
+        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     tools = () if ask.choice == "none" else ask.tools
     ids = service.chat_prompt(ask.messages, tools, ask.arguments)
     end = service.spelled(ids[-16:])
     service.room(ids, ask.limit, "messages")
     prelude = service.prelude(end)
     form = service.tool_format
-    if tools and (ask.choice == "required" or ask.named is not None):
+    if required:
         form = form if form.written is not None else HERMES
         grammar: Grammar | None = _calls(service, ask, form, prelude)
     else:

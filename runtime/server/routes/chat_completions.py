@@ -38,8 +38,6 @@ def _check(service: Service, given: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
     if given.stream_options is not None and not given.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
-    if given.tool_choice not in (None, "none", "auto") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
 
 
 def _ask(given: ChatRequest) -> ChatAsk:

@@ -129,8 +129,6 @@ def _arguments(given: CountRequest) -> dict[str, Any]:
 
 def _ask(given: MessagesRequest) -> ChatAsk:
     choice = given.tool_choice or ToolChoice(type="auto")
-    if choice.type in ("any", "tool") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     if choice.type == "tool" and choice.name is None:
         raise ApiError(400, "tool_choice.name: Field required", "missing_required_parameter", param="tool_choice.name")
     drawn = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}

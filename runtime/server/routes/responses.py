@@ -125,8 +125,6 @@ def _messages(given: ResponsesRequest) -> list[Message]:
 def _ask(given: ResponsesRequest) -> ChatAsk:
     form = given.text.format if given.text is not None else None
     choice = given.tool_choice or "auto"
-    if choice not in ("auto", "none") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     if form is not None and form.type == "json_schema" and form.schema_ is None:
         raise ApiError(400, "text.format.schema is missing", "missing_required_parameter", param="text.format.schema")
     return ChatAsk(

@@ -245,6 +245,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "template": (CHAT, good(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs"),
     "tokenize": (CHAT, good(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
     "choice-without-tools": (CHAT, good(tool_choice="required"), "tool_choice"),
+    "choice-without-tools-messages": ("/v1/messages", good(tool_choice={"type": "any"}), "tool_choice"),
+    "choice-without-tools-responses": (
+        "/v1/responses",
+        {"model": "pico", "input": "x", "tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice",
+    ),
     "options-without-stream": (CHAT, good(stream_options={"include_usage": True}), "stream_options"),
     "functions": (CHAT, good(functions=[]), "functions"),
     "no-schema": (CHAT, good(response_format={"type": "json_schema"}), "response_format"),
