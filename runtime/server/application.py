@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.guard import Guard
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
@@ -62,7 +62,11 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         message, code = words.get(error.status_code, (error.detail, "invalid_request"))
         return await refused(request, ApiError(error.status_code, message, code, headers=error.headers))
 
+    async def failed(request: Request, error: Exception) -> Response:
+        return await refused(request, internal_error())  # the guard logs what it was
+
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
-    app = Starlette(routes=routes, exception_handlers={ApiError: refused, HTTPException: unrouted})
+    handlers = {ApiError: refused, HTTPException: unrouted, Exception: failed}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, service, log)

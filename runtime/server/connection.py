@@ -170,16 +170,14 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._limits, self._drain, self._busy, self._give_up = limits, drain, busy, give_up
-        self._stops = 0
         self._draining_for: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to end: in order, or at once the second time."""
-        self._stops += 1
         self._captured_signals = [sig]  # raised again at the end, so that the exit code tells
-        if self._stops > 1:
+        if self._draining_for is not None:
             self.should_exit = self.force_exit = True
-        elif self._draining_for is None:
+        else:
             self._draining_for = 0.0
             self._drain()
 

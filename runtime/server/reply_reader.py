@@ -110,7 +110,7 @@ class ReplyReader:
             output.logprobs,
             output.prompt_logprobs,
             output.cached_tokens,
-            self._reason("stop" if found else end, found) if self.ended else None,
+            self._reason(end, found) if self.ended else None,
             stop,
             "" if output.error is None else output.error.message,
         )

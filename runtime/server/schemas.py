@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
 LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Strict(BaseModel):
@@ -39,6 +43,12 @@ def validated(kind: type[_Request], value: Any) -> _Request:
         raise ApiError(400, f"{place or 'body'}: {cause}", code, param=place or None) from None
 
 
+class ForModel(Strict):
+    """A request to a model; None: whichever is served."""
+
+    model: Name | None = None
+
+
 class StreamOptions(Strict):
     """What a stream says beside the reply."""
 
@@ -59,24 +69,25 @@ class Sampling(Strict):
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
     ) = Field(None, max_length=1024)
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=256)]
-        | list[Annotated[str, Field(min_length=1, max_length=256)]]
-        | None
-    ) = None
+    stop: StopString | list[StopString] | None = None
     ignore_eos: bool = False
 
     @model_validator(mode="after")
     def _few_stops(self) -> "Sampling":
-        if isinstance(self.stop, list) and len(self.stop) > 16:
-            raise ValueError("stop: at most 16 strings")
+        if len(self.stops) > MAX_STOPS:
+            raise ValueError(f"stop: at most {MAX_STOPS} strings")
         return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a reply."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class FunctionSpec(Strict):
     """A function that a model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -164,7 +175,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(ForModel, Sampling):
     """The body of POST /v1/chat/completions."""
 
     model: Name
@@ -180,13 +191,13 @@ class ChatRequest(Sampling):
     tools: list[ToolSpec] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     functions: None = None
     audio: None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(ForModel, Sampling):
     """The body of POST /v1/completions."""
 
     model: Name
@@ -202,10 +213,9 @@ class CompletionRequest(Sampling):
     suffix: Literal[""] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(ForModel):
     """The body of POST /tokenize: a text, or a conversation as its template writes it."""
 
-    model: Name | None = None
     prompt: LongText | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[ToolSpec] | None = Field(None, max_length=128)
@@ -220,8 +230,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(ForModel):
     """The body of POST /detokenize."""
 
-    model: Name | None = None
     tokens: list[TokenId] = Field(max_length=1 << 20)

@@ -149,8 +149,8 @@ class Service:
             message = f"there is no token {worst}, the vocabulary ends at {self.loaded.vocabulary_size - 1}"
             raise ApiError(400, message, "invalid_value", param=param)
 
-    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int | None:
-        """`limit`, if it fits behind `prompt`. Raises ApiError with both numbers where it does not."""
+    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
+        """Tokens that fit behind `prompt`. Raises ApiError with the numbers where `limit` or one is more."""
         room = self.context - len(prompt) + 1  # the last token drawn needs no place
         if not prompt:
             raise ApiError(400, "the prompt is empty", "invalid_value", param=param)
@@ -158,7 +158,7 @@ class Service:
             asked = f"{len(prompt)} tokens of prompt" + (f" and {limit} more" if limit is not None else "")
             message = f"the context holds {self.context} tokens; the request asks for {asked}"
             raise ApiError(400, message, "context_length_exceeded", param=param)
-        return limit
+        return room
 
     # How a reply is made
 

@@ -1,7 +1,7 @@
 """A request on its way: its body read and bounded, its sequences run, its reply sent whole or as a stream of events.
 
-A client that goes away cancels its sequences. Knows HTTP; does not know the fields of
-any protocol: a `Rendering` writes them.
+A client that goes away cancels its sequences. Knows HTTP; of the fields of a protocol it knows only the model's name: a
+`Rendering` writes them.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ from starlette.types import Receive, Scope, Send
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.reply_reader import Piece
+from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.utils.json_fields import strict_json
 
 _T = TypeVar("_T")
+_Given = TypeVar("_Given", bound=ForModel)
 CLIENT_GONE = 499  # nginx's number; nobody reads it
 _PING = b": ping\n\n"
 
@@ -102,7 +104,7 @@ async def off_loop(service: Service, work: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(service.pool, work)
 
 
-async def read_body(service: Service, request: Request) -> bytes:
+async def _read_body(service: Service, request: Request) -> bytes:
     """The whole body. Raises ApiError for one that is too large, and for a client that leaves before its end."""
     limit, parts, size = service.settings.limits.body_bytes, list[bytes](), 0
     try:
@@ -116,12 +118,26 @@ async def read_body(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
-def parse_body(body: bytes) -> Any:
+def _parsed(body: bytes) -> Any:
     """The JSON of a body. Raises ApiError."""
     try:
         return strict_json(body)
     except ValueError as error:  # UnicodeDecodeError is one
         raise ApiError(400, f"the body is not acceptable JSON: {error}", "invalid_json") from None
+
+
+async def read_request(
+    service: Service, request: Request, kind: type[_Given], work: Callable[[_Given], _T]
+) -> tuple[_Given, _T]:
+    """What was asked of the served model, as `kind`, and what `work` makes of it off the loop. Raises ApiError."""
+    body = await _read_body(service, request)
+
+    def read() -> tuple[_Given, _T]:
+        given = validated(kind, _parsed(body))
+        service.check_model(given.model)
+        return given, work(given)
+
+    return await off_loop(service, read)
 
 
 def _failure(piece: Piece) -> ApiError | None:

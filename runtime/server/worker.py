@@ -198,16 +198,18 @@ class EngineWorker:
 
     def _leave(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
-                self.engine.cancel(ticket.sequence)
+            self._forget(ticket)
             self._end(ticket, "cancelled")
 
     def _fail(self, tickets: Sequence[Ticket], error: ApiError) -> None:
         """End sequences with an error, through the text thread, so that it comes after what was made."""
         for ticket in tickets:
-            if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
-                self.engine.cancel(ticket.sequence)
+            self._forget(ticket)
         self._steps.put([(ticket, error) for ticket in tickets])
+
+    def _forget(self, ticket: Ticket) -> None:
+        if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
+            self.engine.cancel(ticket.sequence)
 
     def _end(self, ticket: Ticket, reason: str) -> None:
         with self._lock:
@@ -251,10 +253,6 @@ class EngineWorker:
                 self._orders.put(lambda: self._forget(ticket))
             self._end(ticket, "stop" if piece.end == "stop_string" else piece.end)
         return piece
-
-    def _forget(self, ticket: Ticket) -> None:
-        if ticket.sequence is not None and self._by_sequence.pop(ticket.sequence, None) is not None:
-            self.engine.cancel(ticket.sequence)
 
 
 def _shared(ticket: Ticket) -> object:

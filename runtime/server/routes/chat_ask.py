@@ -12,7 +12,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammar import Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.reply_reader import ReplyReader
-from mycli.runtime.server.schemas import ResponseFormat, Sampling
+from mycli.runtime.server.schemas import Effort, ResponseFormat, Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
@@ -40,15 +40,25 @@ class ChatAsk:
     top: int | None = None
 
 
+def effort_arguments(effort: Effort | None) -> dict[str, Any]:
+    """What a template is told of how hard to think."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort in ("none", "minimal") else {})}
+
+
 def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
     """The sequences that continue a conversation. Raises ApiError."""
+    required = ask.choice == "required" or ask.named is not None
+    if required and not ask.tools:
+        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     tools = () if ask.choice == "none" else ask.tools
     ids = service.chat_prompt(ask.messages, tools, ask.arguments)
     end = service.spelled(ids[-16:])
-    limit = service.room(ids, ask.limit, "messages")
+    service.room(ids, ask.limit, "messages")
     prelude = service.prelude(end)
     form = service.tool_format
-    if tools and (ask.choice == "required" or ask.named is not None):
+    if required:
         form = form if form.written is not None else HERMES
         grammar: Grammar | None = _calls(service, ask, form, prelude)
     else:
@@ -56,19 +66,17 @@ def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
         if grammar is not None and tools:
             message = "with tools to choose from, a response_format cannot be kept; set tool_choice to none or required"
             raise ApiError(400, message, "unsupported_parameter", param="response_format")
-    stop = ask.sampling.stop
-    stops = [stop] if isinstance(stop, str) else stop or []
     wanted = []
     for choice in range(ask.count):
         reader = ReplyReader(
             service.loaded.tokenizer,
             choice,
-            stops,
+            ask.sampling.stops,
             prompt_end=end,
             tools=ToolParser(form, tools) if tools else None,
             form=form if tools else None,
         )
-        wanted.append((service.request(ids, ask.sampling, choice, limit, grammar, ask.top), reader))
+        wanted.append((service.request(ids, ask.sampling, choice, ask.limit, grammar, ask.top), reader))
     return Prepared(wanted, [ids])
 
 

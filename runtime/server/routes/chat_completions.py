@@ -8,11 +8,11 @@ from starlette.responses import Response
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
-from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
-from mycli.runtime.server.routes.wire import chat_messages, chat_tools, logprob_entries, new_id, now, usage
-from mycli.runtime.server.schemas import ChatRequest, NamedTool, validated
+from mycli.runtime.server.routes.chat_ask import ChatAsk, effort_arguments, prepare_chat
+from mycli.runtime.server.routes.wire import TokenCounts, chat_messages, chat_tools, logprob_entries, new_id, now
+from mycli.runtime.server.schemas import ChatRequest, NamedTool
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
@@ -20,15 +20,12 @@ FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Continue a conversation."""
-    body = await read_body(service, request)
 
-    def prepare() -> tuple[ChatRequest, Prepared]:
-        given = validated(ChatRequest, parse_body(body))
-        service.check_model(given.model)
+    def prepare(given: ChatRequest) -> Prepared:
         _check(service, given)
-        return given, prepare_chat(service, _ask(given))
+        return prepare_chat(service, _ask(given))
 
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(service, request, ChatRequest, prepare)
     counted = given.stream_options is not None and bool(given.stream_options.include_usage)
     rendering = ChatRendering(service, prepared, counted, bool(given.logprobs))
     return await answer(service, request, prepared, rendering, bool(given.stream))
@@ -41,16 +38,9 @@ def _check(service: Service, given: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
     if given.stream_options is not None and not given.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
-    if given.tool_choice not in (None, "none", "auto") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
 
 
 def _ask(given: ChatRequest) -> ChatAsk:
-    arguments = dict(given.chat_template_kwargs or {})
-    if given.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", given.reasoning_effort)
-        if given.reasoning_effort in ("none", "minimal"):
-            arguments.setdefault("enable_thinking", False)
     choice = given.tool_choice or "auto"
     limit = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
     return ChatAsk(
@@ -61,7 +51,7 @@ def _ask(given: ChatRequest) -> ChatAsk:
         named=choice.function.name if isinstance(choice, NamedTool) else None,
         parallel=given.parallel_tool_calls is not False,
         format=given.response_format,
-        arguments=arguments,
+        arguments=effort_arguments(given.reasoning_effort) | (given.chat_template_kwargs or {}),
         count=given.n or 1,
         limit=limit,
         top=(given.top_logprobs or 0) if given.logprobs else None,
@@ -73,12 +63,10 @@ class ChatRendering:
 
     def __init__(self, service: Service, prepared: Prepared, counted: bool, logprobs: bool) -> None:
         self._tokenizer: Tokenizer = service.loaded.tokenizer
-        self._prompt_tokens, self._count = prepared.prompt_tokens, len(prepared.wanted)
+        self._counts, self._count = TokenCounts(prepared.prompt_tokens), len(prepared.wanted)
         self._counted, self._logprobs = counted, logprobs
         self._head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name}
-        self._ended: list[Piece] = []
-        self._made = dict.fromkeys(range(self._count), 0)
-        self._calls = dict.fromkeys(range(self._count), 0)  # how many each reply has made
+        self._calls = [0] * self._count  # how many each reply has made
 
     def begin(self) -> Iterable[bytes]:
         """A role for each reply."""
@@ -87,7 +75,7 @@ class ChatRendering:
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         """What is new, and apart from it how the reply ended."""
-        self._made[piece.index] += piece.tokens
+        self._counts.add(piece)
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
@@ -99,18 +87,13 @@ class ChatRendering:
         if delta or logprobs:
             yield self._chunk(piece.index, delta, logprobs, None)
         if piece.end is not None:
-            self._ended.append(piece)
             yield self._chunk(piece.index, {}, None, FINISH.get(piece.end, piece.end))
 
     def finish(self) -> Iterable[bytes]:
         """Counts, where they were asked for, and the mark of the end."""
         if self._counted:
-            made = [
-                Piece(piece.index, tokens=self._made[piece.index], cached_tokens=piece.cached_tokens)
-                for piece in self._ended
-            ]
             whole = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**whole, "usage": usage(self._prompt_tokens, made)})
+            yield event({**whole, "usage": self._counts.usage()})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -122,6 +105,7 @@ class ChatRendering:
         """chat.completion."""
         choices = []
         for reply in replies:
+            self._counts.add(reply)
             message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
             if reply.calls:
                 message |= {"content": reply.content or None, "tool_calls": list(_calls(reply))}
@@ -130,8 +114,7 @@ class ChatRendering:
             end = FINISH.get(reply.end or "stop", reply.end)
             logprobs = self._logprob_fields(reply) if self._logprobs else None
             choices.append({"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end})
-        counts = usage(self._prompt_tokens, replies)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": counts}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._counts.usage()}
 
     def _numbered(self, index: int) -> int:
         self._calls[index] += 1

@@ -10,24 +10,17 @@ from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece, ReplyReader
 from mycli.runtime.server.routes.chat_completions import FINISH
-from mycli.runtime.server.routes.wire import logprob_number, new_id, now, token_text, usage
-from mycli.runtime.server.schemas import CompletionRequest, validated
+from mycli.runtime.server.routes.wire import TokenCounts, logprob_number, new_id, now, token_text
+from mycli.runtime.server.schemas import CompletionRequest
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[CompletionRequest, Prepared]:
-        given = validated(CompletionRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, _prepare(service, given)
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(service, request, CompletionRequest, lambda one: _prepare(service, one))
     rendering = TextRendering(service, given, prepared)
     return await answer(service, request, prepared, rendering, bool(given.stream))
 
@@ -63,16 +56,13 @@ def _prepare(service: Service, given: CompletionRequest) -> Prepared:
             400, f"{count * len(prompts)} replies in one request, more than {most}", "invalid_value", param="n"
         )
     grammar = service.grammar(given.response_format)
-    stop = given.stop
-    stops = [stop] if isinstance(stop, str) else stop or []
     scored = bool(given.echo) and given.logprobs is not None
     wanted = []
     for number, prompt in enumerate(prompts):
-        room = service.room(prompt, None if given.max_tokens is None else limit, "prompt")
-        fitting = min(limit, service.context - len(prompt) + 1) if room is None else limit
+        fitting = min(limit, service.room(prompt, given.max_tokens, "prompt"))
         for choice in range(count):
             request = service.request(prompt, given, choice, fitting, grammar, given.logprobs, scored)
-            wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, stops)))
+            wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, given.stops)))
     return Prepared(wanted, prompts)
 
 
@@ -84,15 +74,13 @@ class TextRendering:
         self._echo, self._top = bool(given.echo), given.logprobs
         self._each = given.n or 1  # replies of a prompt
         self._prompts = prepared.prompts
-        self._prompt_tokens = prepared.prompt_tokens
+        self._counts = TokenCounts(prepared.prompt_tokens)
         options = given.stream_options
         self._counted = options is not None and bool(options.include_usage)
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": service.name}
         self._texts = [self._tokenizer.decode(prompt) if self._echo else "" for prompt in self._prompts]
         self._offsets = [0] * len(prepared.wanted)
         self._begun = [False] * len(prepared.wanted)
-        self._ended: list[Piece] = []
-        self._made = [0] * len(prepared.wanted)
 
     def begin(self) -> Iterable[bytes]:
         """Nothing: the prompt is echoed with the first piece."""
@@ -100,19 +88,14 @@ class TextRendering:
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         """What is new; the end comes with the last text."""
-        self._made[piece.index] += piece.tokens
-        if piece.end is not None:
-            self._ended.append(piece)
+        self._counts.add(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield event({**self._head, "choices": [self._choice(piece)]})
 
     def finish(self) -> Iterable[bytes]:
         """Counts, where they were asked for, and the mark of the end."""
         if self._counted:
-            made = [
-                Piece(one.index, tokens=self._made[one.index], cached_tokens=one.cached_tokens) for one in self._ended
-            ]
-            yield event({**self._head, "choices": [], "usage": usage(self._prompt_tokens, made)})
+            yield event({**self._head, "choices": [], "usage": self._counts.usage()})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -122,8 +105,10 @@ class TextRendering:
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         """text_completion."""
-        counts = usage(self._prompt_tokens, replies)
-        return {**self._head, "choices": [self._choice(reply) for reply in replies], "usage": counts}
+        for reply in replies:
+            self._counts.add(reply)
+        choices = [self._choice(reply) for reply in replies]
+        return {**self._head, "choices": choices, "usage": self._counts.usage()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         first = not self._begun[piece.index]

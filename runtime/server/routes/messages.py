@@ -11,11 +11,12 @@ from starlette.responses import Response
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
-from mycli.runtime.server.routes.wire import new_id, text_of
-from mycli.runtime.server.schemas import ContentPart, LongText, Name, Sampling, Strict, validated
+from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
+from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import JsonResponse, answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -42,7 +43,7 @@ class InputTool(Strict):
     """A tool with the schema of its input."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: LongText | None = None
     input_schema: dict[str, Any]
 
@@ -61,7 +62,7 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountRequest(Strict):
+class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
     model: Name
@@ -76,7 +77,7 @@ class MessagesRequest(CountRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=1 << 31)
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(None, max_length=16)
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -128,8 +129,6 @@ def _arguments(given: CountRequest) -> dict[str, Any]:
 
 def _ask(given: MessagesRequest) -> ChatAsk:
     choice = given.tool_choice or ToolChoice(type="auto")
-    if choice.type in ("any", "tool") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     if choice.type == "tool" and choice.name is None:
         raise ApiError(400, "tool_choice.name: Field required", "missing_required_parameter", param="tool_choice.name")
     drawn = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
@@ -148,43 +147,35 @@ def _ask(given: MessagesRequest) -> ChatAsk:
 
 async def messages(service: Service, request: Request) -> Response:
     """Continue a conversation."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[MessagesRequest, Prepared]:
-        given = validated(MessagesRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, prepare_chat(service, _ask(given))
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(
+        service, request, MessagesRequest, lambda one: prepare_chat(service, _ask(one))
+    )
     return await answer(service, request, prepared, MessageRendering(service, prepared), bool(given.stream))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """How many tokens a conversation is."""
-    body = await read_body(service, request)
 
-    def count() -> int:
-        given = validated(CountRequest, parse_body(body))
-        service.check_model(given.model)
+    def count(given: CountRequest) -> int:
         none = given.tool_choice is not None and given.tool_choice.type == "none"
         return len(service.chat_prompt(_turns(given), [] if none else _tools(given), _arguments(given)))
 
-    return JsonResponse({"input_tokens": await off_loop(service, count)})
+    _, tokens = await read_request(service, request, CountRequest, count)
+    return JsonResponse({"input_tokens": tokens})
 
 
 class MessageRendering:
     """A reply as message, or as the events of its blocks."""
 
     def __init__(self, service: Service, prepared: Prepared) -> None:
-        self._prompt = prepared.prompt_tokens
+        self._counts = TokenCounts(prepared.prompt_tokens)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.name}
         self._block, self._kind = -1, ""  # the block that is open, "" for none
-        self._made = self._cached = 0
         self._end: dict[str, Any] = {}
 
     def _usage(self) -> dict[str, int]:
-        cached = min(self._cached, self._prompt)
-        counts = {"input_tokens": self._prompt - cached, "output_tokens": self._made}
+        cached = self._counts.cached
+        counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.made}
         return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
     def begin(self) -> Iterable[bytes]:
@@ -239,8 +230,7 @@ class MessageRendering:
         return {**self._head, "content": content, **self._end, "usage": self._usage()}
 
     def _count(self, piece: Piece) -> None:
-        self._made += piece.tokens
-        self._cached = max(self._cached, piece.cached_tokens)
+        self._counts.add(piece)
         if piece.end is not None:
             self._end = {"stop_reason": STOP_REASONS.get(piece.end, "end_turn"), "stop_sequence": piece.stop}
 

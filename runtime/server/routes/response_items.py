@@ -7,11 +7,8 @@ from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.routes.wire import new_id
 
 Event = tuple[str, dict[str, Any]]
-# The part that an item of a kind has, the field of its text, and the events of a delta and of its end.
-_PARTS = {
-    "message": ("output_text", "response.output_text.delta", "response.output_text.done"),
-    "reasoning": ("reasoning_text", "response.reasoning_text.delta", "response.reasoning_text.done"),
-}
+# The type of the part that an item of a kind has; its events are named after it.
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
@@ -45,12 +42,11 @@ class OutputItems:
             yield "response.output_item.done", {"output_index": place["output_index"], "item": whole}
 
     def _grow(self, kind: str, text: str) -> Iterator[Event]:
-        part_type, delta, _ = _PARTS[kind]
         if self._open is None or self._open["type"] != kind:
             yield from self.close()
-            part = {"type": part_type, "text": ""}
+            part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
             if kind == "message":
-                part |= {"annotations": [], "logprobs": []}  # type: ignore[dict-item]  # a part is of several types
+                part |= {"annotations": [], "logprobs": []}
                 self._open = {"type": kind, "id": new_id("msg_"), "role": "assistant"}
             else:
                 self._open = {"type": kind, "id": new_id("rs_"), "summary": []}
@@ -59,24 +55,27 @@ class OutputItems:
             self._open["content"] = [part]
             yield "response.content_part.added", {**self._place(), "part": {**part}}
         self._open["content"][0]["text"] += text
-        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield delta, {**self._place(), "delta": text, **extra}
+        yield self._text_event("delta", "delta", text)
 
     def close(self) -> Iterator[Event]:
         """End the item that is open, if there is one."""
         item = self._open
         if item is None:
             return
-        _, _, done = _PARTS[item["type"]]
         part = item["content"][0]
-        extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        yield done, {**self._place(), "text": part["text"], **extra}
+        yield self._text_event("done", "text", part["text"])
         yield "response.content_part.done", {**self._place(), "part": part}
         item["status"] = "completed"
         place = len(self._done)
         self._done.append(item)
         self._open = None
         yield "response.output_item.done", {"output_index": place, "item": item}
+
+    def _text_event(self, what: str, field: str, text: str) -> Event:
+        assert self._open is not None
+        kind = self._open["type"]
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return f"response.{_PARTS[kind]}.{what}", {**self._place(), field: text, **extra}
 
     def _place(self) -> dict[str, Any]:
         assert self._open is not None

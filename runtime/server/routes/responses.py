@@ -9,21 +9,23 @@ from starlette.responses import Response
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
-from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
+from mycli.runtime.server.routes.chat_ask import ChatAsk, effort_arguments, prepare_chat
 from mycli.runtime.server.routes.response_items import OutputItems
-from mycli.runtime.server.routes.wire import call_fields, new_id, now, text_of
+from mycli.runtime.server.routes.wire import TokenCounts, call_fields, new_id, now, text_of
 from mycli.runtime.server.schemas import (
     Content,
+    Effort,
+    ForModel,
     LongText,
     Name,
     ResponseFormat,
     Sampling,
     SchemaFormat,
     Strict,
-    validated,
+    ToolName,
 )
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, off_loop, parse_body, read_body
+from mycli.runtime.server.streaming import answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 
@@ -43,7 +45,7 @@ class FunctionTool(Strict):
     """A function that a model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: LongText | None = None
     parameters: dict[str, Any] | None = None
 
@@ -70,10 +72,10 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """How hard the model is to think."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(ForModel):
     """The body of POST /v1/responses."""
 
     model: Name
@@ -123,14 +125,8 @@ def _messages(given: ResponsesRequest) -> list[Message]:
 def _ask(given: ResponsesRequest) -> ChatAsk:
     form = given.text.format if given.text is not None else None
     choice = given.tool_choice or "auto"
-    if choice not in ("auto", "none") and not given.tools:
-        raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
     if form is not None and form.type == "json_schema" and form.schema_ is None:
         raise ApiError(400, "text.format.schema is missing", "missing_required_parameter", param="text.format.schema")
-    effort = given.reasoning.effort if given.reasoning is not None else None
-    arguments: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort in ("none", "minimal"):
-        arguments["enable_thinking"] = False
     return ChatAsk(
         messages=_messages(given),
         sampling=Sampling.model_validate({"temperature": given.temperature, "top_p": given.top_p}),
@@ -139,7 +135,7 @@ def _ask(given: ResponsesRequest) -> ChatAsk:
         named=choice.name if isinstance(choice, NamedFunction) else None,
         parallel=given.parallel_tool_calls is not False,
         format=None if form is None else ResponseFormat(type=form.type, json_schema=form),
-        arguments=arguments,
+        arguments=effort_arguments(None if given.reasoning is None else given.reasoning.effort),
         limit=given.max_output_tokens,
     )
 
@@ -153,14 +149,9 @@ def _tools(given: ResponsesRequest) -> list[Tool]:
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer."""
-    body = await read_body(service, request)
-
-    def prepare() -> tuple[ResponsesRequest, Prepared]:
-        given = validated(ResponsesRequest, parse_body(body))
-        service.check_model(given.model)
-        return given, prepare_chat(service, _ask(given))
-
-    given, prepared = await off_loop(service, prepare)
+    given, prepared = await read_request(
+        service, request, ResponsesRequest, lambda one: prepare_chat(service, _ask(one))
+    )
     rendering = ResponseRendering(service, given, prepared)
     return await answer(service, request, prepared, rendering, bool(given.stream))
 
@@ -169,10 +160,9 @@ class ResponseRendering:
     """A reply as response, or as the events of its items."""
 
     def __init__(self, service: Service, given: ResponsesRequest, prepared: Prepared) -> None:
-        self._prompt = prepared.prompt_tokens
+        self._counts = TokenCounts(prepared.prompt_tokens)
         self._items = OutputItems()
         self._number = 0  # of the next event
-        self._made = self._cached = 0
         self._cut = False
         form = given.text.format if given.text is not None else None
         tools = [tool.model_dump() for tool in given.tools or ()]
@@ -202,18 +192,17 @@ class ResponseRendering:
     def _response(self, status: str) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         counts = {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": min(self._cached, self._prompt)},
-            "output_tokens": self._made,
+            "input_tokens": self._counts.prompt,
+            "input_tokens_details": {"cached_tokens": self._counts.cached},
+            "output_tokens": self._counts.made,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self._prompt + self._made,
+            "total_tokens": self._counts.prompt + self._counts.made,
         }
         ended = status in ("completed", "incomplete")
-        output = self._items.all()
         return {
             **self._head,
             "status": status,
-            "output": output,
+            "output": self._items.all(),
             "incomplete_details": cut,
             "usage": counts if ended else None,
         }
@@ -253,6 +242,5 @@ class ResponseRendering:
         return self._response("incomplete" if self._cut else "completed")
 
     def _count(self, piece: Piece) -> None:
-        self._made += piece.tokens
-        self._cached = max(self._cached, piece.cached_tokens)
+        self._counts.add(piece)
         self._cut = self._cut or piece.end == "length"

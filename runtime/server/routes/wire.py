@@ -78,16 +78,31 @@ def chat_tools(given: Sequence[ToolSpec] | None) -> list[Tool]:
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in given or ()]
 
 
-def usage(prompt: int, replies: Sequence[Piece]) -> dict[str, Any]:
-    """Counts of tokens, as OpenAI names them."""
-    made = sum(reply.tokens for reply in replies)
-    cached = max((reply.cached_tokens for reply in replies), default=0)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
-    }
+class TokenCounts:
+    """Tokens of a request: of its `prompt`, and of its replies as their pieces come."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.made = prompt, 0
+        self._cached = 0
+
+    def add(self, piece: Piece) -> None:
+        """Count one more piece."""
+        self.made += piece.tokens
+        self._cached = max(self._cached, piece.cached_tokens)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were in the cache."""
+        return min(self._cached, self.prompt)
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI's chat and completions name them."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.made,
+            "total_tokens": self.prompt + self.made,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:

@@ -8,6 +8,7 @@ import pytest
 
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.guard import OPEN_PATHS, host_of
+from mycli.runtime.server.service import Service
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import JSON, Served
@@ -244,6 +245,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "template": (CHAT, good(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs"),
     "tokenize": (CHAT, good(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
     "choice-without-tools": (CHAT, good(tool_choice="required"), "tool_choice"),
+    "choice-without-tools-messages": ("/v1/messages", good(tool_choice={"type": "any"}), "tool_choice"),
+    "choice-without-tools-responses": (
+        "/v1/responses",
+        {"model": "pico", "input": "x", "tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice",
+    ),
     "options-without-stream": (CHAT, good(stream_options={"include_usage": True}), "stream_options"),
     "functions": (CHAT, good(functions=[]), "functions"),
     "no-schema": (CHAT, good(response_format={"type": "json_schema"}), "response_format"),
@@ -339,6 +346,19 @@ def test_g38_odd_tools_are_answered_or_refused(served: Served, name: str) -> Non
     named = {"type": "function", "function": {"name": text}}
     assert served.ask("POST", CHAT, good(tools=[named])).status == 400
     assert served.ask("GET", "/health").status == 200
+
+
+def test_a_bug_in_a_route_is_an_error_without_its_cause(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(service: Service, name: str | None) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(Service, "check_model", broken)
+    with scripted("Hi") as served:
+        for path in (CHAT, "/v1/messages"):
+            answer = served.ask("POST", path, good())
+            assert answer.status == 500 and answer.error["code"] == "internal_error"
+            assert ("type" in answer.json) == path.startswith("/v1/messages") and b"secret" not in answer.body
+        assert [line for line in served.log if "secret detail" in line]
 
 
 def test_g31_a_request_id_is_kept_if_it_is_one(served: Served) -> None:

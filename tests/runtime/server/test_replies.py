@@ -103,6 +103,34 @@ def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: Loaded
         assert [one.get("arguments") for one in last] == [one.get("arguments") for one in whole]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_every_protocol_counts_tokens_alike(served: Served, stream: bool) -> None:
+    text = "Tell me a story of a small boat that went out to the open sea at night."
+    served.chat(text, max_tokens=1)  # its prompt is in the cache from now on
+    turns = [{"role": "user", "content": text}]
+    told = {"include_usage": True} if stream else None
+    wishes: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": turns, "max_tokens": 3, "stream_options": told},
+        "completions": {"prompt": [text, text], "max_tokens": 3, "stream_options": told},
+        "messages": {"messages": turns, "max_tokens": 3},
+        "responses": {"input": text, "max_output_tokens": 3},
+    }
+    counts = {}
+    for route, wish in wishes.items():
+        body = {"model": "pico", "temperature": 0, "stream": stream, "ignore_eos": True, **wish}
+        answer = served.ask("POST", f"/v1/{route}", body)
+        last = answer.events[-2 if route == "messages" else -1] if stream else answer.json
+        counts[route] = last.get("response", last)["usage"]
+    chat, plain, message, response = counts.values()
+    prompt, cached = chat["prompt_tokens"], chat["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < prompt and chat["completion_tokens"] == 3 and chat["total_tokens"] == prompt + 3
+    once = len(served.service.text_prompt(text))
+    assert plain["prompt_tokens"] == 2 * once and plain["completion_tokens"] == 6
+    assert message["input_tokens"] == prompt - cached and message["cache_read_input_tokens"] == cached
+    assert response["input_tokens"] == prompt and response["input_tokens_details"]["cached_tokens"] == cached
+    assert message["output_tokens"] == response["output_tokens"] == 3 and response["total_tokens"] == prompt + 3
+
+
 def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: LoadedModel) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
