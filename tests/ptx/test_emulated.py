@@ -16,35 +16,8 @@ pytest.importorskip("triton")
 from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (only where Triton is)
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
-from tests.runtime.kernels.test_triton_attention import test_attend  # noqa: E402  (as above)
-from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project  # noqa: E402  (as above)
-from tests.runtime.kernels.test_triton_linear import (  # noqa: E402  (as above)
-    test_bf16_of_any_magnitude,
-    test_call_rounds_once_and_repeats_itself,
-    test_nan_stays_in_its_row,
-    test_product,
-)
-from tests.runtime.kernels.test_triton_sample import (  # noqa: E402  (as above)
-    test_a_logit_of_minus_infinity_is_never_chosen,
-    test_the_likeliest_is_torchs_lowest_among_equals,
-)
-from tests.runtime.kernels.test_triton_top_k_top_p import test_what_is_kept_is_what_the_host_keeps  # noqa: E402  (as above)
+from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
 from tests.support.decode_models import CASES, Case, models  # noqa: E402  (as above)
-
-__all__ = [
-    "test_a_logit_of_minus_infinity_is_never_chosen",
-    "test_activate",
-    "test_add",
-    "test_attend",
-    "test_bf16_of_any_magnitude",
-    "test_call_rounds_once_and_repeats_itself",
-    "test_embed",
-    "test_nan_stays_in_its_row",
-    "test_product",
-    "test_project",
-    "test_the_likeliest_is_torchs_lowest_among_equals",
-    "test_what_is_kept_is_what_the_host_keeps",
-]
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1040, 700  # a cache whose keys are split into several parts, and how many of them there are

@@ -1,7 +1,5 @@
-"""A small model on a server on loopback, a cache of its own, and pulling it there as `mycli pull` does."""
+"""A small model, and pulling it from a server on loopback as `mycli pull` does."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.retry import RetryPolicy
-from tests.support.hub_server import HubServer, hub_server, safetensors
+from tests.support.hub_server import HubServer, safetensors
 
 REPO = "org/tiny"
 WEIGHTS = safetensors({"w": ("F32", [4096], bytes(range(256)) * 64)})
@@ -29,23 +27,6 @@ FILES = {
 }
 WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
 QUICK = RetryPolicy(attempts=4, questions=3, first_delay=0.01, timeout=5.0)
-
-
-@pytest.fixture
-def server() -> Iterator[HubServer]:
-    with hub_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in list(os.environ):
-        if name.startswith("HF_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "hub"
 
 
 class Notes(list[str]):

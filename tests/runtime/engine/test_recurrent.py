@@ -21,7 +21,8 @@ from mycli.runtime.engine.speculation import Drafted
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from tests.support.engines import drain, lanes, together, tokens_of
-from tests.support.families import CASES, SMALL, make
+from tests.support.families import CASES, make
+from tests.support.family_parts import SMALL
 from tests.support.prefix_model import random_function
 from tests.support.stateful_model import StatefulModel
 

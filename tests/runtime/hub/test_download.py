@@ -18,22 +18,9 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
 from tests.support.hub_server import HubServer, safetensors
-from tests.support.pulling import (
-    FILES,
-    QUICK,
-    REPO,
-    WANTED,
-    WEIGHTS,
-    Notes,
-    contents,
-    failing,
-    fetch,
-    folders,
-    leftovers,
-    server,
-)
+from tests.support.pulling import FILES, QUICK, REPO, WANTED, WEIGHTS, Notes, contents, failing, fetch, leftovers
 
-__all__ = ["folders", "server"]
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def test_only_what_a_model_needs_is_fetched(server: HubServer, folders: Path) -> None:

@@ -13,22 +13,9 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import plan_download
 from mycli.runtime.hub.resolve import resolve
 from tests.support.hub_server import Fault, HubServer
-from tests.support.pulling import (
-    FILES,
-    QUICK,
-    REPO,
-    WANTED,
-    WEIGHTS,
-    Notes,
-    contents,
-    failing,
-    fetch,
-    folders,
-    leftovers,
-    server,
-)
+from tests.support.pulling import FILES, QUICK, REPO, WANTED, WEIGHTS, Notes, contents, failing, fetch, leftovers
 
-__all__ = ["folders", "server"]
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def blob(cache: Path, data: bytes) -> Path:

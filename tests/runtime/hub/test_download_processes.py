@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.hub_server import Fault, HubServer
 from tests.support.paths import ROOT
-from tests.support.pulling import FILES, REPO, WEIGHTS, contents, fetch, folders, leftovers, server
+from tests.support.pulling import FILES, REPO, WEIGHTS, contents, fetch, leftovers
 
-__all__ = ["folders", "server"]
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def child(server: HubServer, folders: Path, code: str = "") -> "subprocess.Popen[str]":

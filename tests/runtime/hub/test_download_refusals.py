@@ -9,9 +9,9 @@ import pytest
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, UserError
 from tests.support.hub_server import Fault, HubServer
-from tests.support.pulling import FILES, REPO, WANTED, Notes, contents, failing, fetch, folders, server
+from tests.support.pulling import FILES, REPO, WANTED, Notes, contents, failing, fetch
 
-__all__ = ["folders", "server"]
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def refused(server: HubServer, fault: Fault, token: str | None = None, where: str = "/revision/") -> UserError:

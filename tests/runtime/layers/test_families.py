@@ -13,7 +13,8 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.models.config import families
 from tests.support.engines import whole
-from tests.support.families import CASES, SMALL, TOKENS, make
+from tests.support.families import CASES, TOKENS, make
+from tests.support.family_parts import SMALL
 
 WAYS: dict[str, list[int]] = {
     "prefill": [TOKENS],

@@ -25,12 +25,13 @@ from tests.support.engines import in_lane, kept, together
 from tests.support.prefix_model import CPU, Function, PrefixModel, random_function
 from tests.support.speculation import PROMPT, VOCAB, plainly, proposers, reply, speculating, target_model
 
+# Of a target, and of a proposer: its kind, and whether it is of the target's own function.
+PAIRS = {"seed": st.integers(0, 10**6), "kind": st.sampled_from(["draft", "ngram"]), "alike": st.booleans()}
+
 
 @given(
-    seed=st.integers(0, 10**6),
+    **PAIRS,
     length=st.integers(1, 8),
-    kind=st.sampled_from(["draft", "ngram"]),
-    alike=st.booleans(),
     capacity=st.integers(6, 40),
     draft_context=st.integers(4, 40),
     limit=st.integers(0, 40),
@@ -67,10 +68,8 @@ def test_tokens_are_the_same_whatever_the_lengths(
 
 
 @given(
-    seed=st.integers(0, 10**6),
+    **PAIRS,
     length=st.integers(1, 6),
-    kind=st.sampled_from(["draft", "ngram"]),
-    alike=st.booleans(),
     blocks=st.integers(8, 30),
     draft_blocks=st.integers(1, 20),
 )

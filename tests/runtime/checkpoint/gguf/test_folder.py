@@ -21,7 +21,8 @@ from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support import gguf_files
 from tests.support.engines import whole
-from tests.support.families import IDS, SMALL, make, scaled
+from tests.support.families import make
+from tests.support.family_parts import IDS, SMALL, scaled
 from tests.support.models import CPU
 from tests.support.paths import PICO
 

@@ -1,0 +1,28 @@
+"""What the files of pulling share: a hub on loopback, and folders that are theirs alone."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_server import HubServer, hub_server
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    """A hub on loopback."""
+    with hub_server() as running:
+        yield running
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of the hub, empty; nothing is configured, and the working directory is another."""
+    for name in list(os.environ):
+        if name.startswith("HF_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"

@@ -1,0 +1,33 @@
+"""The kernels' tests that run compiled as well: from their PTX (`tests/ptx`) and on a GPU (`tests/gpu`).
+
+Each of both takes all names and has an `interpret` of its own.
+"""
+
+from tests.runtime.kernels.test_triton_attention import test_attend
+from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
+from tests.runtime.kernels.test_triton_linear import (
+    test_bf16_of_any_magnitude,
+    test_call_rounds_once_and_repeats_itself,
+    test_nan_stays_in_its_row,
+    test_product,
+)
+from tests.runtime.kernels.test_triton_sample import (
+    test_a_logit_of_minus_infinity_is_never_chosen,
+    test_the_likeliest_is_torchs_lowest_among_equals,
+)
+from tests.runtime.kernels.test_triton_top_k_top_p import test_what_is_kept_is_what_the_host_keeps
+
+__all__ = [
+    "test_a_logit_of_minus_infinity_is_never_chosen",
+    "test_activate",
+    "test_add",
+    "test_attend",
+    "test_bf16_of_any_magnitude",
+    "test_call_rounds_once_and_repeats_itself",
+    "test_embed",
+    "test_nan_stays_in_its_row",
+    "test_product",
+    "test_project",
+    "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_what_is_kept_is_what_the_host_keeps",
+]

@@ -1,0 +1,86 @@
+"""Families whose layers choose among experts: small configurations of every kind."""
+
+from typing import Any
+
+from tests.support.family_parts import IDS, MULTIPLIERS
+
+EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+EVERY_OTHER = {
+    **EXPERTS8,
+    "num_hidden_layers": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "tie_word_embeddings": True,
+}
+
+GPT_OSS = {
+    **IDS,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+# id -> (model_type, what differs from SMALL)
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe-8top2": ("qwen3_moe", {**EXPERTS8, "head_dim": 16}),
+    "qwen3_moe-every-other-normalized-tied": (
+        "qwen3_moe",
+        {
+            **EVERY_OTHER,
+            "head_dim": 32,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+        },
+    ),
+    "mixtral-4top2": ("mixtral", {**IDS, "num_local_experts": 4, "sliding_window": None}),
+    "mixtral-window7-top1-tied": (
+        "mixtral",
+        {**IDS, "num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True},
+    ),
+    "olmoe-16top4": ("olmoe", {**IDS, "num_experts": 16, "num_experts_per_tok": 4, "num_key_value_heads": 4}),
+    "olmoe-clip-normalized-gqa-tied": (
+        "olmoe",
+        {
+            **IDS,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "clip_qkv": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss-window7-gqa4:2": ("gpt_oss", {**GPT_OSS, "sliding_window": 7, "num_hidden_layers": 4}),
+    "gpt_oss-8top1-tied": (
+        "gpt_oss",
+        {**GPT_OSS, "num_experts_per_tok": 1, "num_local_experts": 8, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-shared": ("qwen2_moe", {**EXPERTS8, "shared_expert_intermediate_size": 64}),
+    "qwen2_moe-every-other-normalized-tied-window": (
+        "qwen2_moe",
+        {
+            **EVERY_OTHER,
+            "shared_expert_intermediate_size": 128,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "granitemoe-8top2": ("granitemoe", {**IDS, **MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "granitemoe-tied-biases": (
+        "granitemoe",
+        {**IDS, **MULTIPLIERS, "num_local_experts": 4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}

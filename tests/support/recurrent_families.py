@@ -1,0 +1,46 @@
+"""Families with recurrent layers: small configurations of every kind."""
+
+from typing import Any
+
+from tests.support.family_parts import IDS
+
+DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+# id -> (model_type, what differs from SMALL)
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5-delta": ("qwen3_5_text", {**IDS, **DELTA, "num_hidden_layers": 4}),
+    "qwen3_5-odd-heads-tied": (
+        "qwen3_5_text",
+        {
+            **IDS,
+            **DELTA,
+            "head_dim": 24,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 40,
+            "linear_num_value_heads": 6,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "lfm2-tied": ("lfm2", {**IDS, "block_multiple_of": 16, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-untied-biases": (
+        "lfm2",
+        {
+            **IDS,
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
