@@ -201,7 +201,7 @@ class StreamedModel:
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
     """Put gains and biases by name, of a transform or of tuning, into a block as it was read."""
     for norm in block.norms:
-        if (gain := changed.get(f"{norm.name}.weight")) is not None:
+        if (gain := changed.get(norm.tensor)) is not None:
             norm.replace(gain)
     for linear in block.products.values():
         start = 0

@@ -59,8 +59,8 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
     if source is None:
         raise ValueError(f"nothing makes the inputs of {product} one by one")
     if isinstance(source, NormSpec):
-        norm = next(norm for norm in block.norms if norm.name == source.name)
-        scale, changed = _fold_norm(norm, scale, stored(f"{norm.name}.weight"))
+        norm = next(norm for norm in block.norms if norm.spec == source)
+        scale, changed = _fold_norm(norm, scale, stored(norm.tensor))
     else:
         rows = scale.view(source.groups, source.copies, source.width)[:, 0].flatten()
         changed = _divide_rows(block.products[source.product], source.start, rows)
@@ -75,7 +75,7 @@ def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     usable = (norm.weight != 0) & (gain != 0)
     scale = torch.where(usable, norm.weight / gain, 1.0)
     norm.weight = torch.where(usable, gain, norm.weight)
-    return scale, {f"{norm.name}.weight": norm.weight - offset}
+    return scale, {norm.tensor: norm.weight - offset}
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:

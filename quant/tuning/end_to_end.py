@@ -80,7 +80,7 @@ class _Student:
             restore(block, blocks[index].changed)
             self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype))
         self.norm = model.final_norm()
-        self.gain = TunableGain(self.norm, model.stored_dtype(f"{self.norm.name}.weight"))
+        self.gain = TunableGain(self.norm, model.stored_dtype(self.norm.tensor))
         self._head: Linear = model.head
         name = model.config.head().name
         if name in packings:

@@ -62,7 +62,7 @@ class TunableGain:
     """The gain of a norm, stored in `dtype`."""
 
     def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
-        self.name = f"{norm.name}.weight"
+        self.name = norm.tensor
         self._norm = norm
         self._dtype = dtype
         self._start = norm.weight.clone()
@@ -107,7 +107,7 @@ class TunableBlock:
                 shift = None if shifts is None else shifts[spec.name]
                 self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device, shift)
             linear.replace(None)
-        self.gains = [TunableGain(norm, stored(f"{norm.name}.weight")) for norm in block.norms]
+        self.gains = [TunableGain(norm, stored(norm.tensor)) for norm in block.norms]
 
     def _linears(self) -> list[Linear]:
         return list(self._block.products.values())

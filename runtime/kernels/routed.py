@@ -1,6 +1,6 @@
 """Which tokens go to which experts, as operations on experts read it. Knows neither kernels, layers nor weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -20,6 +20,11 @@ class Route:
     tokens: Tensor
     places: Tensor
     weights: Tensor
+
+    def scaled(self, factors: Tensor) -> "Route":
+        """The same with the weights of each expert times its own of `factors` fp32 [experts]."""
+        experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff())
+        return replace(self, weights=self.weights * factors[experts][self.places])
 
     @cached_property
     def slices(self) -> dict[int, slice]:

@@ -282,7 +282,17 @@ class Experts(LayerPart):
         own = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)
+        self.router_norm = make_norm(spec.router_norm)
+        self.expert_norm = make_norm(spec.expert_norm)
+        self.expert_output_norm = make_norm(spec.expert_output_norm)
+        self._scales: Tensor | None = None
         self._activate = ACTIVATION[spec.activation]
+
+    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """As `LayerPart.load_own`."""
+        super().load_own(checkpoint, device, dtype)
+        if self.spec.scales is not None:
+            self._scales = checkpoint.read(self.spec.scales).to(device, torch.float32)
 
     def expert_of(self, linear: Linear) -> int | None:
         """Which expert one of `products` belongs to; None for one of the shared expert's."""
@@ -295,16 +305,19 @@ class Experts(LayerPart):
         tokens = x.reshape(-1, x.shape[-1])
         beside = None
         if self.shared is not None:
-            beside = yield from self.shared.inner(x, context)
+            beside = yield from self.shared.inner(_normed(self.shared.norm, x), context)
+            beside = _normed(self.shared.output_norm, beside)
             if self.shared_gate is not None:
                 beside = beside * torch.sigmoid(self.shared_gate(x))
-        route = ROUTING(self.router(tokens), self.spec.top_k, self.spec.normalized)
-        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), tokens
+        scores = self.router(_normed(self.router_norm, tokens))
+        route = ROUTING(scores, self.spec.top_k, self.spec.normalized)
+        route = route if self._scales is None else route.scaled(self._scales)
+        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), _normed(self.expert_norm, tokens)
         activated = self._activate(gate_up)
         del gate_up
         made = yield RoutedProduct(self._down, route, gathers=False), activated
         del activated
-        output = WEIGHTED_SUM(made, route.places, route.weights).view_as(x)
+        output = _normed(self.expert_output_norm, WEIGHTED_SUM(made, route.places, route.weights)).view_as(x)
         return output if beside is None else output + beside
 
 

@@ -12,9 +12,10 @@ from mycli.runtime.models.layer_spec import NormSpec
 
 
 class RMSNorm(nn.Module):
-    """The norm over the last dimension, with a gain [size], `weight`, which is `spec.offset` plus what a file stores.
+    """The norm over the last dimension, with a gain [size], `weight`, which `spec` makes of what a file stores.
 
-    With an offset the gain is kept in fp32: a sum of one and a small number has no place for the small one in bf16.
+    Where that is another number the gain is kept in fp32: a sum of one and a small number has no place for the small
+    one in bf16.
     """
 
     def __init__(self, spec: NormSpec) -> None:
@@ -23,10 +24,9 @@ class RMSNorm(nn.Module):
         self.weight = torch.empty(spec.size, device="meta")
 
     @property
-    def name(self) -> str:
-        """Of its tensor, without `.weight`. Only for norms that have one."""
-        assert self.spec.name is not None
-        return self.spec.name
+    def tensor(self) -> str:
+        """The name of its tensor. Only for norms that have one."""
+        return self.spec.tensor
 
     @property
     def eps(self) -> float:
@@ -38,16 +38,19 @@ class RMSNorm(nn.Module):
         if self.spec.name is None:
             self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
             return
-        stored = checkpoint.read(f"{self.name}.weight").to(device)
-        self.weight = stored.float() + self.spec.offset if self.spec.offset else stored.to(dtype)
+        stored = checkpoint.read(self.tensor).to(device)
+        self.weight = self._gain(stored.float()) if self.spec.exact else stored.to(dtype)
+
+    def _gain(self, stored: Tensor) -> Tensor:
+        return (stored + self.spec.offset) * self.spec.factor
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
         """What a file of `dtype` holds for `gain`."""
-        return (gain - self.spec.offset if self.spec.offset else gain).to(dtype)
+        return (gain / self.spec.factor - self.spec.offset if self.spec.exact else gain).to(dtype)
 
     def replace(self, stored: Tensor) -> None:
         """Take over what a file holds."""
-        self.weight = stored.to(self.weight) + self.spec.offset if self.spec.offset else stored.to(self.weight)
+        self.weight = self._gain(stored.to(self.weight)) if self.spec.exact else stored.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""

@@ -4,7 +4,7 @@ Also where states are: those of the sequences of a batch, in the slots of a cach
 nothing. Knows `RecurrentSpec`, not the residual stream, nor whose a slot is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -104,6 +104,12 @@ class Convolution(nn.Module):
             self.bias = checkpoint.read(f"{self._spec.name}.bias").to(device, torch.float32)
 
 
+def _in_order(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
+    """x [..., groups * sum(widths)], the parts of each group side by side, to the parts of all groups side by side."""
+    parts = x.unflatten(-1, (groups, -1)).split(list(widths), dim=-1)
+    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+
+
 class DeltaNet(nn.Module):
     """Gated DeltaNet, as `DeltaNetSpec` describes it, between `projection` and `out`."""
 
@@ -133,9 +139,14 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """What `out` multiplies, of the part's input x and what `projection` made of it, [sequences, tokens, ...]."""
-        channels = self._spec.convolution.channels
+        spec, gates = self._spec, self.gates(x)
+        channels, copies = spec.convolution.channels, spec.heads // spec.key_heads
+        if spec.by_key_head:
+            width = copies * spec.value_dim
+            projected = _in_order(projected, spec.key_heads, (spec.key_dim, spec.key_dim, width, width))
+            gates = _in_order(gates, spec.key_heads, (copies, copies))
         mixed, gate = projected[..., :channels], projected[..., channels:]
-        read = states.advance(self._layer, self._spec, (mixed, self.gates(x)), self._advance)
+        read = states.advance(self._layer, spec, (mixed, gates), self._advance)
         normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
         return normed.view_as(read)
 

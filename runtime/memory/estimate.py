@@ -173,8 +173,8 @@ def shadow_bytes(plan: MemoryPlan) -> int:
 
 
 def _norm_bytes(plan: MemoryPlan, norm: NormSpec) -> int:
-    """A gain: of an offset and what is stored, in fp32."""
-    return norm.size * (4 if norm.offset else plan.value_bytes)
+    """A gain: in fp32 where it is not what is stored."""
+    return norm.size * (4 if norm.exact else plan.value_bytes)
 
 
 def head_bytes(plan: MemoryPlan) -> int:

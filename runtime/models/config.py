@@ -231,10 +231,10 @@ class ModelConfig:
         for linear in self.per_layer_linears():
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
         if self.per_layer_width:
-            yield f"{self.per_layer_norm().name}.weight", (self.per_layer_width,)
+            yield self.per_layer_norm().tensor, (self.per_layer_width,)
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
-        yield f"{self.norm().name}.weight", (self.hidden_size,)
+        yield self.norm().tensor, (self.hidden_size,)
         if not self.tie_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 

@@ -19,7 +19,7 @@ MAX_EXPERTS = 1 << 15  # of all layers together: about as many as a folder may h
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of a layer's experts, within `model.layers.<index>.`."""
+    """What a family calls the parts of a layer's experts, within `model.layers.<index>.`; no `block`: directly there."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -53,7 +53,7 @@ class Mixture:
         """`layer` with the experts in place of its MLP, unless it is one of the `dense`."""
         if layer.index in self.dense:
             return layer
-        block = f"model.layers.{layer.index}.{self.names.block}"
+        block = f"model.layers.{layer.index}.{self.names.block}".rstrip(".")
         shared = None
         if self.shared:
             mlp = self._mlp(f"{block}.shared_expert", self.shared, config)
@@ -86,7 +86,9 @@ class Mixture:
         return MlpSpec(size, None, gate_up, LinearSpec(f"{prefix}.{names.down}", hidden, size), None, config.activation)
 
 
-def read_counts(raw: Fields, key: str, layers: int, usual: tuple[int, int]) -> tuple[int, int]:
+def read_counts(
+    raw: Fields, key: str, layers: int, usual: tuple[int, int], chosen: str = "num_experts_per_tok"
+) -> tuple[int, int]:
     """How many experts a layer has, by `key`, and how many a token goes through; `usual` where that is not said.
 
     Raises ModelError for more chosen than there are, and for more experts than a folder can hold.
@@ -94,4 +96,4 @@ def read_counts(raw: Fields, key: str, layers: int, usual: tuple[int, int]) -> t
     count = raw.integer(key, usual[0])
     if count * layers > MAX_EXPERTS:
         raise raw.fail(key, f"= {count} in {layers} layers: more than {MAX_EXPERTS} experts", "the file may be damaged")
-    return count, raw.integer("num_experts_per_tok", usual[1], high=count)
+    return count, raw.integer(chosen, usual[1], high=count)

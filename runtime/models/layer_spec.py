@@ -20,9 +20,11 @@ ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """One norm as the checkpoint names it: an RMSNorm whose gain is `offset` plus the tensor [size] of that name.
+    """One norm as the checkpoint names it: an RMSNorm whose gain is `offset` plus the tensor [size] of that name, times
+    `factor`.
 
-    `name` None: no tensor, and a gain of one. `centred`: the mean is taken away first, a LayerNorm without a bias.
+    `name` None: no tensor, and a gain of one. `bare`: the tensor is named as the norm is, not `<name>.weight`.
+    `centred`: the mean is taken away first, a LayerNorm without a bias.
     """
 
     name: str | None
@@ -30,6 +32,19 @@ class NormSpec:
     eps: float
     offset: float = 0.0
     centred: bool = False
+    factor: float = 1.0
+    bare: bool = False
+
+    @property
+    def tensor(self) -> str:
+        """The name of its tensor. Only for norms that have one."""
+        assert self.name is not None
+        return self.name if self.bare else f"{self.name}.weight"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the gain is not what is stored: it is then kept in fp32."""
+        return bool(self.offset) or self.factor != 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ class PartSpec(Protocol):
         ...
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """Its norms that do not stand on the residual stream."""
+        """Its other norms."""
         ...
 
     def made_by(self, product: str) -> MadeBy:
@@ -234,6 +249,10 @@ class ExpertsSpec:
     The `router` scores the experts for a token; the highest `top_k` are chosen, and what they make is summed with
     weights from a softmax over all scores, or, where `normalized`, over those of the chosen. Router and gate decide,
     and are never stored quantized. `stacks`: tensors that hold those of all experts.
+
+    All read what `norm` makes, unless there is none: then the router, the experts and the shared one read the stream
+    through norms of their own, `router_norm`, `expert_norm` and the shared MLP's; `expert_output_norm` is of what the
+    experts make together. `scales` names a tensor [experts]: factors of the weights.
     """
 
     norm: NormSpec | None
@@ -245,6 +264,10 @@ class ExpertsSpec:
     shared: SharedExpertSpec | None = None
     output_norm: NormSpec | None = None
     residual: float = 1.0
+    router_norm: NormSpec | None = None
+    expert_norm: NormSpec | None = None
+    expert_output_norm: NormSpec | None = None
+    scales: str | None = None
 
     @property
     def size(self) -> int:
@@ -280,14 +303,16 @@ class ExpertsSpec:
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
         """As `PartSpec.inner_norms`."""
-        return ()
+        beside = () if self.shared is None else (self.shared.mlp.norm, self.shared.mlp.output_norm)
+        return (self.router_norm, self.expert_norm, self.expert_output_norm, *beside)
 
     def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`. What the norm makes goes to the router and to all experts alike."""
+        """As `PartSpec.made_by`. What a norm makes for all experts goes to each alike, maybe to the router too; a
+        shared expert may have one for itself."""
         owner, _, own = product.rpartition(".")
         mlp = self.experts[int(owner.removeprefix("experts."))] if owner.startswith("experts.") else self._shared()
-        source = None if own == "gate_up" else mlp.made_by(own)
-        return replace(source, product=f"{owner}.{source.product}") if isinstance(source, OutputRows) else None
+        source = mlp.made_by(own)
+        return replace(source, product=f"{owner}.{source.product}") if isinstance(source, OutputRows) else source
 
     def _shared(self) -> MlpSpec:
         assert self.shared is not None
@@ -385,7 +410,7 @@ class LayerSpec:
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of the layer's tensors in an unquantized checkpoint."""
         for norm in self.norms():
-            yield f"{norm.name}.weight", (norm.size,)
+            yield norm.tensor, (norm.size,)
         if self.recurrent is not None:
             yield from self.recurrent.tensors()
         for linears in (self.kept, *self.products().values()):
@@ -395,5 +420,7 @@ class LayerSpec:
                     yield f"{linear.name}.bias", (linear.out_features,)
         if self.recurrent is None and self.attention.sinks is not None:
             yield self.attention.sinks, (self.attention.heads,)
+        if isinstance(self.mlp, ExpertsSpec) and self.mlp.scales is not None:
+            yield self.mlp.scales, (len(self.mlp.experts),)
         if self.scalar is not None:
             yield self.scalar, (1,)

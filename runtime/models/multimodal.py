@@ -17,6 +17,7 @@ TEXT_PARTS: dict[str, str] = {
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _ALONE = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -25,6 +26,7 @@ _ALONE = {
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 _OUTER = (
     "dtype",

@@ -42,7 +42,8 @@ class DeltaNetSpec:
     g = -exp(A) softplus(a + dt), where `decay` and `dt_bias` name the tensors [heads] of A and dt, a head's state S
     becomes exp(g) S + k (beta (v - exp(g) S^T k))^T, and its output S^T q, for q and k of length one and q over
     sqrt(key_dim). Each of the `heads` reads the query and key of heads / key_heads neighbours. Outputs are normed over
-    each head (`head_norm`) and multiplied by SiLU(z) before `out`.
+    each head (`head_norm`) and multiplied by SiLU(z) before `out`. Where they lie `by_key_head`, what is projected is
+    for each key head its query, its key, and the values and the z of those heads that read them; gates likewise.
     """
 
     heads: int
@@ -50,13 +51,14 @@ class DeltaNetSpec:
     key_dim: int
     value_dim: int
     norm: NormSpec | None
-    projections: tuple[LinearSpec, LinearSpec]
-    gates: tuple[LinearSpec, LinearSpec]
+    projections: tuple[LinearSpec, ...]
+    gates: tuple[LinearSpec, ...]
     convolution: ConvolutionSpec
     decay: str
     dt_bias: str
     head_norm: NormSpec
     out: LinearSpec
+    by_key_head: bool = False
     output_norm: NormSpec | None = None
     residual: float = 1.0
 
@@ -88,8 +90,9 @@ class DeltaNetSpec:
         return self.convolution.state, (self.heads, self.key_dim, self.value_dim)
 
     def pass_values(self) -> int:
-        """Of each token: what is projected and convolved, queries and keys in fp32, what is read, gated, projected."""
-        projected = sum(linear.out_features for linear in (*self.projections, *self.gates))
+        """Of each token: what is projected, maybe put in order, and convolved, queries and keys in fp32, what is read,
+        gated, projected."""
+        projected = sum(linear.out_features for linear in (*self.projections, *self.gates)) * (1 + self.by_key_head)
         exact = 2 * 2 * self.key_heads * self.key_dim
         return projected + self.convolution.channels + exact + 2 * self.out.in_features + self.out.out_features
 

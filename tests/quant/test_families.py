@@ -1,5 +1,6 @@
 """Quantizing each kind of layer: calibration observes what transformers' own modules get, and the copy is the model."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant.blockwise import UNSEEN
@@ -54,7 +58,11 @@ KINDS = (
     "mixtral-4top2",
     "olmoe-clip-normalized-gqa-tied",
     "qwen2_moe-shared",
+    "granitemoe-8top2",
+    "gemma4-8top2",
     "qwen3_5-delta",
+    "qwen3_5_moe-8top3",
+    "qwen3_next-8top3",
     "lfm2-untied-biases",
 )
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
@@ -70,7 +78,8 @@ COPIED = (
     "qwen3_moe-8top2",
     "qwen3_5-delta",
 )
-
+# transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
+STACKED = ("granitemoe-8top2", "gemma4-8top2", "qwen3_5_moe-8top3")
 
 MIXTRAL_NAMES = ("block_sparse_moe", "w1", "w3", "w2")
 
@@ -100,7 +109,7 @@ def hooked_inputs(reference: transformers.PreTrainedModel, tokens: Tensor) -> di
         for expert in range(module.num_experts):
             rows = x[(chosen == expert).any(-1)]
             gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
-            for own, of in zip(names[1:], (rows, rows, torch.nn.functional.silu(gate) * up), strict=True):
+            for own, of in zip(names[1:], (rows, rows, module.act_fn(gate) * up), strict=True):
                 found[f"{prefix}.{expert}.{own}"] = of
 
     experts = {name: each for name, each in reference.named_modules() if name.endswith(".experts")}
@@ -123,12 +132,35 @@ def weight_of(reference: transformers.PreTrainedModel, name: str) -> Tensor:
     """The weight of a linear as transformers has read it; those of all experts are one tensor there."""
     if ".experts." not in name:
         return reference.get_submodule(name).weight
-    prefix, _, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+    renamed = name.replace(".block_sparse_moe.", ".mlp.") if reference.config.model_type == "mixtral" else name
+    prefix, _, rest = renamed.partition(".experts.")
     expert, own = rest.split(".")
     experts = reference.get_submodule(f"{prefix}.experts")
     if own in ("down_proj", "w2"):
         return experts.down_proj[int(expert)]
     return experts.gate_up_proj[int(expert)].chunk(2)[own in ("up_proj", "w3")]
+
+
+def unpacked(copy: Path, folder: Path) -> Path:
+    """A new folder with the weights of a copy, as compressed-tensors unpacks them, the experts of a layer together."""
+    folder.mkdir()
+    config = json.loads((copy / "config.json").read_text())
+    (group,) = config.pop("quantization_config")["config_groups"].values()
+    (folder / "config.json").write_text(json.dumps(config))
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    stored, packed = load_file(copy / "model.safetensors"), dict[str, dict[str, Tensor]]()
+    for name in [name for name in stored if ".weight_" in name]:
+        module, _, part = name.rpartition(".")
+        packed.setdefault(module, {})[part] = stored.pop(name)
+    for module, parts in packed.items():
+        stored[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
+    for name, parts in ModelFolder.open(copy).config.stacks.items():
+        made = torch.cat([stored.pop(part) for part in parts])
+        experts = {part.partition(".experts.")[2].partition(".")[0] for part in parts}
+        stored[name] = made.view(len(experts), -1, made.shape[-1])
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -169,7 +201,8 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, t
     )
     outcome = quantize(work, tmp_path / "copy", CPU)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
+    read = unpacked(tmp_path / "copy", tmp_path / "unpacked") if case in STACKED else tmp_path / "copy"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(read, dtype=torch.float32)
     model = load_model(ModelFolder.open(tmp_path / "copy"), CPU).model
     ours = whole(model, tokens)
     with torch.no_grad():

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from tests.support.family_parts import IDS, MULTIPLIERS, longrope, ministral_rope, scaled
-
-GEMMA4 = {**IDS, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
+from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, longrope, ministral_rope, scaled
 
 # id -> (model_type, what differs from SMALL)
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {

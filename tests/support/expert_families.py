@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.family_parts import IDS, MULTIPLIERS
+from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS
 
 EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
@@ -30,6 +30,15 @@ GPT_OSS = {
         "truncate": False,
         "original_max_position_embeddings": 16,
     },
+}
+
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
 }
 
 # id -> (model_type, what differs from SMALL)
@@ -76,6 +85,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 7,
             "max_window_layers": 1,
+        },
+    ),
+    "gemma4-8top2": ("gemma4_text", GEMMA4_EXPERTS),
+    "gemma4-experts-told-lent-double-untied": (
+        "gemma4_text",
+        {
+            **GEMMA4_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 97,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "num_experts": 5,
+            "top_k_experts": 1,
+            "tie_word_embeddings": False,
         },
     ),
     "granitemoe-8top2": ("granitemoe", {**IDS, **MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}),

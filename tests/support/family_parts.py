@@ -14,6 +14,8 @@ SMALL = {
 
 IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 1}  # the families' own lie beyond SMALL's vocabulary
 
+GEMMA4 = {**IDS, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
+
 MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.125,

@@ -12,6 +12,16 @@ DELTA = {
     "linear_num_value_heads": 4,
 }
 
+DELTA_EXPERTS = {
+    **IDS,
+    **DELTA,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
 # id -> (model_type, what differs from SMALL)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5-delta": ("qwen3_5_text", {**IDS, **DELTA, "num_hidden_layers": 4}),
@@ -26,6 +36,35 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 6,
             "linear_conv_kernel_dim": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5_moe-8top3": ("qwen3_5_moe_text", DELTA_EXPERTS),
+    "qwen3_5_moe-odd-heads-top1-tied": (
+        "qwen3_5_moe_text",
+        {
+            **DELTA_EXPERTS,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 40,
+            "linear_num_value_heads": 6,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_next-8top3": ("qwen3_next", DELTA_EXPERTS),
+    "qwen3_next-odd-heads-every-other-unnormalized-tied": (
+        "qwen3_next",
+        {
+            **DELTA_EXPERTS,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 40,
+            "linear_num_value_heads": 6,
+            "linear_conv_kernel_dim": 3,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
             "tie_word_embeddings": True,
             "attention_bias": True,
         },

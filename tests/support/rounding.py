@@ -44,5 +44,5 @@ def stored(model: StreamedModel, solved: Solved) -> Block:
     for linear in block.products.values():
         linear.replace(torch.cat([dequantize_codes(solved.linears[s.name], GRID) for s in linear.specs]))
     for norm in block.norms:
-        norm.weight = solved.changed.get(f"{norm.name}.weight", norm.weight).float()
+        norm.weight = solved.changed.get(norm.tensor, norm.weight).float()
     return block

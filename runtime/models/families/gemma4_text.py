@@ -3,19 +3,32 @@ scores as they are; a sliding window in most layers.
 
 Layers with full attention have longer heads, maybe fewer of them for keys, may take their keys for values, and turn
 only the first pairs of a head. In the small models (E2B, E4B) the last layers read the keys and values of earlier ones,
-and every layer is told of its tokens by a table of its own. Experts (26B-A4B) are refused by name.
+and every layer is told of its tokens by a table of its own. In 26B-A4B experts stand beside each MLP; they, the router
+and the MLP read the stream through norms of their own, and the files hold all experts of a layer in one tensor.
 """
 
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
 from mycli.runtime.models.families import gemma2
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_sliding_rope
-from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, LinearSpec, PerLayerSpec, RopeSpec
+from mycli.runtime.models.layer_spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+    PerLayerSpec,
+    RopeSpec,
+    SharedExpertSpec,
+)
 from mycli.runtime.utils.json_fields import Fields
 
 _HANDLED = ("final_logit_softcapping", "rope_parameters", "proportional", "partial_rotary_factor")
+_NAMES = ExpertNames("", router="router.proj")
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -25,7 +38,7 @@ _ROPE = {
 @dataclass(frozen=True)
 class Layers:
     """What layers are made of. Of each: whether it slides, and the layer whose keys and values it reads, None for its
-    own."""
+    own. `mixture`: the experts beside MLPs, if there are some."""
 
     slides: tuple[bool, ...]
     lenders: tuple[int | None, ...]
@@ -33,6 +46,7 @@ class Layers:
     full_head_dim: int
     keys_are_values: bool
     double_wide: bool
+    mixture: Mixture | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """As `ModelConfig.declare`."""
@@ -57,10 +71,28 @@ class Layers:
         return LayerSpec(
             index,
             self._attention(config, base.attention, index),
-            mlp,
+            mlp if self.mixture is None else self._beside(self.mixture, config, mlp, base),
             per_layer=per_layer,
             scalar=f"{prefix}.layer_scalar",
             unread=unread,
+        )
+
+    def _beside(self, mixture: Mixture, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
+        """The experts of `mixture` beside `mlp`, which all tokens go through."""
+        prefix, hidden = f"model.layers.{base.index}", config.hidden_size
+        experts = mixture.put_into(base, config).mlp
+        assert isinstance(experts, ExpertsSpec)
+        after = config.norm_of(f"{prefix}.post_feedforward_layernorm_1")
+        return replace(
+            experts,
+            norm=None,
+            shared=SharedExpertSpec(replace(mlp, output_norm=after)),
+            router_norm=NormSpec(
+                f"{prefix}.router.scale", hidden, config.rms_norm_eps, factor=hidden**-0.5, bare=True
+            ),
+            expert_norm=config.norm_of(f"{prefix}.pre_feedforward_layernorm_2"),
+            expert_output_norm=config.norm_of(f"{prefix}.post_feedforward_layernorm_2"),
+            scales=f"{prefix}.router.per_expert_scale",
         )
 
     def _attention(self, config: ModelConfig, base: AttentionSpec, index: int) -> AttentionSpec:
@@ -113,6 +145,13 @@ def _full_heads(raw: Fields, slides: tuple[bool, ...], kv_heads: int, gated: boo
     return found.pop()
 
 
+def _mixture(raw: Fields, layers: int) -> Mixture | None:
+    if not raw.boolean("enable_moe_block", False):
+        return None
+    count, top_k = read_counts(raw, "num_experts", layers, usual=(128, 8), chosen="top_k_experts")
+    return Mixture(count, top_k, raw.integer("moe_intermediate_size", 704), normalized=True, names=_NAMES)
+
+
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Gemma 4 text config."""
     raw = hf_config.with_defaults(
@@ -133,9 +172,7 @@ def read_gemma4(raw: Fields) -> ModelConfig:
     """Of a config whose defaults are filled in."""
     if not raw.has("rope_parameters"):
         raw = Fields({**raw.values, "rope_parameters": _ROPE}, raw.source)
-    if raw.boolean("enable_moe_block", False):
-        raise raw.fail("enable_moe_block", "(experts) is not supported", UNSUPPORTED_HINT)
-    fields = hf_config.common(raw, handled=(*_HANDLED, "num_experts"), activations=gemma2.GELU)
+    fields = hf_config.common(raw, handled=(*_HANDLED, *EXPERT_KEYS), activations=gemma2.GELU)
     slides = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(6))
     slides = (*slides[:-1], False)  # as transformers has it, whatever layer_types says
     gated = raw.boolean("attention_k_eq_v", False)
@@ -166,5 +203,6 @@ def read_gemma4(raw: Fields) -> ModelConfig:
             full_head_dim,
             gated,
             raw.boolean("use_double_wide_mlp", False),
+            _mixture(raw, fields["layers"]),
         ),
     )

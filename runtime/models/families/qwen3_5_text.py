@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.experts import EXPERT_KEYS, Mixture
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec
@@ -14,7 +15,11 @@ from mycli.runtime.utils.json_fields import Fields
 
 @dataclass(frozen=True)
 class DeltaLayers:
-    """What layers are made of. Of each: whether it keeps a state. The sizes are those of `DeltaNetSpec`."""
+    """What layers are made of. Of each: whether it keeps a state. The sizes are those of `DeltaNetSpec`.
+
+    `fused`: the file has one tensor for all projections, and one for the gates. `mixture`: the experts in place of
+    MLPs, None where there are none.
+    """
 
     recurrent: tuple[bool, ...]
     heads: int
@@ -22,10 +27,14 @@ class DeltaLayers:
     key_dim: int
     value_dim: int
     taps: int
+    fused: bool = False
+    mixture: Mixture | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """As `ModelConfig.declare`."""
         base = decoder_layer(config, index)
+        if self.mixture is not None:
+            base = self.mixture.put_into(base, config)
         unread = ("mtp.",)  # a head that predicts several tokens
         if self.recurrent[index]:
             return replace(base, mixer=self._delta(config, index), unread=unread)
@@ -37,31 +46,29 @@ class DeltaLayers:
         layer, hidden = f"model.layers.{index}", config.hidden_size
         name, inner = f"{layer}.linear_attn", self.heads * self.value_dim
         channels = 2 * self.key_heads * self.key_dim + inner
+        projected, gates = {"qkv": channels, "z": inner}, {"b": self.heads, "a": self.heads}
+        if self.fused:
+            projected, gates = {"qkvz": channels + inner}, {"ba": 2 * self.heads}
         return DeltaNetSpec(
             self.heads,
             self.key_heads,
             self.key_dim,
             self.value_dim,
             norm=config.norm_of(f"{layer}.input_layernorm"),
-            projections=(
-                LinearSpec(f"{name}.in_proj_qkv", channels, hidden),
-                LinearSpec(f"{name}.in_proj_z", inner, hidden),
-            ),
-            gates=(
-                LinearSpec(f"{name}.in_proj_b", self.heads, hidden),
-                LinearSpec(f"{name}.in_proj_a", self.heads, hidden),
-            ),
+            projections=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in projected.items()),
+            gates=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in gates.items()),
             convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps),
             decay=f"{name}.A_log",
             dt_bias=f"{name}.dt_bias",
             head_norm=NormSpec(f"{name}.norm", self.value_dim, config.rms_norm_eps),
             out=LinearSpec(f"{name}.out_proj", hidden, inner),
+            by_key_head=self.fused,
         )
 
 
-def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Qwen 3.5 text config."""
-    raw = hf_config.with_defaults(
+def with_delta_defaults(raw: Fields) -> Fields:
+    """`raw` with what the configs of these families leave out."""
+    return hf_config.with_defaults(
         raw,
         head_dim=256,
         max_position_embeddings=32768,
@@ -71,7 +78,12 @@ def read(raw: Fields) -> ModelConfig:
         linear_num_key_heads=16,
         linear_num_value_heads=32,
     )
-    fields = hf_config.common(raw, handled=("partial_rotary_factor",))
+
+
+def read_delta(raw: Fields, mixture: Mixture | None = None, *, fused: bool = False) -> ModelConfig:
+    """Of a config whose defaults are filled in; the rest as in `DeltaLayers`."""
+    handled = ("partial_rotary_factor", *(() if mixture is None else EXPERT_KEYS))
+    fields = hf_config.common(raw, handled=handled)
     period = raw.integer("full_attention_interval", 4)
     bias = raw.boolean("attention_bias", False)
     heads, key_heads = (raw.integer(f"linear_num_{kind}_heads", high=1 << 16) for kind in ("value", "key"))
@@ -91,5 +103,12 @@ def read(raw: Fields) -> ModelConfig:
             raw.integer("linear_key_head_dim", high=1 << 10),
             raw.integer("linear_value_head_dim", high=1 << 10),
             raw.integer("linear_conv_kernel_dim", low=2, high=64),
+            fused,
+            mixture,
         ),
     )
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Qwen 3.5 text config."""
+    return read_delta(with_delta_defaults(raw))

@@ -117,7 +117,7 @@ def test_dense_weights_are_every_parameter_once(name: str) -> None:
     specs = model.config.layer_specs
     sums = [norm for spec in specs for norm in spec.norms()] + [model.config.norm()]
     inner = [norm for spec in specs for part in spec.parts for norm in part.inner_norms() if norm is not None]
-    sums_in_fp32 = 2 * sum(norm.size for norm in sums if norm.offset)
+    sums_in_fp32 = 2 * sum(norm.size for norm in sums if norm.exact)
     gains_of_one = 2 * sum(norm.size for norm in inner if norm.name is None)
     recurrent = [spec.recurrent for spec in specs if spec.recurrent is not None]
     others_in_fp32 = 2 * sum(math.prod(shape) for spec in recurrent for _, shape in spec.tensors())

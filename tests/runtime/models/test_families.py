@@ -51,7 +51,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "scalar-zero": ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     "both-directions": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "gemma4-both-directions": ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-    "gemma4-experts": ("gemma4_text", {"enable_moe_block": True}, "experts"),
+    "gemma4-more-chosen-than-there": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+        "top_k_experts",
+    ),
+    "delta-heads": ("qwen3_next", {"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "not a multiple"),
+    "delta-experts-countless": ("qwen3_5_moe_text", {"num_experts": 1 << 15}, "more than 32768 experts"),
     "gemma4-all-read": ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
     "gemma4-nothing-to-read": (
         "gemma4_text",

@@ -20,10 +20,9 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
-from tests.support.dense_families import GEMMA4
 from tests.support.engines import whole
 from tests.support.families import enliven, packed_weights
-from tests.support.family_parts import IDS, SMALL, ministral_rope
+from tests.support.family_parts import GEMMA4, IDS, SMALL, ministral_rope
 from tests.support.models import CPU
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

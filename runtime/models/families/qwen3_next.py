@@ -1,0 +1,23 @@
+"""Qwen 3 Next (80B-A3B, Coder): Qwen 3.5's layers whose files hold what Gated DeltaNet projects as one tensor and its
+gates as one, key head by key head; and experts beside one that all tokens go through, behind a gate."""
+
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.models.experts import Mixture, read_counts
+from mycli.runtime.models.families.qwen3_5_text import read_delta, with_delta_defaults
+from mycli.runtime.models.families.qwen3_moe import dense_layers
+from mycli.runtime.utils.json_fields import Fields
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a Qwen 3 Next config.json."""
+    raw, layers = with_delta_defaults(raw), raw.integer("num_hidden_layers", high=MAX_LAYERS)
+    count, top_k = read_counts(raw, "num_experts", layers, usual=(512, 10))
+    mixture = Mixture(
+        count,
+        top_k,
+        size=raw.integer("moe_intermediate_size", 512),
+        normalized=raw.boolean("norm_topk_prob", True),
+        dense=dense_layers(raw, layers),
+        shared=raw.integer("shared_expert_intermediate_size", 512),
+    )
+    return read_delta(raw, mixture, fused=True)
