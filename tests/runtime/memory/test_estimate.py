@@ -51,7 +51,8 @@ def test_published_active_parameters(name: str) -> None:
     tables = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     counted = config.active_parameters() - (0 if PUBLISHED[name].get("embeddings", True) else tables)
     assert counted == pytest.approx(told, rel=0.03)
-    assert bytes_per_step(plan(name), 0) == 2 * (config.active_parameters() - tables)
+    read = 2 * (config.active_parameters() - tables) + _beside(config) + 2 * state_bytes(config)
+    assert bytes_per_step(plan(name), 0) == read
 
 
 def test_experts_read_by_a_batch() -> None:
@@ -114,15 +115,19 @@ def test_what_is_told_beside_is_read_by_rows() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_dense_weights_are_every_parameter_once(name: str) -> None:
     model = plan(name)
-    specs = model.config.layer_specs
-    sums = [norm for spec in specs for norm in spec.norms()] + [model.config.norm()]
+    found = weight_bytes(model) + embedding_bytes(model)
+    assert found == 2 * model.config.parameters() + _beside(model.config)
+
+
+def _beside(config: ModelConfig) -> int:
+    """Bytes of a bf16 model that are not two for each parameter: gains and others in fp32, gains of one."""
+    specs = config.layer_specs
+    sums = [norm for spec in specs for norm in spec.norms()] + [config.norm()]
     inner = [norm for spec in specs for part in spec.parts for norm in part.inner_norms() if norm is not None]
     sums_in_fp32 = 2 * sum(norm.size for norm in sums if norm.exact)
     gains_of_one = 2 * sum(norm.size for norm in inner if norm.name is None)
     recurrent = [spec.recurrent for spec in specs if spec.recurrent is not None]
-    others_in_fp32 = 2 * sum(math.prod(shape) for spec in recurrent for _, shape in spec.tensors())
-    found = weight_bytes(model) + embedding_bytes(model)
-    assert found == 2 * model.config.parameters() + sums_in_fp32 + gains_of_one + others_in_fp32
+    return sums_in_fp32 + gains_of_one + 2 * sum(math.prod(shape) for spec in recurrent for _, shape in spec.tensors())
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,8 @@ def test_dense_weights_are_every_parameter_once(name: str) -> None:
         ("LFM2-1.2B", 10 * 2 * 2048),
         ("Qwen3.5-9B", 24 * (32 * 128 * 128 + 3 * 8192)),
         ("Qwen3.5-27B", 48 * (48 * 128 * 128 + 3 * 10240)),
+        ("Qwen3.5-35B-A3B", 30 * (32 * 128 * 128 + 3 * 8192)),
+        ("Qwen3-Next-80B-A3B", 36 * (32 * 128 * 128 + 3 * 8192)),
     ],
 )
 def test_the_states_of_sequences(name: str, state: int) -> None:
@@ -142,7 +149,8 @@ def test_the_states_of_sequences(name: str, state: int) -> None:
         assert (grown[1] - grown[0]) % 9 == 0
         assert grown[0] - (grown[1] - grown[0]) // 9 == (2 * sequences + 1) * 4 * state
     told = 2 * (long.config.vocab_size * long.config.hidden_size) * (not long.config.tie_embeddings)
-    assert bytes_per_step(long, 0) == weight_bytes(long) + embedding_bytes(long) - told + 2 * 4 * state
+    idle = 2 * (long.config.parameters() - long.config.active_parameters())
+    assert bytes_per_step(long, 0) == weight_bytes(long) + embedding_bytes(long) - told - idle + 2 * 4 * state
 
 
 @pytest.mark.parametrize("bits, gigabytes", [(16, 140), (8, 70), (4, 35)])
