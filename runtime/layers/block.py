@@ -13,12 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CMlpPart
-from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, WEIGHTED_SUM
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CExpertsPart, CMlpPart
+from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.experts import RoutedProduct
-from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import Around, NativePart, NativePass, attention_part, mlp_part
+from mycli.runtime.layers.linear import Changes, Linear
+from mycli.runtime.layers.native import (
+    Around,
+    ExpertLinears,
+    NativePart,
+    NativePass,
+    attention_part,
+    experts_part,
+    mlp_part,
+)
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates, make_mixer
 from mycli.runtime.layers.rope import RopeTables, rotate
@@ -277,12 +285,25 @@ class Experts(LayerPart):
         gate = None if spec.shared is None else spec.shared.gate
         self.shared_gate = None if gate is None else Linear((gate,))
         self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
-        self._gate_up = tuple(Linear(expert.gate_up) for expert in spec.experts)
-        self._down = tuple(Linear((expert.down,)) for expert in spec.experts)
+        changes = Changes()
+        self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
+        self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
         own = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)
         self._activate = ACTIVATION[spec.activation]
+        norms = [norm for norm in (self.norm, self.output_norm) if norm is not None]
+        self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
+
+    def _prepare(self) -> CExpertsPart:
+        shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
+        linears = ExpertLinears(self.router, self._gate_up, self._down, shared, self.shared_gate)
+        return experts_part(self.spec, self._around(), linears)
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else native.experts(part, x)
 
     def expert_of(self, linear: Linear) -> int | None:
         """Which expert one of `products` belongs to; None for one of the shared expert's."""
@@ -297,7 +318,7 @@ class Experts(LayerPart):
         if self.shared is not None:
             beside = yield from self.shared.inner(x, context)
             if self.shared_gate is not None:
-                beside = beside * torch.sigmoid(self.shared_gate(x))
+                beside = ROW_WEIGHTS(beside, self.shared_gate(x))
         route = ROUTING(self.router(tokens), self.spec.top_k, self.spec.normalized)
         gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), tokens
         activated = self._activate(gate_up)
