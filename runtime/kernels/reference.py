@@ -120,6 +120,11 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
+def weigh_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """x [..., size] times the sigmoid of gate [..., 1]; in the dtype of both."""
+    return x * torch.sigmoid(gate)
+
+
 def route(scores: Tensor, top_k: int, normalized: bool) -> Route:
     """Where tokens of `scores` [tokens, experts] go: to their `top_k` highest, with weights from a softmax in fp32 over
     all scores, or over those of the chosen if `normalized`. All else is exact, so no token's route depends on others.

@@ -24,6 +24,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
+    native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
@@ -107,12 +108,15 @@ DELTA_RULE = Operation("gated delta rule", (native_delta_rule, recurrent.delta_r
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
 GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
-# Of experts: which tokens go to which, the products of all of them, and the sum of what they make.
+# Of experts: which tokens go to which, the products of all of them, the sum of what they make, and the gate of one that
+# all tokens go through.
 ROUTING: Operation[[Tensor, int, bool], Route] = Operation("routing", (native_route, reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation("product of experts", (native_routed_product, reference.routed_product))
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
 WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, reference.weighted_sum))
+ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
+ROW_WEIGHTS = Operation("weights of rows", (_for_replies(native_weigh_rows), reference.weigh_rows))
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CMlpPart
-from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, WEIGHTED_SUM
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CExpertsPart, CMlpPart
+from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.experts import RoutedProduct
-from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import Around, NativePart, NativePass, attention_part, mlp_part
+from mycli.runtime.layers.linear import Changes, Linear
+from mycli.runtime.layers.native import (
+    Around,
+    ExpertLinears,
+    NativePart,
+    NativePass,
+    attention_part,
+    experts_part,
+    mlp_part,
+)
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates, make_mixer
 from mycli.runtime.layers.rope import RopeTables, rotate
@@ -277,8 +285,9 @@ class Experts(LayerPart):
         gate = None if spec.shared is None else spec.shared.gate
         self.shared_gate = None if gate is None else Linear((gate,))
         self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
-        self._gate_up = tuple(Linear(expert.gate_up) for expert in spec.experts)
-        self._down = tuple(Linear((expert.down,)) for expert in spec.experts)
+        changes = Changes()
+        self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
+        self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
         own = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)
@@ -287,6 +296,18 @@ class Experts(LayerPart):
         self.expert_output_norm = make_norm(spec.expert_output_norm)
         self._scales: Tensor | None = None
         self._activate = ACTIVATION[spec.activation]
+        norms = [norm for norm in (self.norm, self.output_norm) if norm is not None]
+        self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
+
+    def _prepare(self) -> CExpertsPart:
+        shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
+        linears = ExpertLinears(self.router, self._gate_up, self._down, shared, self.shared_gate)
+        return experts_part(self.spec, self._around(), linears)
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else native.experts(part, x)
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
@@ -308,7 +329,7 @@ class Experts(LayerPart):
             beside = yield from self.shared.inner(_normed(self.shared.norm, x), context)
             beside = _normed(self.shared.output_norm, beside)
             if self.shared_gate is not None:
-                beside = beside * torch.sigmoid(self.shared_gate(x))
+                beside = ROW_WEIGHTS(beside, self.shared_gate(x))
         scores = self.router(_normed(self.router_norm, tokens))
         route = ROUTING(scores, self.spec.top_k, self.spec.normalized)
         route = route if self._scales is None else route.scaled(self._scales)

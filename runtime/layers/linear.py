@@ -23,6 +23,13 @@ from mycli.runtime.utils.huge_pages import huge_empty
 PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: they read a quarter of the bytes
 
 
+class Changes:
+    """Shared by many linears: `last` is another object whenever one of them has come to multiply by other weights."""
+
+    def __init__(self) -> None:
+        self.last = object()
+
+
 def dense_matmul(weight: Tensor) -> DenseMatmul:
     """An unquantized weight [N, K], multiplied by the first kernel for dense products that takes it."""
     return DenseMatmul(weight, DENSE_PRODUCT)
@@ -41,10 +48,14 @@ def _read_dense(
 
 
 class Linear(nn.Module):
-    """Linears that share an input: x [..., in_features] to the outputs of `specs`, side by side."""
+    """Linears that share an input: x [..., in_features] to the outputs of `specs`, side by side.
 
-    def __init__(self, specs: Sequence[LinearSpec]) -> None:
+    Of many, `changes` spares whoever made something of their weights to look at each.
+    """
+
+    def __init__(self, specs: Sequence[LinearSpec], changes: Changes | None = None) -> None:
         super().__init__()
+        self._changes = changes
         self.specs = tuple(specs)
         self.in_features = specs[0].in_features
         self.out_features = sum(spec.out_features for spec in specs)
@@ -68,9 +79,14 @@ class Linear(nn.Module):
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype)))
                 continue
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype))
-        self._matmuls = tuple(matmuls)
         if self.specs[0].bias:
             self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)
+        self._multiply_by(tuple(matmuls))
+
+    def _multiply_by(self, matmuls: tuple[Matmul, ...]) -> None:
+        self._matmuls = matmuls
+        if self._changes is not None:
+            self._changes.last = object()
 
     def weight(self) -> Tensor:
         """The weights of all linears, stacked, [out_features, in_features]; not a copy where they are dense already."""
@@ -84,7 +100,7 @@ class Linear(nn.Module):
         """
         self.dense_copy = None
         matmul = dense_matmul(weight) if isinstance(weight, Tensor) else weight
-        self._matmuls = () if matmul is None else (matmul,)
+        self._multiply_by(() if matmul is None else (matmul,))
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

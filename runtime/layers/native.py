@@ -6,6 +6,7 @@ not know the order of parts, or what a layer is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_void_p
 from dataclasses import dataclass
 from operator import is_not
 from typing import Generic, TypeVar
@@ -21,6 +22,9 @@ from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     MOST_PARTS,
     CAttentionPart,
+    CExpertProduct,
+    CExpertsPart,
+    CFeed,
     CGain,
     CLinear,
     CMlpPart,
@@ -29,20 +33,21 @@ from mycli.runtime.kernels.cpu.layer import (
     CProduct,
     CSum,
     run_attention,
+    run_experts,
     run_mlp,
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.linear import Changes, Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import RopeTables
-from mycli.runtime.models.layer_spec import AttentionSpec, MlpSpec, RopeSpec
+from mycli.runtime.models.layer_spec import AttentionSpec, ExpertsSpec, MlpSpec, RopeSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 NATIVE_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
 
-_T = TypeVar("_T", CAttentionPart, CMlpPart)
+_T = TypeVar("_T", CAttentionPart, CMlpPart, CExpertsPart)
 
 
 class NotNative(Exception):
@@ -137,23 +142,75 @@ def attention_part(
     )
 
 
-def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
-    """An MLP as layer.h has it. Raises NotNative."""
+def _gate_type(spec: MlpSpec | ExpertsSpec) -> int:
     if spec.activation not in GATE_TYPES:
         raise NotNative("takes gated activations")
-    parts = c_gain(around.norm), c_linear(gate_up), c_linear(down), c_sum(around)
-    return CMlpPart(*parts, _multiple(spec.size, "an MLP"), GATE_TYPES[spec.activation])
+    return GATE_TYPES[spec.activation]
+
+
+def _feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeed:
+    return CFeed(c_linear(gate_up), c_linear(down), _multiple(spec.size, "an MLP"), _gate_type(spec))
+
+
+def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
+    """An MLP as layer.h has it. Raises NotNative."""
+    return CMlpPart(c_gain(around.norm), _feed(spec, gate_up, down), c_sum(around))
+
+
+def _expert_product(linears: Sequence[Linear]) -> CExpertProduct:
+    products = [c_linear(linear) for linear in linears]
+    if any(each.count > 1 or each.bias for each in products):
+        raise NotNative("takes experts whose products have one part and no bias")
+    forms = {linear.matmul.form if isinstance(linear.matmul, CpuMatmul) else None for linear in linears}
+    first, parts = products[0].parts[0], [each.parts[0] for each in products]
+    if len(forms) > 1 or any((each.outputs, each.inputs) != (first.outputs, first.inputs) for each in parts):
+        raise NotNative("takes experts of one shape and group")
+    addresses = (c_void_p * len(parts))(*(each.packed or each.dense for each in parts))
+    return CExpertProduct(addresses, first.outputs, first.inputs, not first.packed)
+
+
+@dataclass(frozen=True)
+class ExpertLinears:
+    """The linears of a layer's experts; `shared`: gate and up, and down, of one that all tokens go through."""
+
+    router: Linear
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    shared: tuple[Linear, Linear] | None
+    shared_gate: Linear | None
+
+
+def experts_part(spec: ExpertsSpec, around: Around, linears: ExpertLinears) -> CExpertsPart:
+    """Experts as experts_part.h has them. Raises NotNative."""
+    if spec.scales is not None or any(norm is not None for norm in spec.inner_norms()):
+        raise NotNative("takes experts that read what one norm makes, and weights of the router alone")
+    return CExpertsPart(
+        c_gain(around.norm),
+        c_linear(linears.router),
+        _expert_product(linears.gate_up),
+        _expert_product(linears.down),
+        CFeed() if spec.shared is None or linears.shared is None else _feed(spec.shared.mlp, *linears.shared),
+        CLinear() if linears.shared_gate is None else c_linear(linears.shared_gate),
+        c_sum(around),
+        len(spec.experts),
+        spec.top_k,
+        _multiple(spec.size, "an expert"),
+        _gate_type(spec),
+        spec.normalized,
+    )
 
 
 class NativePart(Generic[_T]):
     """A part made ready for native code, once; and again where what it is made of has been replaced.
 
-    `norms`, `products`: all whose tensors may be. Looked at in every pass, and so without detours.
+    `norms`, `products`: all whose tensors may be, but for products that have `changes` in common. Looked at in every
+    pass, and so without detours.
     """
 
-    def __init__(self, norms: Sequence[RMSNorm], products: Sequence[Linear]) -> None:
+    def __init__(self, norms: Sequence[RMSNorm], products: Sequence[Linear], changes: Changes | None = None) -> None:
         self._watched: list[tuple[object, str]] = [(norm, "weight") for norm in norms]
         self._watched += [(linear, name) for linear in products for name in ("matmuls", "bias")]
+        self._watched += [] if changes is None else [(changes, "last")]
         self._made_of: list[object] = []
         self._part: _T | None = None
 
@@ -217,3 +274,7 @@ class NativePass:
     def mlp(self, part: CMlpPart, x: Tensor) -> Tensor:
         """The stream x [1, T, hidden] through an MLP."""
         return run_mlp(self._library, part, x)
+
+    def experts(self, part: CExpertsPart, x: Tensor) -> Tensor:
+        """The stream x [1, T, hidden] through a layer's experts."""
+        return run_experts(self._library, part, x)

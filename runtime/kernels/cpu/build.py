@@ -120,9 +120,11 @@ class Native:
     softmax_draw: Callable[..., int]
     norm: Callable[..., int | None]
     gate: Callable[..., int | None]
+    weigh: Callable[..., int | None]
     rotate: Callable[..., int | None]
     attention_part: Callable[..., int]
     mlp_part: Callable[..., int]
+    experts_part: Callable[..., int]
     convolve: Callable[..., int | None]
     delta: Callable[..., int | None]
     gated_norm: Callable[..., int | None]
@@ -157,9 +159,11 @@ def load_library(path: Path, origin: str = "") -> Native:
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        weigh=function("weigh", None, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         attention_part=function("attention_part", c_int, *(c_void_p,) * 5, c_int),
         mlp_part=function("mlp_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+        experts_part=function("experts_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
         convolve=function("convolve", None, c_void_p, c_void_p, c_int),
         delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
         gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),

@@ -25,6 +25,7 @@ HEADERS = (
     "dense.h",
     "draw.h",
     "experts.h",
+    "experts_part.h",
     "layer.h",
     "packed_integer.h",
     "packed_layout.h",

@@ -87,6 +87,22 @@ def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
     return _gated(gate_up, GATE_TYPES["gelu_tanh"])
 
 
+def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | str:
+    """x bf16 or fp32 [..., size] times the sigmoid of gate [..., 1], which is rounded first; in the dtype of both."""
+    size = x.shape[-1]
+    found = _library(x, size)
+    if isinstance(found, str):
+        return found
+    if gate.dtype != x.dtype or gate.requires_grad:
+        return "takes gates without a gradient, in the dtype of its input"
+    given, weights, y = x.contiguous(), gate.contiguous(), x.new_empty(x.shape)
+    rows = weights.numel()
+    assert rows * size == x.numel()
+    pointers = given.data_ptr(), weights.data_ptr(), rows, size, y.data_ptr()
+    found.weigh(ROW_TYPES[x.dtype], *pointers, threads_for(rows))
+    return y
+
+
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | str:
     """As `runtime.layers.rope.rotate`: x bf16 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2].
 

@@ -50,12 +50,15 @@ struct AttentionPart {
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
 };
-struct MlpPart {
-    Gain norm;
+struct Feed {  // an MLP by itself
     Linear gate_up, down;
-    Sum sum;
     int64_t size;
     int64_t gate_type;
+};
+struct MlpPart {
+    Gain norm;
+    Feed feed;
+    Sum sum;
 };
 struct PassRows {  // of one pass; see Attention
     const int32_t *starts, *lengths, *table;
@@ -74,7 +77,7 @@ constexpr int64_t ALONE = 16;  // rows up to which one thread has done a step be
 // Memory of one part, taken piece by piece, given back at its end.
 struct Scratch {
     char *at, *next;
-    explicit Scratch(int64_t values) : at(static_cast<char*>(aligned_alloc(64, size_t(values * 2 + 64 * 16 + 63) & ~size_t(63)))), next(at) {}
+    explicit Scratch(int64_t values) : at(static_cast<char*>(aligned_alloc(64, size_t(values * 2 + 64 * 32 + 63) & ~size_t(63)))), next(at) {}
     ~Scratch() { free(at); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
@@ -244,20 +247,27 @@ struct AttentionRun {
     }
 };
 
+inline int64_t feed_values(const Feed& f, int64_t rows) {
+    return rows * (std::max(f.gate_up.outputs, f.down.outputs) + f.gate_up.outputs + f.size);
+}
+// x [rows, inputs] through an MLP to `made`, with `feed_values` of `scratch`. False: no memory.
+inline bool feed_forward(const Feed& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
+    const int64_t rows = rowwise.rows;
+    uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
+    uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
+    if (!rowwise.multiply(f.gate_up, x, both, spare)) return false;
+    rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * 2 * f.size, f.size, activated + row * f.size); });
+    return rowwise.multiply(f.down, activated, made, spare);
+}
+
 // 0: done; 1: no memory.
 inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
-    const int64_t rows = rowwise.rows, hidden = part.sum.hidden, widest = std::max(part.gate_up.outputs, hidden);
-    Scratch scratch(rows * (widest + part.gate_up.outputs + part.size + 2 * hidden));
+    const int64_t values = rowwise.rows * part.sum.hidden;
+    Scratch scratch(feed_values(part.feed, rowwise.rows) + 3 * values);
     if (!scratch.at) return 1;
-    uint16_t *spare = scratch.take(rows * widest), *both = scratch.take(rows * part.gate_up.outputs);
-    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
-    if (!rowwise.multiply(part.gate_up, entering, both, spare)) return 1;
-    uint16_t* activated = scratch.take(rows * part.size);
-    rowwise.each([&](int64_t row) {
-        gate_row(int32_t(part.gate_type), both + row * 2 * part.size, part.size, activated + row * part.size);
-    });
-    uint16_t* made = scratch.take(rows * hidden);
-    if (!rowwise.multiply(part.down, activated, made, spare)) return 1;
+    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
+    uint16_t *made = scratch.take(values), *spare = scratch.take(values);
+    if (!feed_forward(part.feed, rowwise, entering, scratch, made)) return 1;
     rowwise.add(part.sum, x, made, spare, out);
     return 0;
 }

@@ -4,6 +4,7 @@ Knows addresses and shapes; which modules become which structure is decided in `
 """
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -55,12 +56,34 @@ class CAttentionPart(ctypes.Structure):
     ]
 
 
+class CFeed(ctypes.Structure):
+    """`Feed` of layer.h."""
+
+    _fields_ = [("gate_up", CLinear), ("down", CLinear), ("size", c_int64), ("gate_type", c_int64)]
+
+
 class CMlpPart(ctypes.Structure):
     """`MlpPart` of layer.h."""
 
+    _fields_ = [("norm", CGain), ("feed", CFeed), ("sum", CSum)]
+
+
+class CExpertProduct(ctypes.Structure):
+    """`ExpertProduct` of experts_part.h; it holds the array that it is given."""
+
     _fields_ = [
-        *(("norm", CGain), ("gate_up", CLinear), ("down", CLinear), ("sum", CSum)),
-        *((name, c_int64) for name in ("size", "gate_type")),
+        ("weights", ctypes.POINTER(c_void_p)),
+        *((name, c_int64) for name in ("outputs", "inputs", "dense")),
+    ]
+
+
+class CExpertsPart(ctypes.Structure):
+    """`ExpertsPart` of experts_part.h."""
+
+    _fields_ = [
+        *(("norm", CGain), ("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
+        *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum)),
+        *((name, c_int64) for name in ("experts", "top", "size", "gate_type", "normalized")),
     ]
 
 
@@ -99,8 +122,17 @@ def run_attention(library: Native, part: CAttentionPart, rows: CPassRows, place:
 
 def run_mlp(library: Native, part: CMlpPart, x: Tensor) -> Tensor:
     """The stream x [..., hidden], bf16 and contiguous, through an MLP."""
+    return _run(library.mlp_part, part, x)
+
+
+def run_experts(library: Native, part: CExpertsPart, x: Tensor) -> Tensor:
+    """The stream x [..., hidden], bf16 and contiguous, through a layer's experts."""
+    return _run(library.experts_part, part, x)
+
+
+def _run(function: Callable[..., int], part: CMlpPart | CExpertsPart, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
-    if library.mlp_part(ctypes.byref(part), rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
+    if function(ctypes.byref(part), rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
         raise ResourceError(f"no memory for the products of {rows} rows", code="less-context")
     return out

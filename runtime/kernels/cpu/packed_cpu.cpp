@@ -180,6 +180,7 @@ inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 }  // namespace
 
 #include "experts.h"
+#include "experts_part.h"
 
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
@@ -247,7 +248,7 @@ EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threa
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
-// As norm_row, gate_row and rotate_token in steps.h, for all rows and tokens.
+// As norm_row, gate_row, weigh_row and rotate_token in steps.h, for all rows and tokens.
 EXPORT void norm(const Norm* n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t row = 0; row < n->rows; row++) norm_row(*n, row);
@@ -255,6 +256,10 @@ EXPORT void norm(const Norm* n, int threads) {
 EXPORT void gate(int32_t gate_type, int32_t type, const void* x, int64_t rows, int64_t size, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) gate_row(gate_type, type, x, row, size, y);
+}
+EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, int64_t size, void* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) weigh_row(type, x, gates, row, size, y);
 }
 EXPORT void rotate(const Rotation* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -269,6 +274,9 @@ EXPORT int attention_part(const AttentionPart* part, const PassRows* pass, const
 }
 EXPORT int mlp_part(const MlpPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
     return run_mlp(*part, {rows, threads}, x, out);
+}
+EXPORT int experts_part(const ExpertsPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
+    return ExpertsRun{*part, {rows, threads}}.run(x, out);
 }
 
 // As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.

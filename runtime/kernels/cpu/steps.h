@@ -84,6 +84,21 @@ inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row
     else gate_row(gate_type, static_cast<const uint16_t*>(x) + 2 * row * size, size, static_cast<uint16_t*>(y) + row * size);
 }
 
+// x [size], a multiple of 16, times the sigmoid of `gate`, which is rounded first.
+inline void weigh_row(const uint16_t* x, uint16_t gate, int64_t size, uint16_t* y) {
+    const V16 zero = {}, weight = rounded(times_sigmoid(zero + 1.0f, zero + from_bf16(gate)));
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
+}
+inline void weigh_row(const float* x, float gate, int64_t size, float* y) {
+    const V16 zero = {}, weight = times_sigmoid(zero + 1.0f, zero + gate);
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
+}
+
+inline void weigh_row(int32_t type, const void* x, const void* gates, int64_t row, int64_t size, void* y) {
+    if (type == F32) weigh_row(static_cast<const float*>(x) + row * size, static_cast<const float*>(gates)[row], size, static_cast<float*>(y) + row * size);
+    else weigh_row(static_cast<const uint16_t*>(x) + row * size, static_cast<const uint16_t*>(gates)[row], size, static_cast<uint16_t*>(y) + row * size);
+}
+
 struct Rotation {  // mirrored by build.py
     const uint16_t* x;  // [sequences, tokens, heads, head_dim], strides in elements
     const uint16_t *cos, *sin;  // [tokens, half]; half is a multiple of 16

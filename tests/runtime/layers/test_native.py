@@ -22,7 +22,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Attention, Mlp
-from mycli.runtime.layers.linear import dense_matmul
+from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
@@ -94,6 +94,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     count("attention", NativePass.attention)
     count("mlp", NativePass.mlp)
+    count("experts", NativePass.experts)
     return found
 
 
@@ -132,6 +133,44 @@ def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, m
     make(tmp_path, model_type, {**WIDE, **changes, **WHOLE[case]})
     runner = load(tmp_path, kv)
     assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * runner.config.layers * ["attention", "mlp"]
+
+
+# Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
+# behind a gate; factors on what is added.
+EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
+    "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
+    "qwen2_moe-shared": ({}, ["experts"] * 3),
+    "granitemoe-8top2": ({}, ["experts"] * 3),
+}
+
+
+def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
+    """Random codes in the layout of our own code."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = linear.out_features, linear.in_features
+    codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)
+    scales = torch.rand(shape[0], shape[1] // group, generator=generator).bfloat16() / (8 << bits)
+    weight = PackedWeight(pack(codes, bits), scales, Packing(bits, group), shape[1])
+    linear.replace(prepare_product(weight, torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", (None, 4), ids=("dense", "int4"))
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_have_the_bits_of_their_steps(
+    case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes in which an expert has no, one, few and many rows, packed or dense."""
+    model_type, changes = CASES[case]
+    more, parts = EXPERTS[case]
+    make(tmp_path, model_type, {**WIDE, **changes, **more})
+    runner = load(tmp_path)
+    for index, block in enumerate(runner.model.layers()):
+        for seed, linear in enumerate(block.mlp.products if bits else ()):
+            pack_linear(linear, bits or 4, 32, seed + 100 * index)
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [
+        part for kind in parts for part in ("attention", kind)
+    ]
 
 
 @pytest.mark.slow

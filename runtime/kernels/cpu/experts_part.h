@@ -1,0 +1,98 @@
+// A layer's experts on few rows of bf16, whole, as layer.h does its other parts: norm, router, choice, the experts' products, the
+// weighted sum, the shared expert beside them, and the residual stream. Included by packed_cpu.cpp after experts.h.
+
+#pragma once
+
+#include "layer.h"
+
+namespace {
+
+// The structures are mirrored by layer.py.
+struct ExpertProduct {
+    const void* const* weights;  // [experts]: a Weight, or bf16 [outputs, inputs]
+    int64_t outputs, inputs;
+    int64_t dense;  // whether weights are bf16
+};
+struct ExpertsPart {
+    Gain norm;
+    Linear router;
+    ExpertProduct gate_up, down;
+    Feed shared;  // of no outputs: none
+    Linear shared_gate;  // of one output, or none
+    Sum sum;
+    int64_t experts, top, size, gate_type, normalized;
+};
+
+struct ExpertsRun {
+    const ExpertsPart& part;
+    const Rowwise rowwise;
+
+    // Which experts rows [rows, hidden] choose, into `r`, whose arrays it takes of `scratch`; how many have pairs, or -1: no memory.
+    int64_t choose(const uint16_t* x, Scratch& scratch, Routing& r) const {
+        const int64_t rows = rowwise.rows, count = rows * part.experts, pairs = rows * part.top;
+        uint16_t *rounded = scratch.take(count), *spare = scratch.take(count);
+        const auto words = [&](int64_t size) { return reinterpret_cast<int32_t*>(scratch.take(2 * size)); };
+        float* scores = reinterpret_cast<float*>(words(count));
+        r = {scores, reinterpret_cast<float*>(words(pairs)), words(pairs), words(pairs), words(pairs), words(part.experts),
+             words(part.experts + 1), rows, part.experts, part.top, int32_t(part.normalized)};
+        if (!rowwise.multiply(part.router, x, rounded, spare)) return -1;
+        rowwise.each([&](int64_t row) {
+            for (int64_t i = row * part.experts; i < (row + 1) * part.experts; i++) scores[i] = from_bf16(rounded[i]);
+            choose_experts(r, row);
+        });
+        return sort_pairs(r);
+    }
+
+    // A product of the experts that were hit: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs]. False: no memory.
+    bool multiply(const ExpertProduct& product, const Routing& r, int64_t hits, const int32_t* tokens, const uint16_t* x, uint16_t* y) const {
+        std::vector<const void*> weights;
+        for (int64_t i = 0; i < hits; i++) weights.push_back(product.weights[r.hit[i]]);
+        return multiply_routed({weights.data(), r.starts, tokens, x, y, hits, tokens ? rowwise.rows : rowwise.rows * part.top,
+                                product.inputs, product.outputs, BF16, int32_t(product.dense)}, rowwise.threads);
+    }
+
+    // What the shared expert makes of x [rows, hidden], times the sigmoid of its gate where it has one; null: no memory.
+    const uint16_t* beside(const uint16_t* x, Scratch& scratch) const {
+        uint16_t* made = scratch.take(rowwise.rows * part.sum.hidden);
+        if (!feed_forward(part.shared, rowwise, x, scratch, made)) return nullptr;
+        if (!part.shared_gate.outputs) return made;
+        uint16_t *gate = scratch.take(rowwise.rows), *spare = scratch.take(rowwise.rows);
+        if (!rowwise.multiply(part.shared_gate, x, gate, spare)) return nullptr;
+        rowwise.each([&](int64_t row) {
+            uint16_t* at = made + row * part.sum.hidden;
+            weigh_row(at, gate[row], part.sum.hidden, at);
+        });
+        return made;
+    }
+
+    // 0: done; 1: no memory.
+    int run(const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.top;
+        Scratch scratch(6 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
+                        pairs * (part.gate_up.outputs + part.size + part.down.outputs));
+        if (!scratch.at) return 1;
+        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
+        const uint16_t* shared = nullptr;
+        if (part.shared.size && !(shared = beside(entering, scratch))) return 1;
+        Routing r;
+        const int64_t hits = choose(entering, scratch, r);
+        if (hits < 0) return 1;
+        uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
+        if (!multiply(part.gate_up, r, hits, r.pairs, entering, both)) return 1;
+        Rowwise{pairs, rowwise.threads}.each([&](int64_t pair) {
+            gate_row(int32_t(part.gate_type), both + pair * 2 * part.size, part.size, activated + pair * part.size);
+        });
+        uint16_t *each = scratch.take(pairs * part.down.outputs), *made = scratch.take(values);
+        if (!multiply(part.down, r, hits, nullptr, activated, each)) return 1;
+        const WeightedSum sum{each, r.places, r.weights, made, rows, part.top, part.sum.hidden, BF16};
+        rowwise.each([&](int64_t row) {
+            sum_token<uint16_t>(sum, row);
+            for (int64_t i = row * sum.size; shared && i < (row + 1) * sum.size; i += LANE)
+                store16(made + i, load16(made + i) + load16(shared + i));
+        });
+        rowwise.add(part.sum, x, made, scratch.take(values), out);
+        return 0;
+    }
+};
+
+}  // namespace
