@@ -25,7 +25,7 @@ KV: tuple[Kv, ...] = get_args(Kv)
 class LoadFlags:
     """How a model is run, as it was typed."""
 
-    adapter: options.Adapter = None
+    adapter: options.AdapterName = None
     draft: options.Draft = "none"
     context: options.Context = None
     device: options.Device = "auto"

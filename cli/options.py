@@ -158,7 +158,7 @@ Draft = Annotated[
         autocompletion=complete_model,
     ),
 ]
-Adapter = Annotated[
+AdapterName = Annotated[
     str | None,
     typer.Option(
         "--adapter",

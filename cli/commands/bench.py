@@ -231,7 +231,7 @@ def bench(
     fail_on_regress: Annotated[
         str | None, typer.Option("--fail-on-regress", metavar="5%", help="End with 6 where a test is slower by more.")
     ] = None,
-    adapter: options.Adapter = None,
+    adapter: options.AdapterName = None,
     draft: options.Draft = "none",
     device: options.Device = "auto",
     threads: options.Threads = None,

@@ -80,7 +80,7 @@ def evaluate(
     dtype: options.Precision = "fp32",
     kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
-    adapter: options.Adapter = None,
+    adapter: options.AdapterName = None,
 ) -> None:
     """Score a model on a text, alone or against another.
 
@@ -118,5 +118,6 @@ def evaluate(
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
     if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):
         return
-    title = sources[0].name if ref is None else f"{sources[0].name} against {sources[-1].name}"
+    title = sources[0].name + ("" if folders[0].adapter is None else f" with {folders[0].adapter.name}")
+    title += "" if ref is None else f" against {sources[-1].name}"
     call.out.card(title, quality(result))

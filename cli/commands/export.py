@@ -36,7 +36,7 @@ def export(
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Round what the layout cannot hold exactly, and say what was lost.")
     ] = False,
-    adapter: options.Adapter = None,
+    adapter: options.AdapterName = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model in another program's layout.

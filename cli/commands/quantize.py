@@ -153,7 +153,7 @@ def quantize(
     call: Call,
     model: options.Model,
     made: RecipeFlags,
-    adapter: options.Adapter = None,
+    adapter: options.AdapterName = None,
     report: Annotated[
         str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
     ] = "quick",

@@ -235,9 +235,12 @@ def resolve(model: str, *, offline: bool = False) -> Source:
     """
     source = _find(model, offline)
     if is_adapter(source.folder):
-        base = adapter_base(source.folder)
-        data = {"base": shlex.quote(base or "MODEL"), "adapter": shlex.quote(model)}
-        raise ModelError(f"{model}: a LoRA adapter, which needs its model", code="give-adapter", data=data)
+        base = adapter_base(source.folder) or "MODEL"
+        raise ModelError(
+            f"{model}: a LoRA adapter, which needs its model",
+            code="give-adapter",
+            data={"base": shlex.quote(base), "adapter": shlex.quote(model)},
+        )
     return source
 
 
