@@ -25,6 +25,7 @@ KV: tuple[Kv, ...] = get_args(Kv)
 class LoadFlags:
     """How a model is run, as it was typed."""
 
+    adapter: options.AdapterName = None
     draft: options.Draft = "none"
     context: options.Context = None
     device: options.Device = "auto"
@@ -52,6 +53,7 @@ class LoadFlags:
             draft=None if self.draft == "none" else self.draft,
             dense_prefill_copy=self.shadow,
             allow_nonfinite=self.allow_nonfinite,
+            adapter=self.adapter,
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
@@ -12,7 +13,7 @@ from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import NGRAM, EngineConfig
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
-from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
@@ -63,7 +64,7 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     if engine.draft is not None and engine.draft != NGRAM:
         with about(call, engine.draft):
             draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
-    folder = ModelFolder.open(source.folder)
+    folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
     check_context(folder, engine)
     placement = engine.place(folder.config)
     announce_placement(call, placement)
@@ -123,6 +124,23 @@ def once(tell: Callable[[str], None]) -> Callable[[str], None]:
             tell(text)
 
     return first
+
+
+def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:
+    """The `model` in `folder` with `adapter` in it, where one is named; says where that was made for another model."""
+    if adapter is None:
+        return folder
+    with about(call, adapter):
+        found = resolve_adapter(adapter, offline=call.offline)
+        merged = folder.with_adapter(found.label, found.folder)
+    made = merged.adapter
+    assert made is not None
+    base, own = Path(made.config.base).name, Path(model.partition("@")[0]).name
+    if base and base.lower() != own.lower():
+        call.out.note(f"{adapter} was trained on {made.config.base}")
+    if made.unused:
+        call.out.warn(f"{adapter}: {len(made.unused)} of its modules are not of the text model: not used")
+    return merged
 
 
 def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:

@@ -158,6 +158,14 @@ Draft = Annotated[
         autocompletion=complete_model,
     ),
 ]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="FOLDER|REPO",
+        help="Add a LoRA adapter, in PEFT's layout, to the weights as they are read.",
+    ),
+]
 DraftName = Annotated[
     str,
     typer.Argument(

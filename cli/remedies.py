@@ -35,6 +35,8 @@ REMEDIES: Mapping[str, str] = {
     "verify-files": "compare the files with their source: mycli verify {model}",
     "verify-files-or-fp32": "the weights may be damaged: mycli verify {model}; or try --dtype fp32",
     "allow-nonfinite": "compare the file with its source: mycli verify {model}; or load it as it is: --allow-nonfinite",
+    "give-adapter": "mycli run {base} --adapter {adapter}",
+    "merge-first": "name the model that it was packed from, and then: mycli quantize MODEL --adapter ADAPTER",
     "show-template": "mycli show {model} --template prints it",
     # a prompt and its context
     "no-prompt": "ask something: mycli run {model} PROMPT; or talk with it: mycli chat {model}",

@@ -20,6 +20,7 @@ import torch
 from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import Evaluation
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.utils.version import version
@@ -68,11 +69,6 @@ class Size:
     bits_per_weight: float
     quantized_parameters: int
     quantized_bits_per_weight: float
-
-
-def label(source: Source) -> str:
-    """A short name that does not depend on where the model lies: the repository, or the last part of the folder."""
-    return source.repo or source.folder.resolve().name.removesuffix(".gguf")
 
 
 def digests(files: Iterable[Path], stop: Event | None = None) -> dict[str, dict[str, Any]]:
@@ -129,6 +125,7 @@ def encode(
     calibration: Calibration | None,
     source: Source,
     stored: str | None,
+    adapter: Adapter | None,
     size: Size,
     layers: Iterable[Layer],
     tuning: Tuning | None,
@@ -136,7 +133,7 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes; `calibration`, `tuning` and `card` are None where there was none, `stored` for a dense source.
+    """The file as bytes; what there was not is None: a calibration, an adapter, tuning, `stored` of a dense source.
 
     The digests come from `digests`.
     """
@@ -146,10 +143,11 @@ def encode(
         "recipe": {**asdict(recipe), "group": group},
         "calibration": None if calibration is None else _describe(calibration),
         "source": {
-            "name": label(source),
+            "name": source.label,
             "repo": source.repo,
             "revision": source.revision,
             "scheme": stored,
+            **({} if adapter is None else {"adapter": adapter.name}),
             "files": source_files,
         },
         "versions": _versions(),

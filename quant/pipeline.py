@@ -164,6 +164,7 @@ def _quantize(
                 calibration=shown,
                 source=work.source,
                 stored=work.stored,
+                adapter=work.folder.adapter,
                 size=work.size,
                 layers=layers,
                 tuning=tuning,

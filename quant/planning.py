@@ -101,7 +101,7 @@ def plan_quantization(
     recipe that does not fit its shapes; ResourceError for bounds that cannot be kept.
     """
     folder = folder or ModelFolder.open(source.folder)
-    stored = source_scheme(folder, model_card.label(source))
+    stored = source_scheme(folder, source.label)
     config = folder.config
     packings = recipe.packings(config)
     weights, layout = SourceWeights(folder), formats.writable(packings)

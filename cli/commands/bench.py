@@ -16,7 +16,7 @@ from mycli.cli.bench_serving import ServingFlags, bench_serving, judge, serving_
 from mycli.cli.bench_speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
-from mycli.cli.load import about, announce_build, announce_placement
+from mycli.cli.load import about, adapted, announce_build, announce_placement
 from mycli.cli.progress import Neighbours
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
@@ -97,7 +97,7 @@ def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]
 
     with about(call, model):
         source = resolve(model, offline=call.offline)
-        folder = ModelFolder.open(source.folder)
+        folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
         folder.checked_manifest()
     placement = engine.place(folder.config)
     for trial in trials:
@@ -231,6 +231,7 @@ def bench(
     fail_on_regress: Annotated[
         str | None, typer.Option("--fail-on-regress", metavar="5%", help="End with 6 where a test is slower by more.")
     ] = None,
+    adapter: options.AdapterName = None,
     draft: options.Draft = "none",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -246,7 +247,7 @@ def bench(
     prompts, -r times without and with a draft in turn, by kind of text. With --serve: as clients see a server.
     """
     style = "json" if call.out.json_mode else options.choice("-o", output, FORMATS, "format")
-    engine = LoadFlags(draft=draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
+    engine = LoadFlags(adapter, draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
         raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
@@ -257,6 +258,7 @@ def bench(
         loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
         _check_files(compare, save)
         given = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
+        given += [] if adapter is None else ["--adapter", adapter]
         rows = list[Row]()
         try:
             for found in bench_serving(call, models, loads, repetitions, given):

@@ -11,7 +11,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.format import active
-from mycli.cli.load import announce_placement, check_context, open_config
+from mycli.cli.load import adapted, announce_placement, check_context, open_config
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
@@ -101,6 +101,8 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
         "bandwidth_source": target.bandwidth_source,
         "ceiling_tokens_per_second": [{"depth": d, "rate": rate} for d, rate in _ceilings(subject).items()],
     }
+    if (adapter := subject.folder.adapter) is not None:
+        found["adapter"] = {"merged": len(adapter.added) + len(adapter.instead), "file_bytes": adapter.nbytes}
     if ranks is not None:
         lines = _obstacle_lines(subject, ranks)
         each = memory.rank_bytes(plan, ranks)
@@ -136,6 +138,9 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
     ]
     if plan.draft is not None:
         rows.insert(3, ("draft", human_bytes(result.draft)))
+    if (adapter := subject.folder.adapter) is not None:
+        size = f"{len(adapter.added)} of them changed by {human_bytes(adapter.nbytes)} while they are read"
+        rows.insert(1, ("adapter", f"0 bytes  (merged into the weights: {size})"))
     speeds = [f"{_number(rate)} tok/s {f'at {d} tokens' if d else 'empty'}" for d, rate in _ceilings(subject).items()]
     source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
     return [*rows, ("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT)]
@@ -307,7 +312,7 @@ def estimate(
         call.out.note(note)
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
-    folder = open_config(call, model, fetch=not verify)
+    folder = adapted(call, open_config(call, model, fetch=not verify), model, engine.adapter)
     plan = _plan(call, folder, engine, target.gpu)
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)

@@ -10,7 +10,7 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import KV, LoadFlags
 from mycli.cli.format import quality
-from mycli.cli.load import announce_build, announce_placement
+from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
@@ -80,11 +80,12 @@ def evaluate(
     dtype: options.Precision = "fp32",
     kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
+    adapter: options.AdapterName = None,
 ) -> None:
     """Score a model on a text, alone or against another.
 
     Perplexity with its standard error; with --ref also the KL divergence from that model, and with --kv-sweep what each
-    kind of cache does to this one.
+    kind of cache does to this one. An adapter is added to the model, not to the one of --ref.
 
     The text is tokenized once as the model's tokenizer does by default, and cut into windows that do not overlap; the
     tail is dropped. The layers are read one at a time, so the models may be larger than memory.
@@ -99,6 +100,7 @@ def evaluate(
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
     folders = [ModelFolder.open(source.folder) for source in sources]
+    folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),
         *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
@@ -116,5 +118,6 @@ def evaluate(
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
     if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):
         return
-    title = sources[0].name if ref is None else f"{sources[0].name} against {sources[-1].name}"
+    title = sources[0].name + ("" if folders[0].adapter is None else f" with {folders[0].adapter.name}")
+    title += "" if ref is None else f" against {sources[-1].name}"
     call.out.card(title, quality(result))

@@ -7,6 +7,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.load import adapted
 from mycli.cli.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
@@ -35,6 +36,7 @@ def export(
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Round what the layout cannot hold exactly, and say what was lost.")
     ] = False,
+    adapter: options.AdapterName = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model in another program's layout.
@@ -46,7 +48,8 @@ def export(
 
     module, variant = find_export_target(to)
     source = resolve(model, offline=call.offline)
-    request = ExportRequest(source, ModelFolder.open(source.folder), output, variant, requantize, overwrite)
+    folder = adapted(call, ModelFolder.open(source.folder), model, adapter)
+    request = ExportRequest(source, folder, output, variant, requantize, overwrite)
     with stages(call.out.progress) as progress:
         done = module.export(request, progress)
     _show(call, to, done)

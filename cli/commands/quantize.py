@@ -14,7 +14,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.format import quality
-from mycli.cli.load import announce_placement
+from mycli.cli.load import adapted, announce_placement
 from mycli.cli.progress import stages
 from mycli.cli.recipe_flags import RecipeFlags
 from mycli.quant.plot import Point, point, require_svg, write
@@ -133,6 +133,13 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
         )
 
 
+def _target(work: "QuantizationPlan") -> Path:
+    """The folder that is made where none is named: after the model, the adapter that is in it, and the recipe."""
+    adapter = work.folder.adapter
+    names = [work.source.label, *([] if adapter is None else [adapter.name])]
+    return home() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), work.recipe.name])
+
+
 def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:
     """For whoever stopped it."""
     again = shlex.join(["mycli", *sys.argv[1:]])
@@ -146,6 +153,7 @@ def quantize(
     call: Call,
     model: options.Model,
     made: RecipeFlags,
+    adapter: options.AdapterName = None,
     report: Annotated[
         str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
     ] = "quick",
@@ -185,7 +193,6 @@ def quantize(
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
     from mycli.quant import pipeline, planning
-    from mycli.quant.model_card import label
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "omit --report none")
@@ -197,7 +204,7 @@ def quantize(
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
-    folder = ModelFolder.open(source.folder)
+    folder = adapted(call, ModelFolder.open(source.folder), model, adapter)
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
     text = _calibration_file(call, made.calib, not dry_run or recipe.target_bpw is not None) if made.calib else None
     plan = partial(
@@ -214,7 +221,7 @@ def quantize(
     if recipe.head == "keep" and not folder.config.tie_embeddings:
         kept = human_bytes(head_bytes(MemoryPlan(folder.config)))
         call.out.note(f"the head is kept: {kept} of {human_bytes(work.size.bytes)}; --head int8 halves it")
-    target = output or home() / "models" / f"{label(source).rsplit('/', 1)[-1]}-{recipe.name}"
+    target = output or _target(work)
     planning.check_resources(work, target, overwrite=overwrite)
     if recipe.target_bpw is not None:
         with stages(call.out.progress) as progress:

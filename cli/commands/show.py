@@ -90,7 +90,8 @@ def _origin(info: ModelInfo) -> str:
     source = info.record.object("source")
     revision = f" @ {source.text('revision')}" if source.has("revision") else ""
     scheme = f" ({source.text('scheme')})" if source.has("scheme") else ""
-    return f"quantized from {source.text('name', 'an unknown model')}{revision}{scheme}"
+    adapter = f" with the adapter {source.text('adapter')}" if source.has("adapter") else ""
+    return f"quantized from {source.text('name', 'an unknown model')}{revision}{scheme}{adapter}"
 
 
 def _card(info: ModelInfo) -> list[tuple[str, str]]:

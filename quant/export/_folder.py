@@ -45,7 +45,9 @@ def write_folder(
         writer.add_file("config.json", _json({**kept, **config}))
         ModelFolder.open(writer.folder).checked_manifest()
         written = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
-        origin = {"name": model_card.label(request.source), "revision": request.source.revision}
+        origin = {"name": request.source.label, "revision": request.source.revision}
+        if folder.adapter is not None:
+            origin["adapter"] = folder.adapter.name
         writer.add_file(model_card.CARD_FILE, _json({"source": origin, "files": written}))
         writer.finish()
     return sum(entry["bytes"] for entry in written.values())

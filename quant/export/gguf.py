@@ -16,7 +16,6 @@ from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
-from mycli.quant.model_card import label
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.gguf.architectures import (
     ARCHITECTURES,
@@ -99,7 +98,7 @@ def _metadata(request: ExportRequest, name: str, kind: str) -> dict[str, Any]:
     config, folder = request.folder.config, request.folder
     values: dict[str, Any] = {
         "general.architecture": name,
-        "general.name": label(request.source),
+        "general.name": request.source.label,
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,
         f"{name}.context_length": config.max_context,

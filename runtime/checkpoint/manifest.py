@@ -69,7 +69,7 @@ class Manifest:
         files = {name: RegularFile.find(folder / name) for name in names}
         tensors: dict[str, TensorEntry] = {}
         for file in files.values():
-            for name, entry in _read_header(file).items():
+            for name, entry in read_file_header(file).items():
                 if name in tensors:
                     raise damaged(f"{name:.80}: both in {tensors[name].file} and in {file.name}")
                 tensors[name] = entry
@@ -140,7 +140,8 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _read_header(file: RegularFile) -> dict[str, TensorEntry]:
+def read_file_header(file: RegularFile) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name. Raises ModelError for what is none."""
     start = file.read(64)
     return parse_header(file.read(header_bytes(start, file.size, file.name)), file.size, file.name)
 

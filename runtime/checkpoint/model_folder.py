@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
@@ -54,7 +55,7 @@ class ModelFolder:
     """`raw` is config.json as it stands, or what it says of the text model where the folder holds more than that.
 
     `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is; `part`:
-    which part of the folder is read.
+    which part of the folder is read; `adapter`: what is added to its weights while they are read.
     """
 
     path: Path
@@ -63,6 +64,7 @@ class ModelFolder:
     headers: Headers | None = None
     bare: bool = False
     part: TextPart | None = None
+    adapter: Adapter | None = None
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
@@ -103,7 +105,7 @@ class ModelFolder:
 
         One that holds those of all experts is as many: they lie one after the other.
         """
-        names = {stored: stored if self.part is None else self.part.name(stored) for stored in tensors}
+        names = {stored: self.name_of(stored) for stored in tensors}
         found: dict[str, TensorEntry] = {}
         for stored, name in names.items():
             if name is not None and not name.startswith(self.config.unread):
@@ -131,7 +133,29 @@ class ModelFolder:
         """A reader of the tensors. Raises ModelError where they are not those that the config promises."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
-        return Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite)
+        return self._merged(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
+
+    def _merged(self, checkpoint: "Checkpoint", allow_nonfinite: bool) -> "Checkpoint":
+        """`checkpoint` with the adapter, if there is one."""
+        if self.adapter is None:
+            return checkpoint
+        from mycli.runtime.checkpoint.merging import MergedCheckpoint
+
+        return MergedCheckpoint(checkpoint, self.adapter, allow_nonfinite=allow_nonfinite)
+
+    def with_adapter(self, name: str, path: Path) -> Self:
+        """The same model with the LoRA adapter `name`, in the folder `path`, merged into its weights as they are read.
+
+        Raises ModelError for a model whose weights are packed, and what `Adapter.open` raises.
+        """
+        if self.packings:
+            schemes = "+".join(sorted({packing.name for packing in self.packings.values()}))
+            raise ModelError(f"the weights are packed ({schemes}), so nothing can be added to them", code="merge-first")
+        return replace(self, adapter=Adapter.open(name, path, self.config, self.name_of))
+
+    def name_of(self, stored: str) -> str | None:
+        """What the text model calls a tensor that its folder calls `stored`; None for what is not of the text."""
+        return stored if self.part is None else self.part.name(stored)
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer. Raises what `Tokenizer.load` raises."""
@@ -166,7 +190,8 @@ class ModelFolder:
     def source_files(self) -> list[Path]:
         """Every file that a copy depends on: weights, config and companions."""
         weights = {entry.file for entry in self.manifest.tensors.values()}
-        return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths()]
+        changes = [] if self.adapter is None else self.adapter.source_files()
+        return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths(), *changes]
 
     def _companion_paths(self) -> list[Path]:
         paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]

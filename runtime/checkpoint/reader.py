@@ -30,7 +30,7 @@ _LARGEST_BYTE = {
 }
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
@@ -92,7 +92,7 @@ class Checkpoint:
         if out.dtype != torch_dtype(entry.dtype) or out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
         if entry.nbytes:
-            self.manifest.files[entry.file].read_into(_bytes(out), entry.offset)
+            self.manifest.files[entry.file].read_into(tensor_bytes(out), entry.offset)
         self.check(out, f"{entry.file}: {name}")
 
     def check(self, tensor: Tensor, name: str) -> None:
@@ -207,7 +207,7 @@ class CheckpointWriter(Staging):
             )
         check_finite(tensor, name, code="verify-files")
         with disk_errors(self.target):
-            _write_all(self._files[entry.file], _bytes(tensor.cpu().contiguous()), entry.offset)
+            _write_all(self._files[entry.file], tensor_bytes(tensor.cpu().contiguous()), entry.offset)
         self._pending.discard(name)
 
     def copy(self, name: str, checkpoint: Checkpoint, source_name: str | None = None) -> None:

@@ -24,7 +24,7 @@ class EngineConfig:
     values; context: tokens of a sequence, None for as many as usual and fitting; sequences: that there is room for at
     full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
     drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts; allow_nonfinite: load
-    weights that are NaN or infinite as they are.
+    weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is added to them.
     """
 
     device: str = "auto"
@@ -36,6 +36,7 @@ class EngineConfig:
     draft: str | None = None
     dense_prefill_copy: bool = False
     allow_nonfinite: bool = False
+    adapter: str | None = None
 
     def place(self, model: ModelConfig) -> "Placement":
         """Where and how `model` runs. Raises what `runtime.device.placement.place` raises."""

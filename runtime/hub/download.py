@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
@@ -26,6 +27,7 @@ from mycli.runtime.hub.resolve import (
     Source,
     file_bytes,
     gguf_files,
+    holds_adapter,
     parse_tree,
     read_shards,
     repo_folder,
@@ -88,6 +90,8 @@ def plan_download(hub: Hub, model: str) -> Download:
     if single is not None:
         return plan_files(hub, model, repo, revision, lambda _, files: _select_gguf(repo, single, files))
     job = plan_files(hub, model, repo, revision, partial(_select, hub, repo))
+    if holds_adapter(file.name for file in job.files):
+        return job
     lacking = {
         "config.json": "it cannot be used as a model",
         "tokenizer.json": "it can be measured, but not given text",
@@ -108,6 +112,8 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         return [*small, root[INDEX], *(root[name] for name in shards)]
     if SINGLE in root:
         return [*small, root[SINGLE]]
+    if ADAPTER_CONFIG in root and ADAPTER_WEIGHTS in root:
+        return [root[ADAPTER_CONFIG], root[ADAPTER_WEIGHTS]]
     quantized = gguf_files(root)
     if quantized:
         shown = ", ".join(f"{repo}:{name}" for name in quantized[:6])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
@@ -31,6 +32,7 @@ from mycli.runtime.hub.resolve import (
     commits,
     file_bytes,
     gguf_files,
+    holds_adapter,
     home,
     hub_cache,
     missing_files,
@@ -45,7 +47,7 @@ from mycli.runtime.utils.json_fields import read_object
 MAX_RECORD_BYTES = 16 << 20
 _BLOCK = 1 << 20
 
-Kind = Literal["built-in", "quantized", "hub"]
+Kind = Literal["built-in", "quantized", "hub", "adapter"]
 State = Literal["ok", "damaged", "missing", "unrecorded"]
 
 
@@ -96,9 +98,11 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
         yield from _gguf_models(name, snapshot, commit)
         if gguf_files(path.name for path in snapshot.glob("*")) and not (snapshot / "config.json").exists():
             continue  # of such a repository only files are models
-        problem = _problem(snapshot, read_tree(folder, commit))
+        tree = read_tree(folder, commit)
+        kind: Kind = "adapter" if holds_adapter(file.name for file in tree or ()) or is_adapter(snapshot) else "hub"
+        problem = _adapter_problem(snapshot) if kind == "adapter" else _problem(snapshot, tree)
         unfinished = sum(file_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
-        yield LocalModel(name, "hub", snapshot, commit, _size([snapshot]) + unfinished, problem)
+        yield LocalModel(name, kind, snapshot, commit, _size([snapshot]) + unfinished, problem)
 
 
 def _gguf_models(name: str, snapshot: Path, commit: str) -> Iterator[LocalModel]:
@@ -130,6 +134,18 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
     except ModelError as error:
         return f"damaged: {error.message}"
     return _tokenizer_problem(folder / "tokenizer.json")
+
+
+def _adapter_problem(folder: Path) -> str:
+    """Why the adapter in `folder` cannot be used, whatever the model; nothing where it can."""
+    missing = missing_files(folder, None) if is_adapter(folder) else [ADAPTER_CONFIG]
+    if missing:
+        return f"incomplete: {missing[0]} missing"
+    try:
+        AdapterConfig.parse(read_object(folder / ADAPTER_CONFIG))
+    except ModelError as error:
+        return f"{'damaged' if error.code else 'unsupported'}: {error.message}"
+    return ""
 
 
 def _tokenizer_problem(path: Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
@@ -18,7 +19,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, plan_download, read_small
 from mycli.runtime.hub.local import MAX_RECORD_BYTES
 from mycli.runtime.hub.names import split_file
-from mycli.runtime.hub.resolve import RECORD, HubFile, Source, custom_code
+from mycli.runtime.hub.resolve import RECORD, HubFile, Source, custom_code, holds_adapter
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
@@ -77,7 +78,15 @@ def read_model_info(source: Source) -> ModelInfo:
 
 
 def check_supported(hub: Hub, job: Download) -> None:
-    """Raises ModelError where the model that `job` would bring cannot run here: its config.json says so beforehand."""
+    """Raises ModelError where what `job` would bring cannot run here: its config says so beforehand."""
+    adapter = next((file for file in job.files if file.name == ADAPTER_CONFIG), None)
+    if adapter is not None and holds_adapter(file.name for file in job.files):
+        read = parse_object(read_small(hub, job.repo, job.commit, adapter), f"{job.repo}: {ADAPTER_CONFIG}")
+        try:
+            AdapterConfig.parse(read)
+        except ModelError as error:
+            raise ModelError(f"cannot be used here: {error.message}", code="fetch-anyway") from None
+        return
     config = next((file for file in job.files if file.name == "config.json"), None)
     if config is None:
         raise ModelError(f"{job.repo} has no config.json: it cannot run here", code="fetch-anyway")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_base, is_adapter
 from mycli.runtime.checkpoint.gguf.files import part_names, part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
@@ -49,6 +50,11 @@ class Source:
     folder: Path
     repo: str | None = None
     revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        """A short name that does not depend on where it lies: the repository, or the last part of the folder."""
+        return self.repo or self.folder.resolve().name.removesuffix(GGUF)
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,21 @@ def read_shards(raw: Fields) -> tuple[str, ...]:
 
 
 def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
-    """What the model in `folder` lacks to be used; `tree` is what its commit holds, where that is known."""
+    """What the model or adapter in `folder` lacks to be used; `tree` is what its commit holds, where that is known."""
+    if is_adapter(folder) or holds_adapter(file.name for file in tree or ()):
+        return sorted(name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).exists())
     needed = {"config.json"} | (ESSENTIAL & {file.name for file in tree or ()})
     if (folder / INDEX).exists():
         needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
     elif INDEX not in needed:
         needed.add(SINGLE)
     return sorted(name for name in needed if not (folder / name).exists())
+
+
+def holds_adapter(names: Iterable[str]) -> bool:
+    """Whether files of those names are a LoRA adapter, and no model."""
+    held = set(names)
+    return ADAPTER_CONFIG in held and "config.json" not in held
 
 
 def gguf_files(names: Iterable[str]) -> list[str]:
@@ -217,8 +231,34 @@ def resolve(model: str, *, offline: bool = False) -> Source:
     """The folder of `model`: a local folder, `pico`, a model quantized here, or `org/repo[@revision]` fully downloaded.
 
     A name with two meanings is refused with the spelling of each. Raises NotFoundError (with the closest names, or what
-    an unfinished download lacks), UsageError and ModelError.
+    an unfinished download lacks), UsageError, and ModelError, also for an adapter.
     """
+    source = _find(model, offline)
+    if is_adapter(source.folder):
+        base = adapter_base(source.folder) or "MODEL"
+        raise ModelError(
+            f"{model}: a LoRA adapter, which needs its model",
+            code="give-adapter",
+            data={"base": shlex.quote(base), "adapter": shlex.quote(model)},
+        )
+    return source
+
+
+def resolve_adapter(name: str, *, offline: bool = False) -> Source:
+    """The folder of a LoRA adapter: a local one, or `org/repo[@revision]` fully downloaded.
+
+    Raises what `resolve` raises, and ModelError for what is no adapter.
+    """
+    try:
+        source = _find(name, offline)
+    except NotFoundError as error:
+        raise error.reworded(error.message.replace("no model of that name", "no adapter of that name")) from None
+    if not is_adapter(source.folder):
+        raise ModelError(f"{name}: no LoRA adapter: no {ADAPTER_CONFIG}", "an adapter is a folder in PEFT's layout")
+    return source
+
+
+def _find(model: str, offline: bool) -> Source:
     if not model or "\x00" in model or len(model) > 4096:
         raise UsageError("the name of the model is empty or not a name", code="list-models")
     try:
@@ -276,7 +316,7 @@ def _resolve_path(model: str) -> Source:
         raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
     if not (folder / "config.json").exists() and (inside := gguf_files(path.name for path in _children(folder))):
         raise ModelError(f"{model}: GGUF files without config.json", f"give one of them: {_spelled(folder, inside)}")
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists() and not is_adapter(folder):
         raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
     return Source(model, folder)
 

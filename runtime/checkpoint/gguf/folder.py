@@ -37,7 +37,7 @@ from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # only who reads tensors needs torch
-    from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
+    from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 # generation_config.json by the keys of recommended sampling
@@ -136,8 +136,9 @@ class GgufFolder(ModelFolder):
         return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
 
     def source_files(self) -> list[Path]:
-        """The file, or its parts."""
-        return [file.path for file in self.files.values()]
+        """The file, or its parts, and what is added to them."""
+        changes = [] if self.adapter is None else self.adapter.source_files()
+        return [*(file.path for file in self.files.values()), *changes]
 
     def tokenizer_json(self) -> Fields:
         """The tokenizer.json that the metadata stand for. Raises ModelError."""
@@ -162,12 +163,13 @@ class GgufFolder(ModelFolder):
 
         return Tokenizer.of(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
 
-    def checkpoint(self, *, allow_nonfinite: bool = False) -> "GgufCheckpoint":
+    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
         """A reader of the tensors. Raises ModelError where they are not those of the config."""
         from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 
         entry = find_architecture(self.header.metadata)
-        return GgufCheckpoint(self.checked_manifest(), self.config, entry, allow_nonfinite=allow_nonfinite)
+        found = GgufCheckpoint(self.checked_manifest(), self.config, entry, allow_nonfinite=allow_nonfinite)
+        return self._merged(found, allow_nonfinite)
 
 
 def _with_tensors(model: GgufModel, config: Config) -> Config:

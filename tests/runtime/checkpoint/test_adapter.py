@@ -1,0 +1,249 @@
+"""LoRA adapters: weights are W + s B A of the original's, by PEFT too, or the adapter is refused by field or tensor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.progress import silent
+from mycli.quant.source_weights import SourceWeights
+from mycli.runtime.checkpoint.adapter import Adapter, AdapterConfig, is_adapter
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.utils.json_fields import Fields
+from tests.attacks.adapter_attacks import ATTACKS
+from tests.support.adapters import DOWN, LORA, QUERIES, low_rank, tensors_for, write_adapter
+from tests.support.engines import whole
+from tests.support.models import CPU, random_model
+from tests.support.paths import PICO
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bf16, with a head of its own."""
+    return random_model(tmp_path_factory.mktemp("base") / "model", num_hidden_layers=2)
+
+
+def read(folder: ModelFolder) -> dict[str, Tensor]:
+    """All weights as whoever loads the model reads them."""
+    checkpoint = folder.checkpoint()
+    return {name: checkpoint.read(name) for name, _ in folder.config.tensors()}
+
+
+def merged(weight: Tensor, tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
+    """The sum, in float64 and rounded once."""
+    a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
+    return (weight.double() + scale * (b @ a)).to(weight.dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Equal but for single roundings of fp32 sums near the middle of two values."""
+    steps = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),
+    [
+        ({}, {QUERIES: 2.0, DOWN: 2.0}),
+        ({"use_rslora": True}, {QUERIES: 4.0, DOWN: 4.0}),
+        ({"lora_alpha": -3.5}, {QUERIES: -0.875, DOWN: -0.875}),
+        ({"alpha_pattern": {"q_proj": 2}}, {QUERIES: 0.5, DOWN: 2.0}),
+        ({"alpha_pattern": {r"^model\.layers\.1\.mlp\.down_proj$": 1, "down_proj": 16}}, {QUERIES: 2.0, DOWN: 0.25}),
+        ({"alpha_pattern": {"^down_proj": 16, "layers.1.mlp.down_proj": 4}}, {QUERIES: 2.0, DOWN: 1.0}),
+        ({"fan_in_fan_out": True}, {QUERIES: 2.0, DOWN: 2.0}),  # of linears stored as [in, out], which no family has
+    ],
+    ids=["plain", "rank-stabilized", "negative", "by-end", "by-whole-name", "whole-name-only", "fan-in-ignored"],
+)
+def test_weights_are_the_sum(model: Path, tmp_path: Path, changes: dict[str, Any], scales: dict[str, float]) -> None:
+    tensors = tensors_for(model, QUERIES, DOWN)
+    folder = ModelFolder.open(model)
+    adapted = folder.with_adapter("tuned", write_adapter(tmp_path / "a", tensors, **changes))
+    before, after = read(folder), read(adapted)
+    for name, weight in before.items():
+        scale = scales.get(name.removesuffix(".weight"))
+        if scale is None:
+            assert after[name].equal(weight), name
+        else:
+            assert_close(after[name], merged(weight, tensors, name.removesuffix(".weight"), scale))
+
+
+def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
+    tensors = tensors_for(model, QUERIES, DOWN, ranks={DOWN: 2})
+    folder = write_adapter(tmp_path / "a", tensors, rank_pattern={"mlp.down_proj": 2})
+    found = ModelFolder.open(model).with_adapter("tuned", folder).checkpoint().read(f"{DOWN}.weight")
+    assert_close(found, merged(load_file(model / "model.safetensors")[f"{DOWN}.weight"], tensors, DOWN, 4.0))
+
+
+def test_parts_of_a_weight_are_the_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = write_adapter(tmp_path / "a", tensors_for(model, DOWN))
+    expected = read(ModelFolder.open(model).with_adapter("tuned", adapter))
+    monkeypatch.setattr("mycli.runtime.checkpoint.merging._VALUES", 1000)  # five rows of 192
+    found = read(ModelFolder.open(model).with_adapter("tuned", adapter))
+    assert all(found[name].equal(weight) for name, weight in expected.items())
+
+
+def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None:
+    norm, head = torch.full((128,), 1.5), torch.full((4096, 128), 0.25)
+    tensors = {"base_model.model.model.norm.weight": norm, "base_model.model.lm_head.weight": head}
+    adapted = ModelFolder.open(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    found = read(adapted)
+    assert found["model.norm.weight"].equal(norm.bfloat16()) and found["lm_head.weight"].equal(head.bfloat16())
+
+
+def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
+    tensors = low_rank("lm_head", (4096, 256))
+    with pytest.raises(ModelError, match="changes lm_head, but the model has one table"):
+        ModelFolder.open(PICO).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    table = {"base_model.model.model.embed_tokens.weight": torch.ones(4096, 256)}
+    with pytest.raises(ModelError, match="changes model.embed_tokens, but the model has one table"):
+        ModelFolder.open(PICO).with_adapter("tuned", write_adapter(tmp_path / "b", table))
+
+
+def test_linears_stored_as_one_take_an_adapter_of_the_one_and_no_other(tmp_path: Path) -> None:
+    fused = random_model(tmp_path / "phi", model_type="phi3", architectures=["Phi3ForCausalLM"], num_hidden_layers=1)
+    qkv = "model.layers.0.self_attn.qkv_proj"
+    tensors = tensors_for(fused, qkv)
+    found = ModelFolder.open(fused).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    own = load_file(fused / "model.safetensors")[f"{qkv}.weight"]
+    assert_close(found.checkpoint().read(f"{qkv}.weight"), merged(own, tensors, qkv, 2.0))
+    with pytest.raises(ModelError, match=r"q_proj.weight: the model has no such weight"):
+        ModelFolder.open(fused).with_adapter("tuned", write_adapter(tmp_path / "b", low_rank(QUERIES, (128, 128))))
+
+
+def test_names_are_those_of_the_folder_and_what_is_not_text_is_told(model: Path, tmp_path: Path) -> None:
+    def rename(stored: str) -> str | None:
+        prefix = "model.language_model."
+        return "model." + stored.removeprefix(prefix) if stored.startswith(prefix) else None
+
+    inside = low_rank(QUERIES.replace("model.", "model.language_model."), (128, 128))
+    seeing = low_rank("model.vision_tower.blocks.0.fc1", (64, 32))
+    folder = write_adapter(tmp_path / "a", {**inside, **seeing})
+    found = Adapter.open("tuned", folder, ModelFolder.open(model).config, rename)
+    assert list(found.added) == [f"{QUERIES}.weight"]
+    assert set(found.unused) == {"model.vision_tower.blocks.0.fc1"}
+
+
+def test_rows_that_a_gguf_file_keeps_in_another_order_are_changed_in_theirs(tmp_path: Path) -> None:
+    tensors = low_rank(QUERIES, (256, 256))
+    adapter = write_adapter(tmp_path / "a", tensors)
+    module, variant = find_export_target("gguf")
+    file = tmp_path / "pico.gguf"
+    module.export(ExportRequest(Source("pico", PICO), ModelFolder.open(PICO), file, variant), silent)
+    found = ModelFolder.open(file).with_adapter("tuned", adapter).checkpoint().read(f"{QUERIES}.weight")
+    own = load_file(PICO / "model.safetensors")[f"{QUERIES}.weight"]
+    assert_close(found, merged(own, tensors, QUERIES, 2.0))
+
+
+def test_replies_and_quantization_see_the_same_weights(model: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a", tensors_for(model, QUERIES, DOWN))
+    folder = ModelFolder.open(model).with_adapter("tuned", adapter)
+    tokens = torch.arange(16).view(1, 16)
+    found = whole(load_model(folder, CPU).model, tokens)
+    plain = load_model(ModelFolder.open(model), CPU).model
+    assert not whole(plain, tokens).allclose(found, atol=1e-2)
+    source = SourceWeights(folder)
+    for block in plain.layers():
+        for linear in block.products.values():
+            linear.replace(torch.cat([source.read(f"{spec.name}.weight") for spec in linear.specs]).float())
+    assert whole(plain, tokens).equal(found)
+
+
+def test_a_changed_weight_is_in_the_bytes_that_are_copied(model: Path, tmp_path: Path) -> None:
+    folder = ModelFolder.open(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors_for(model, DOWN)))
+    checkpoint = folder.checkpoint()
+    for name in (f"{DOWN}.weight", f"{QUERIES}.weight"):
+        assert b"".join(checkpoint.chunks(name)) == checkpoint.read(name).view(torch.uint8).numpy().tobytes()
+
+
+def test_packed_weights_take_no_adapter(tmp_path: Path) -> None:
+    raw = Fields(json.loads((PICO / "config.json").read_text()), "config.json")
+    raw.values["quantization_config"] = {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="packed .*int4-g128.*nothing can be added") as caught:
+        ModelFolder.of(raw).with_adapter("tuned", tmp_path)
+    assert caught.value.code == "merge-first"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_hostile_adapters_are_refused_by_field_or_tensor(model: Path, tmp_path: Path, name: str) -> None:
+    changes, change, pattern = ATTACKS[name]
+    tensors = tensors_for(model, QUERIES, DOWN)
+    change(tensors)
+    folder = write_adapter(tmp_path / "a", tensors, **changes)
+    with pytest.raises(ModelError, match=pattern):
+        read(ModelFolder.open(model).with_adapter("tuned", folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_model.bin", "its weights are a pickle"),
+        ("adapters.safetensors", "adapter of MLX"),
+        ("x", "No such"),
+    ],
+)
+def test_other_layouts_are_named(model: Path, tmp_path: Path, file: str, said: str) -> None:
+    folder = write_adapter(tmp_path / "a", {})
+    (folder / "adapter_model.safetensors").rename(folder / file)
+    with pytest.raises(ModelError, match=said):
+        ModelFolder.open(model).with_adapter("tuned", folder)
+
+
+def test_a_folder_of_both_is_a_model(model: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", {})
+    assert is_adapter(folder) and not is_adapter(model)
+    (folder / "config.json").write_text("{}")
+    assert not is_adapter(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"layers.1.mlp.down_proj": 3}},
+        {"target_modules": ["down_proj"], "alpha_pattern": {"^model.layers.2.mlp.down_proj": 3, "mlp.down_proj": 5}},
+        {"target_modules": ["o_proj"], "modules_to_save": ["norm"], "fan_in_fan_out": True},
+    ],
+    ids=["two", "all-rank-stabilized", "alphas", "norm-saved"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_and_logits_are_those_that_peft_merges(
+    tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    import peft
+    import transformers
+
+    def original() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(PICO, dtype=dtype)
+
+    torch.manual_seed(0)
+    trained = peft.get_peft_model(original(), peft.LoraConfig(r=8, lora_alpha=16, **settings))
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    trained.save_pretrained(tmp_path / "a")
+    original().save_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(original(), tmp_path / "a").merge_and_unload()
+    folder = ModelFolder.open(tmp_path / "base").with_adapter("tuned", tmp_path / "a")
+    expected = theirs.state_dict()
+    for name, weight in read(folder).items():
+        step = torch.finfo(dtype).eps * expected[name].float().abs().clamp_min(2.0**-10)
+        assert ((weight.float() - expected[name].float()).abs() <= step).all(), name
+    tokens = torch.arange(5, 37).view(1, 32)
+    logits = theirs.float()(tokens).logits
+    torch.testing.assert_close(whole(load_model(folder, CPU).model, tokens), logits, rtol=2e-3, atol=2e-3)
+
+
+def test_a_config_without_ranks_of_its_own_has_one_scale() -> None:
+    config = AdapterConfig.parse(Fields(dict(LORA), "adapter_config.json"))
+    assert config.scale(QUERIES) == config.scale(DOWN) == 2.0

@@ -1,0 +1,80 @@
+"""LoRA adapters of a hub: fetched like models, listed as what they are, and never taken for a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.remedies import remedy
+from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import plan_download
+from mycli.runtime.hub.local import files_to_verify, find_local, local_models, plan_removal, remove, verify_files
+from mycli.runtime.hub.model_info import check_supported
+from mycli.runtime.hub.resolve import resolve, resolve_adapter
+from tests.support.adapters import LORA, low_rank, write_adapter
+from tests.support.hub_server import HubServer
+from tests.support.pulling import QUICK, REPO, contents, fetch
+
+pytestmark = pytest.mark.usefixtures("folders")
+NAMES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    """A repository as PEFT and its trainers leave it."""
+    folder = write_adapter(tmp_path / "adapter", low_rank("model.layers.0.mlp.down_proj", (8, 16)))
+    extra = {
+        "README.md": b"# tuned",
+        "tokenizer.json": b"{}",
+        "training_args.bin": b"pickle",
+        "optimizer.pt": b"pickle",
+    }
+    return {**contents(folder), **extra}
+
+
+def test_its_two_files_are_fetched_listed_verified_and_removed(server: HubServer, files: dict[str, bytes]) -> None:
+    server.add(REPO, files)
+    source = fetch(server)
+    assert contents(source.folder) == {name: files[name] for name in NAMES}
+    assert resolve_adapter(REPO) == source and source.label == REPO
+    (found,) = [model for model in local_models() if model.kind != "built-in"]
+    assert (found.name, found.kind, found.problem) == (REPO, "adapter", "")
+    checked = verify_files(find_local(REPO), files_to_verify(find_local(REPO)), lambda count: None)
+    assert [(file.name, file.state) for file in checked] == [(name, "ok") for name in NAMES]
+    remove(plan_removal(REPO), print)
+    with pytest.raises(NotFoundError, match="not on this machine"):
+        resolve_adapter(REPO)
+
+
+def test_it_is_no_model_and_the_hint_says_which_it_needs(server: HubServer, files: dict[str, bytes]) -> None:
+    server.add(REPO, files)
+    fetch(server)
+    with pytest.raises(ModelError, match="a LoRA adapter, which needs its model") as caught:
+        resolve(REPO)
+    assert remedy(caught.value) == f"mycli run org/base --adapter {REPO}"
+
+
+def test_what_cannot_be_merged_is_refused_before_it_is_fetched(server: HubServer, files: dict[str, bytes]) -> None:
+    files["adapter_config.json"] = json.dumps({**LORA, "use_dora": True}).encode()
+    server.add(REPO, files)
+    refused = pytest.raises(ModelError, match="cannot be used here: .*use_dora")
+    with Hub(server.address(), None, print, QUICK) as hub, refused:
+        check_supported(hub, plan_download(hub, REPO))
+    assert not server.requests("adapter_model.safetensors")
+
+
+def test_one_that_is_cut_off_says_what_it_lacks(server: HubServer, files: dict[str, bytes]) -> None:
+    server.add(REPO, files)
+    (fetch(server).folder / "adapter_model.safetensors").unlink()
+    (found,) = [model for model in local_models() if model.kind == "adapter"]
+    assert found.problem == "incomplete: adapter_model.safetensors missing"
+    with pytest.raises(NotFoundError, match="only partly downloaded: missing adapter_model.safetensors"):
+        resolve_adapter(REPO)
+
+
+def test_a_model_is_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="pico: no LoRA adapter"):
+        resolve_adapter("pico")
+    with pytest.raises(NotFoundError, match="no such folder"):
+        resolve_adapter(str(tmp_path / "nowhere"))
