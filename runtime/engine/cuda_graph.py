@@ -24,11 +24,13 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import Kv
 
 Launches = Callable[[], Tensor]  # launches, and where the result will be
+Plain = Callable[[Batch, Rope, KVCache], Tensor]  # logits fp32 [rows wanted, vocab]; see `Transformer`
 Capture = Callable[[Launches], Launches]
 MOST_GRAPHS = 16  # of one cache: each holds memory
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
 _CHECK_CONTEXT = 1024  # attention splits the keys of such a cache into several parts
 _CHECK_PREFIX = 300  # tokens before those that are compared: in more than one part
+_CHECKED_ROWS = 8  # of passes that are like those compared at load; wider ones have other tiles
 
 
 class Step(Protocol):
@@ -83,18 +85,32 @@ class _Captured:
 class Replay:
     """A fused pass for those passes of a model that it can do. `capture` None: launch by launch.
 
-    Where it fails, `warn` is told once, and the plain model does this pass, which writes the same places of the cache,
-    and all others: after a capture or a replay that failed all of them, after a first launch those of its shape.
+    The first pass of a shape of more than 8 rows is compared with that of `plain`, unless that is None. Where one
+    fails or differs, `warn` is told once, and the plain model does this pass, which writes the same places of the
+    cache, and all others: after a capture or a replay that failed all of them, after a first launch those of its shape.
     """
 
-    def __init__(self, step: Step, capture: Capture | None, warn: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        capture: Capture | None,
+        warn: Callable[[str], None] = lambda text: None,
+        plain: Plain | None = None,
+    ) -> None:
         self.step = step
-        self._capture, self._warn = capture, warn
+        self._capture, self._warn, self._plain = capture, warn, plain
         self._failed = False
+        self._compared: set[tuple[int, int]] = set()  # sequences and new tokens
         self._refused: set[tuple[int, int]] = set()  # sequences and new tokens
         # (sequences, new tokens, last logits only): None after the first pass of this shape.
         self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int, bool], _Captured | None]]
         self._graphs = WeakKeyDictionary()
+
+    def trusts(self, sequences: int, new: int) -> bool:
+        """Whether passes of this shape have been compared, at load or here, and none has failed."""
+        if self._failed or (sequences, new) in self._refused:
+            return False
+        return sequences * new <= _CHECKED_ROWS or self._plain is None or (sequences, new) in self._compared
 
     def __call__(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
         """Logits [sequences, 1 or new, vocab], valid until the next call, or None where the plain model is to do it.
@@ -119,8 +135,16 @@ class Replay:
         launched = self._capture is None or shape not in known
         try:
             if launched:
+                expected = None
+                if not self.trusts(sequences, new) and self._plain is not None:
+                    expected = self._plain(batch, rope, cache)  # before: the cache is to hold what replays leave there
                 # Copies, as a capture has them: what Triton compiles depends on whether an address is aligned.
                 found = self.step(tokens.clone(), batch.lengths.clone(), tables, lanes, last)
+                trouble = None if expected is None else _unlike(found.flatten(0, 1), expected)
+                if trouble is not None:
+                    self._give_up(trouble, (sequences, new))
+                    return None
+                self._compared.add((sequences, new))
                 known[shape] = None
                 return found
             captured = known[shape] or self._captured(known, shape, tokens, batch.lengths, tables, lanes)
@@ -177,7 +201,13 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     if trouble is not None:
         warn(f"the fused kernels are not used, decoding is slower: {trouble}")
         return None
-    return Replay(step, capture, warn)
+    return Replay(step, capture, warn, model)
+
+
+def _unlike(found: Tensor, expected: Tensor) -> str | None:
+    """By how much logits differ from the plain model's; None where that is what rounding does."""
+    error = float((found.float() - expected).norm() / expected.norm())
+    return None if error < TOLERANCE else f"their logits differ by {error:.1%} from the plain model's"
 
 
 @torch.inference_mode()
@@ -205,13 +235,13 @@ def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture
         expected = plain(Chunk(drawn, prefix, (0,), count))[None]
         new = torch.tensor([drawn], device=device)
         lengths = torch.full((1,), prefix + count, dtype=torch.int32, device=device)
-        found = step(new, lengths, tables, cache, last=False).float()
-        error = float((found - expected).norm() / expected.norm())
-        if not error < TOLERANCE:
-            return f"their logits differ by {error:.1%} from the plain model's"
+        found = step(new, lengths, tables, cache, last=False)
+        trouble = _unlike(found, expected)
+        if trouble is not None:
+            return trouble
         if capture is None:
             continue
         again = capture(partial(step, new, lengths, tables, cache, last=False))()
-        if not torch.equal(again.float(), found):
+        if not torch.equal(again, found):
             return "replayed, they give other logits than launched"
     return None

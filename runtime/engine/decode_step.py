@@ -1,4 +1,4 @@
-"""A pass over a few tokens by fused Triton kernels: decoding, and judging what was drafted.
+"""A pass over few tokens by fused Triton kernels: decoding of up to 64 sequences, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
 that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.triton.attention import MOST_QUERIES, LayerCache, attend_stages, decode_attention, queries_of
+from mycli.runtime.kernels.triton.attention import (
+    LayerCache,
+    attend_stages,
+    decode_attention,
+    queries_of,
+    tokens_at_once,
+)
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
@@ -24,7 +30,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec
 
-MOST_ROWS = 8  # tokens of all sequences: so many cost the matrix product no more than one
+MOST_ROWS = 64  # tokens of all sequences; up to 8 cost the matrix product no more than one
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class DecodeStep:
         final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
         self._following = (*(layer.input_norm for layer in layers[1:]), final)
         # More than any launch has pieces; each leaves them zero. One array: launches follow each other.
-        pieces = max(layer.largest() for layer in layers) // 16 + MOST_ROWS * model.config.kv_heads
+        pieces = (MOST_ROWS // 16) * max(layer.largest() for layer in layers) // 16 + MOST_ROWS * model.config.kv_heads
         self._counters = torch.zeros(pieces, dtype=torch.int32, device=model.device)
 
     @classmethod
@@ -163,9 +169,11 @@ class DecodeStep:
     def takes(self, sequences: int, tokens: int) -> bool:
         """Whether a pass over so many new tokens is one for this step."""
         config, chip = self._model.config, self._layers[0].o.chip
-        queries = queries_of(tokens, config.heads // config.kv_heads)
-        if sequences * tokens > MOST_ROWS or queries > MOST_QUERIES:
+        group = config.heads // config.kv_heads
+        each = tokens_at_once(tokens, group)
+        if sequences * tokens > MOST_ROWS or not each:
             return False
+        queries = queries_of(each, group)
         return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0  # int8 needs no more
 
     def __call__(

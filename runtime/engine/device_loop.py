@@ -67,12 +67,19 @@ def _event() -> torch.cuda.Event:
 class DeviceLoop:
     """The loop of one model. `capture` None: kernel by kernel.
 
-    Where it fails, `warn` is told, and the host makes the tokens from then on, these too.
+    Passes that `trusts` (sequences, new tokens) denies are left to the host, which has them compared. Where the loop
+    fails, `warn` is told, and the host makes the tokens from then on, these too.
     """
 
-    def __init__(self, step: Step, capture: Capture | None, warn: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        capture: Capture | None,
+        warn: Callable[[str], None] = lambda text: None,
+        trusts: Callable[[int, int], bool] = lambda sequences, new: True,
+    ) -> None:
         self._step = step
-        self._capture, self._warn = capture, warn
+        self._capture, self._warn, self._trusts = capture, warn, trusts
         self._failed = False
         self._held: WeakKeyDictionary[KVCache, _Held] = WeakKeyDictionary()
 
@@ -87,7 +94,7 @@ class DeviceLoop:
         tables, first, sequences = rope.fixed(cache.block_size), batch.lanes, len(batch.spans)
         if self._failed or first is None or tables is None or batch.rows > sequences:
             return None
-        if not self._step.takes(sequences, 1):
+        if not self._step.takes(sequences, 1) or not self._trusts(sequences, 1):
             return None
         return self._run(batch, choice, tables, cache.lanes(first, sequences), count)
 
@@ -192,7 +199,7 @@ def accelerate(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> FastP
     if trouble is not None:
         warn(f"tokens are chosen by the host, decoding is slower: {trouble}")
         return FastPaths(replay)
-    return FastPaths(replay, DeviceLoop(replay.step, GraphCapture(), warn))
+    return FastPaths(replay, DeviceLoop(replay.step, GraphCapture(), warn, replay.trusts))
 
 
 @torch.inference_mode()

@@ -165,9 +165,10 @@ def sample_builds() -> Iterator[Build]:
     yield Build("sample", sample_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
 
 
-def _epilogues(block: int, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
+def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     """What follows the products of a layer: name, whether x came from a norm, and the epilogue."""
-    tiles = max(1, block // 128)
+    tiles = max(1, tile.block_n // 128)
+    rows = tile.rows_at_once(rows, 128 * tiles)
     normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
     gated = Gated("i32", _OPERAND, rows, tiles, tl.bfloat16)
@@ -185,13 +186,13 @@ def decode_builds(capability: int) -> Iterator[Build]:
     O and down are alike.
     """
     packing = Packing(4, 128)
-    shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, 8)
     normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
     embed = {"tokens": "*i64", "embedding": "*bf16", "rows": "i32", "given": normed}
     pdl = {"PDL": capability >= 90}
     yield Build("embed", embed_kernel, embed, pdl, unaligned=("rows", "rows_kept"))
-    for rows in (1, 8):
-        for name, rms, epilogue in _epilogues(shape.block_n, rows):
+    for rows in (1, *TILE_ROWS):
+        shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
+        for name, rms, epilogue in _epilogues(shape, rows):
             yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
     for name, stored in (("", "*bf16"), (" int8", "*i8")):
         scales = None if name == "" else "*fp32"
@@ -206,13 +207,13 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 **cache,
                 **strides,
             }
-            attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND}
+            attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND, "tokens": "i32"}
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
             flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
             warps = attend_warps(max(8, 4 * tokens))
             flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
-            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept",))
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept", "tokens"))
 
 
 def builds(capability: int) -> Iterator[Build]:

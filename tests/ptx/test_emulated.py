@@ -17,7 +17,7 @@ from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (only where T
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
-from tests.support.decode_models import CASES, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1040, 700  # a cache whose keys are split into several parts, and how many of them there are
@@ -80,7 +80,9 @@ CHANGES: dict[str, Callable[[str], str]] = {"": lambda ptx: ptx, "barrier": no_a
 
 
 def cases() -> list[object]:
-    every = [(capability, case, size) for capability in CAPABILITIES for case in CASES for size in (None, LONG)]
+    every = [
+        (capability, case, size) for capability in CAPABILITIES for case in (*CASES, *WIDE) for size in (None, LONG)
+    ]
     return [
         pytest.param(*one, id=f"sm{one[0]}-{one[1]}-{'long' if one[2] else 'short'}", marks=pytest.mark.slow)
         for one in every

@@ -91,4 +91,11 @@ CASES = [
     Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
     Case(int8=True, new=2),
     Case(SEVEN, bias=True, int8=True, new=5),
+    Case({"layers": 1}, packed_head=True, new=4, sequences=3),
+]
+# What else a pass over many rows is: several blocks of rows, and lots of tokens that attend apart.
+WIDE = [
+    Case({"layers": 1}, bits=3, sequences=33),
+    Case(SEVEN, bias=True, int8=True, new=20),
+    Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
 ]

@@ -34,10 +34,10 @@ def natural_column(place, PERMUTED: tl.constexpr):
 
 
 @triton.jit
-def some_tiles(first, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """(row, tile), int32 [ROWS * TILES] each: TILES tiles from `first` of ROWS rows."""
+def some_tiles(row, tile, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """(row, tile), int32 [ROWS * TILES] each: TILES tiles from `tile` of ROWS rows from `row`."""
     index = tl.arange(0, ROWS * TILES)
-    return index // TILES, first + index % TILES
+    return row + index // TILES, tile + index % TILES
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def prepare_kernel(
 ):
     """Grid (rows, blocks of TILES tiles)."""
     row = tl.program_id(0)
-    _, tile = some_tiles(tl.program_id(1) * TILES, 1, TILES)
+    _, tile = some_tiles(row, tl.program_id(1) * TILES, 1, TILES)
     column = columns_of(tile, into)
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
     store_activation(value, row, tile, tile < into.tiles, into)

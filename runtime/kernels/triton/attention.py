@@ -26,32 +26,32 @@ from mycli.runtime.kernels.triton.split_k import last_to_arrive
 from mycli.runtime.kernels.triton.tiles import Chip
 
 BLOCK_K = 64  # keys of one turn of the loop
-MOST_QUERIES = 64  # of a key-value head: tokens times the heads that share it
+MOST_QUERIES = 64  # of one program: tokens times the heads that share a key-value head
 _MOST_SPLITS = 64
 
 
 @triton.jit(noinline=True)  # or its addresses take registers from the loop
 def _combine(
-    outputs,  # of one sequence: fp32 [kv_heads, splits, BLOCK_Q, HEAD_DIM], and stats [.., 2]
+    outputs,  # of one lot: fp32 [kv_heads, splits, BLOCK_Q, HEAD_DIM], and stats [.., 2]
     stats,
     row,  # of the first token
+    tokens,
     tile,  # the first of TILES
     end,  # of the tiles whose heads are done
     heads,
     splits,
     into,
-    TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,  # a power of two, at least TOKENS
+    ROWS: tl.constexpr,  # a power of two, at least the tokens
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,  # read at a time
     DTYPE: tl.constexpr,
 ):
     """Adds the splits of some heads in order; a split that saw no key has a maximum of -inf."""
-    token, tile = some_tiles(tile, ROWS, TILES)
-    present = (token < TOKENS) & (tile < end)
+    token, tile = some_tiles(0, tile, ROWS, TILES)
+    present = (token < tokens) & (tile < end)
     column = columns_of(tile, into)
     head, lane = column // HEAD_DIM, column % HEAD_DIM
     inside = (present[:, None] & (head < heads))[None]
@@ -75,24 +75,25 @@ def _combine(
     store_activation(result, row + token, tile, present, into)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def attend_kernel(
-    query,  # [sequences, TOKENS, heads, HEAD_DIM]
+    query,  # [sequences, tokens, heads, HEAD_DIM]
     keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8 or as query
     values,
     key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, else None
     value_scales,
     lengths,  # int32 [sequences]: keys present, those of the new tokens included
-    outputs,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, HEAD_DIM]
-    stats,  # fp32 [sequences, kv_heads, splits, BLOCK_Q, 2]: maximum and sum of exponentials, base 2
+    outputs,  # fp32 [lots, kv_heads, splits, BLOCK_Q, HEAD_DIM]
+    stats,  # fp32 [lots, kv_heads, splits, BLOCK_Q, 2]: maximum and sum of exponentials, base 2
     sequence_stride,
     head_stride,
     capacity,
     window,
     scale,  # of the scores, times log2(e)
-    counters,  # one for each sequence and UNIT key-value heads
+    counters,  # one for each lot and UNIT key-value heads
     into,  # `Operand` of the product that follows
-    TOKENS: tl.constexpr,
+    tokens,  # new ones of a sequence
+    TOKENS: tl.constexpr,  # of a lot: TOKENS of them, the last lot what is left
     GROUP: tl.constexpr,  # heads that share a key-value head
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -106,21 +107,25 @@ def attend_kernel(
     SPLITS: tl.constexpr,  # likewise
     PDL: tl.constexpr,  # it may begin before the launch before it ends
 ):
-    """Grid (splits, kv_heads, sequences)."""
+    """Grid (splits, kv_heads, lots of all sequences)."""
     if PDL:
         pdl_wait()
-    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, kv_head, lot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
-    length = tl.load(lengths + sequence)
+    lots = tl.cdiv(tokens, TOKENS)
+    sequence, begun = lot // lots, lot % lots * TOKENS
+    here = tl.minimum(TOKENS, tokens - begun)
+    length = tl.load(lengths + sequence) - tokens + begun + here  # keys that the last token here may see
     column = tl.arange(0, BLOCK_Q)
     token, lane = column // GROUP, tl.arange(0, BLOCK_D)
-    position = length - TOKENS + token
-    head = (sequence * TOKENS + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
-    q_mask = (column[:, None] < TOKENS * GROUP) & (lane[None, :] < HEAD_DIM)
+    position = length - here + token
+    row = sequence * tokens + begun
+    head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
+    q_mask = (column[:, None] < here * GROUP) & (lane[None, :] < HEAD_DIM)
     q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
     base = sequence.to(tl.int64) * sequence_stride + kv_head.to(tl.int64) * head_stride
     scale_base = (sequence * kv_heads + kv_head).to(tl.int64) * capacity
-    first = tl.maximum(length - TOKENS - window + 1, 0) // BLOCK_K if WINDOW else 0
+    first = tl.maximum(length - here - window + 1, 0) // BLOCK_K if WINDOW else 0
     blocks = tl.cdiv(length, BLOCK_K)
     each = tl.cdiv(blocks - first, splits)
     start = first + split * each
@@ -150,21 +155,21 @@ def attend_kernel(
             weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
         top = new_top
-    part = ((sequence * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
+    part = ((lot * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
     tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
     tl.store(stats + part * 2, top)
     tl.store(stats + part * 2 + 1, total)
 
     unit, units = kv_head // UNIT, tl.cdiv(kv_heads, UNIT)
     sharing = tl.minimum(UNIT, kv_heads - unit * UNIT)
-    if last_to_arrive(counters + sequence * units + unit, sharing * splits):
+    if last_to_arrive(counters + lot * units + unit, sharing * splits):
         SPAN: tl.constexpr = UNIT * GROUP * HEAD_DIM // into.TILE_K
-        begun = sequence.to(tl.int64) * kv_heads * splits * BLOCK_Q
+        parts = lot.to(tl.int64) * kv_heads * splits * BLOCK_Q
         end = tl.minimum((unit + 1) * SPAN, into.tiles)
         for tile in tl.range(unit * SPAN, end, TILES):
             _combine(
-                outputs + begun * HEAD_DIM, stats + begun * 2, sequence * TOKENS, tile, end, kv_heads * GROUP, splits,
-                into, TOKENS, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+                outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
+                into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
             )  # fmt: skip
 
 
@@ -231,6 +236,15 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
     return max(0, min(3, (chip.shared - besides) // block))
 
 
+def tokens_at_once(tokens: int, group: int) -> int:
+    """New tokens that a program takes of a sequence's, with the `group` heads that share a key-value head; or 0.
+
+    No more than it has columns for, and so that all lots of a sequence are about as large.
+    """
+    most = MOST_QUERIES // group
+    return most and -(-tokens // -(-tokens // most))
+
+
 def queries_of(tokens: int, group: int) -> int:
     """Columns that hold the queries of `tokens` new tokens and the `group` heads that share a key-value head."""
     return max(8, 1 << (tokens * group - 1).bit_length())
@@ -246,31 +260,33 @@ def decode_attention(
 ) -> Activation:
     """query [sequences, tokens, heads, head_dim], the last positions of the cache, attends to what it may see.
 
-    Returns the operand of `product`. At most 64 pairs of token and head may share a key-value head. counters: int32
-    zeros, at least sequences * kv_heads; they are zero again afterwards.
+    Returns the operand of `product`. At most 64 heads may share a key-value head. counters: int32 zeros, at least
+    sequences * tokens * kv_heads; they are zero again afterwards.
     """
     check_contiguous(query, lengths)
     sequences, tokens, heads, head_dim = query.shape
     kv_heads, capacity = cache.keys.shape[1:3]
     group = heads // kv_heads
-    block_q = queries_of(tokens, group)
+    each = tokens_at_once(tokens, group)
+    block_q = queries_of(each or tokens, group)
     stages = attend_stages(product.chip, head_dim, block_q, cache.keys.element_size())
-    if block_q > MOST_QUERIES or not stages:
-        raise ValueError(f"{tokens} tokens of {group} heads of {head_dim}: more than 64 queries to a key, or no room")
-    parts = splits(product.chip, sequences * kv_heads, capacity)
+    if not each or not stages:
+        raise ValueError(f"{group} heads of {head_dim} to a key: more than 64, or no room")
+    lots = sequences * -(-tokens // each)
+    parts = splits(product.chip, lots * kv_heads, capacity)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter multiplies the bits of bf16 as integers
-    shape = (sequences, kv_heads, parts, block_q)
+    shape = (lots, kv_heads, parts, block_q)
     outputs = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
     into = product.activation(sequences * tokens)
-    attend_kernel[(parts, kv_heads, sequences)](
+    attend_kernel[(parts, kv_heads, lots)](
         query, cache.keys, cache.values, cache.key_scales, cache.value_scales, lengths, outputs, stats,
         *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
-        TOKENS=tokens, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
+        tokens, TOKENS=each, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
         BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
-        **combination(tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
+        **combination(each, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
         PDL=product.chip.pdl, launch_pdl=product.chip.pdl,
         num_warps=attend_warps(block_q), num_stages=stages,
     )  # fmt: skip

@@ -24,15 +24,15 @@ class Gated(NamedTuple):
 
     size: Any  # of gate, and of up
     into: Any
-    ROWS: Any
+    ROWS: Any  # at a time
     TILES: Any
     DTYPE: Any  # the plain model's
 
 
 @triton.jit
-def silu_epilogue(parts, count, piece, rows, given):
+def silu_epilogue(parts, count, piece, row, rows, given):
     """SiLU(gate) * up from parts [count, rows, 2 * size]: gate, up."""
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
+    row, tile = some_tiles(row, piece * given.TILES, given.ROWS, given.TILES)
     column = columns_of(tile, given.into)
     inside = (row[:, None] < rows) & (column < given.size)
     place, stride = row[:, None] * (2 * given.size) + column, rows * given.size * 2
@@ -51,7 +51,7 @@ def activate(
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
     rounded = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-    constants = triton.next_power_of_2(rows), span // into.tile_k, rounded
+    constants = x.tile.rows_at_once(rows, span), span // into.tile_k, rounded
     given = Gated(product.n // 2, into.operand(), *(constexpr(constant) for constant in constants))
     product.partial(x, epilogue=Epilogue(silu_epilogue, counters, given, constexpr(span), constexpr(2)))
     return into

@@ -147,6 +147,14 @@ def _row_sums(sums, tile, end, columns, rows_kept, UNROLL: tl.constexpr):
     return pairs
 
 
+@triton.jit
+def _load_squares(rms, columns, rows):
+    """Of the pieces of each row of activations in `columns`: fp32 [PIECES, columns]."""
+    piece = tl.arange(0, rms.PIECES)[:, None]
+    known = (piece < rms.pieces) & (columns[None, :] < rows)
+    return tl.load(rms.squares + piece * rows + columns[None, :], mask=known, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
 def multiply_kernel(
     codes,  # int16, in the order of `triton.weight_layout`
@@ -202,10 +210,8 @@ def multiply_kernel(
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if rms is not None:
-        piece = tl.arange(0, rms.PIECES)[:, None]
-        known = (piece < rms.pieces) & (columns[None, :] < rows)
-        squares = tl.load(rms.squares + piece * rows + columns[None, :], mask=known, other=0.0)
+    if rms is not None and AHEAD:
+        squares = _load_squares(rms, columns, rows)
     words = _scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -239,12 +245,14 @@ def multiply_kernel(
     if CHANNEL:
         total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
     if rms is not None:
+        if not AHEAD:
+            squares = _load_squares(rms, columns, rows)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
     if EPILOGUE:
-        run_epilogue(epilogue, y, rows, n, BLOCK_N)
+        run_epilogue(epilogue, y, rows, n, BLOCK_N, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -157,9 +157,13 @@ class TritonMatmul:
     def _constants(self) -> dict[str, Any]:
         return constants(self.packing, self._scale_dtype, uses_ptx())
 
+    def tile(self, rows: int) -> Tile:
+        """The share of a program in a product of `rows` rows."""
+        return triton_tiles.tile(self.chip, self.packing, rows)
+
     def activation(self, rows: int) -> Activation:
         """Room for `rows` rows, for `prepare` or for a kernel that makes them."""
-        shape = triton_tiles.tile(self.chip, self.packing, rows)
+        shape = self.tile(rows)
         rows_kept = -(-rows // shape.block_m) * shape.block_m
         device, tiles = self._codes.device, self._k_kept // self._tile_k
         values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=device)
@@ -178,7 +182,7 @@ class TritonMatmul:
     def partial(self, x: Activation, dtype: torch.dtype = torch.float32, epilogue: "Epilogue | None" = None) -> Tensor:
         """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
 
-        `epilogue`: what else the launch does with each piece of it, for rows of one tile.
+        `epilogue`: what else the launch does with each piece of it.
         """
         from mycli.runtime.kernels.triton.gemm import multiply_kernel
 
@@ -187,9 +191,9 @@ class TritonMatmul:
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
         if epilogue is not None:
-            counted = epilogue.counters.numel() * epilogue.SPAN.value * epilogue.RANGES.value
-            if grid[2] > 1 or counted < self.n:
-                raise ValueError(f"{rows} rows, or pieces of {self.n} for {epilogue.counters.numel()} counters")
+            pieces = grid[2] * -(-self.n // epilogue.RANGES.value // epilogue.SPAN.value)
+            if pieces > epilogue.counters.numel() or (grid[2] > 1 and shape.block_m <= 8):
+                raise ValueError(f"{pieces} pieces of {rows} rows for {epilogue.counters.numel()} counters")
         multiply_kernel[grid](
             self._codes, self._scales, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,

@@ -21,6 +21,7 @@ from mycli.runtime.kernels.triton.gemm import RmsScale
 from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
+from mycli.runtime.kernels.triton.tiles import Tile
 
 
 class Normed(NamedTuple):
@@ -31,25 +32,28 @@ class Normed(NamedTuple):
     gain: Any  # [size]
     squares: Any  # fp32 [pieces, rows]
     into: Any
-    ROWS: Any  # a power of two, at least the rows
+    ROWS: Any  # at a time
     TILES: Any  # of a piece
 
 
 @triton.jit
-def _weigh(x, row, tile, column, inside, piece, rows, given):
-    """The stream x [tiles at hand, TILE_K] times the gain as an operand, and its sums of squares over the piece."""
+def _weigh(x, first, row, tile, column, inside, piece, rows, given):
+    """The stream x [tiles at hand, TILE_K] times the gain as an operand, and its sums of squares over the piece.
+
+    first: of the ROWS rows.
+    """
     wide = x.to(tl.float32)
     squares = tl.sum(tl.sum(wide * wide, axis=1).reshape(given.ROWS, given.TILES), axis=1)
-    each = tl.arange(0, given.ROWS)
+    each = first + tl.arange(0, given.ROWS)
     tl.store(given.squares + piece * rows + each, squares, mask=each < rows)
     gain = tl.load(given.gain + column, mask=inside, other=0.0).to(tl.float32)
     store_activation(wide * gain, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
 
 
 @triton.jit
-def add_epilogue(parts, count, piece, rows, given):
+def add_epilogue(parts, count, piece, first, rows, given):
     """The residual stream with the product added, and from it the operand of the next."""
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
+    row, tile = some_tiles(first, piece * given.TILES, given.ROWS, given.TILES)
     column = columns_of(tile, given.into)
     inside = (row[:, None] < rows) & (column < given.size)
     place = row[:, None] * given.size + column
@@ -58,22 +62,22 @@ def add_epilogue(parts, count, piece, rows, given):
     x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
     tl.store(given.stream + place, x, mask=inside)
     if given.gain is not None:
-        _weigh(x, row, tile, column, inside, piece, rows, given)
+        _weigh(x, first, row, tile, column, inside, piece, rows, given)
 
 
 @triton.jit
 def embed_kernel(tokens, embedding, rows, given, PDL: tl.constexpr):
-    """Grid (pieces). The residual stream begins: rows of `embedding` [vocab, size] for int64 tokens [rows]."""
+    """Grid (pieces, blocks of ROWS). The residual stream begins: rows of `embedding` [vocab, size] for int64 tokens."""
     if PDL:
         pdl_wait()
-    piece = tl.program_id(0)
-    row, tile = some_tiles(piece * given.TILES, given.ROWS, given.TILES)
+    piece, first = tl.program_id(0), tl.program_id(1) * given.ROWS
+    row, tile = some_tiles(first, piece * given.TILES, given.ROWS, given.TILES)
     column = columns_of(tile, given.into)
     inside = (row[:, None] < rows) & (column < given.size)
     token = tl.load(tokens + row, mask=row < rows, other=0)
     x = tl.load(embedding + token[:, None] * given.size + column, mask=inside, other=0.0)
     tl.store(given.stream + row[:, None] * given.size + column, x, mask=inside)
-    _weigh(x, row, tile, column, inside, piece, rows, given)
+    _weigh(x, first, row, tile, column, inside, piece, rows, given)
 
 
 @dataclass(frozen=True)
@@ -85,19 +89,23 @@ class Norm:
     product: TritonMatmul
 
 
-def _normed(stream: Tensor, norm: Norm | None, block: int) -> tuple[Normed, int, Activation | None]:
-    """The arguments of `add_epilogue` and `embed_kernel`, the columns of a piece, and the operand they make."""
-    rows, size = stream.shape
-    kept = constexpr(triton.next_power_of_2(rows))
+def _normed(stream: Tensor, norm: Norm | None, tile: Tile) -> tuple[Normed, int, Activation | None]:
+    """The arguments of `add_epilogue` and `embed_kernel`, the columns of a piece, and the operand they make.
+
+    tile: of the program that does it.
+    """
+    (rows, size), block = stream.shape, tile.block_n
     if norm is None:
+        at_once = constexpr(tile.rows_at_once(rows, block))
         plain = Operand(None, None, -(-size // block), 0, constexpr(block), constexpr(False))
-        return Normed(stream, size, None, None, plain, kept, constexpr(1)), block, None
+        return Normed(stream, size, None, None, plain, at_once, constexpr(1)), block, None
     into = norm.product.activation(rows)
     span = max(block, into.tile_k)
     pieces = -(-size // span)
     sums = torch.empty((pieces, rows), dtype=torch.float32, device=stream.device)
     into = replace(into, rms=RmsScale(sums, pieces, size, norm.eps, constexpr(triton.next_power_of_2(pieces))))
-    given = Normed(stream, size, norm.gain, sums, into.operand(), kept, constexpr(span // into.tile_k))
+    at_once = constexpr(tile.rows_at_once(rows, span))
+    given = Normed(stream, size, norm.gain, sums, into.operand(), at_once, constexpr(span // into.tile_k))
     return given, span, into
 
 
@@ -105,20 +113,22 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Norm) -> tuple[Tensor, Activa
     """The residual stream [rows, size] of tokens int64 [rows], and its norm as an operand."""
     check_contiguous(tokens, embedding, norm.gain)
     stream = embedding.new_empty((len(tokens), embedding.shape[1]))
-    given, span, into = _normed(stream, norm, 128)
+    tile = replace(norm.product.tile(len(tokens)), block_n=128, warps=4)
+    given, span, into = _normed(stream, norm, tile)
     assert into is not None
     pdl = norm.product.chip.pdl
-    grid = (-(-stream.shape[1] // span),)
-    embed_kernel[grid](tokens, embedding, len(tokens), given, PDL=pdl, launch_pdl=pdl)
+    grid = (-(-stream.shape[1] // span), -(-len(tokens) // given.ROWS.value))
+    embed_kernel[grid](tokens, embedding, len(tokens), given, PDL=pdl, launch_pdl=pdl, num_warps=tile.warps)
     return stream, into
 
 
 def add(x: Activation, product: TritonMatmul, stream: Tensor, norm: Norm | None, counters: Tensor) -> Activation | None:
     """Adds the product to the residual stream [rows, size], in place; returns its norm as an operand.
 
-    Without a norm, there is none. counters: int32 zeros, more than pieces of 128 rows of the weight; zeros afterwards.
+    Without a norm, there is none. counters: int32 zeros, for each block of rows more than pieces of 128 rows of the
+    weight; zeros afterwards.
     """
     check_contiguous(stream, None if norm is None else norm.gain)
-    given, span, into = _normed(stream, norm, x.tile.block_n)
+    given, span, into = _normed(stream, norm, x.tile)
     product.partial(x, epilogue=Epilogue(add_epilogue, counters, given, constexpr(span), constexpr(1)))
     return into

@@ -44,7 +44,7 @@ class Rotated(NamedTuple):
     eps: Any
     HALF: Any  # of head_dim
     BLOCK: Any  # a power of two, at least HALF
-    ROWS: Any
+    ROWS: Any  # at a time
 
 
 @triton.jit
@@ -79,9 +79,9 @@ def _keep(first, second, cache, scales, head, sequence, position, lane, known, i
 
 
 @triton.jit
-def rope_epilogue(parts, count, head, rows, given):
+def rope_epilogue(parts, count, head, first_row, rows, given):
     """One head of query, key and value: bias, norm of query and key, rotation; keys and values go into the cache."""
-    row, lane = tl.arange(0, given.ROWS), tl.arange(0, given.BLOCK)
+    row, lane = first_row + tl.arange(0, given.ROWS), tl.arange(0, given.BLOCK)
     known, present = row < rows, lane < given.HALF
     inside = known[:, None] & present[None, :]
     sequence = row // given.tokens
@@ -150,6 +150,7 @@ def project(
     check_contiguous(*tables, lengths, projection.bias, projection.query_gain, projection.key_gain)
     (sequences, kv_heads, capacity, head_dim), rows = cache.keys.shape, x.values.shape[0]
     heads, half = projection.heads, head_dim // 2
+    block = triton.next_power_of_2(half)
     if product.n != (heads + 2 * kv_heads) * head_dim or rows % sequences or tables[0].shape[1] != half:
         raise ValueError(f"{product.n} rows, tables {tuple(tables[0].shape)}, cache {tuple(cache.keys.shape)}")
     query = torch.empty((sequences, rows // sequences, heads, head_dim), dtype=dtype, device=lengths.device)
@@ -157,7 +158,7 @@ def project(
         projection.bias, projection.query_gain, projection.key_gain, tables[0], tables[1], lengths, query,
         cache.keys, cache.values, cache.key_scales, cache.value_scales,
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), capacity, projection.eps,
-        constexpr(half), constexpr(triton.next_power_of_2(half)), constexpr(triton.next_power_of_2(rows)),
+        constexpr(half), constexpr(block), constexpr(x.tile.rows_at_once(rows, 2 * block)),
     )  # fmt: skip
     product.partial(x, epilogue=Epilogue(rope_epilogue, counters, given, constexpr(head_dim), constexpr(1)))
     return query

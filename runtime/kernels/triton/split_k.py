@@ -19,11 +19,12 @@ class Epilogue(NamedTuple):
     """What is done with each piece of a product once it is there, as the kernels take it.
 
     A piece is SPAN rows of the weight, the last one what is left; with RANGES of 2, those of each half of the rows
-    (gate and up). `function(parts, count, piece, rows, arguments)` gets the fp32 parts [count, rows, n] of the product.
+    (gate and up). `function(parts, count, piece, row, rows, arguments)` gets the fp32 parts [count, rows, n] of the
+    product, and does `arguments.ROWS` of its rows from `row` (`Tile.rows_at_once`).
     """
 
     function: Any
-    counters: Any  # int32 [pieces], zeros
+    counters: Any  # int32 [blocks of rows, pieces], zeros
     arguments: Any
     SPAN: Any
     RANGES: Any
@@ -47,12 +48,19 @@ def _touched(begin, end, low, length, SPAN: tl.constexpr):
 
 
 @triton.jit
-def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr):
-    """Called by each program of a grid (blocks of n, parts) after it stored its share of `parts`."""
+def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Called by each program of a grid (blocks of n, parts, blocks of rows) after it stored its share of `parts`.
+
+    Up to 8 rows are one block, done at once: an index or a loop would take registers from the product.
+    """
     begin = tl.program_id(0) * BLOCK_N
     end, length = tl.minimum(begin + BLOCK_N, n), n // epilogue.RANGES
     first, here = _touched(begin, end, 0, length, epilogue.SPAN)
     other, there = _touched(begin, end, length, length * (epilogue.RANGES - 1), epilogue.SPAN)
+    counters, top = epilogue.counters, 0
+    if BLOCK_M > 8:
+        counters += tl.program_id(2) * tl.cdiv(length, epilogue.SPAN)
+        top = tl.program_id(2) * BLOCK_M
     for visit in tl.range(here + there):
         piece = tl.where(visit < here, first + visit, other + visit - here)
         low, high = piece * epilogue.SPAN, tl.minimum((piece + 1) * epilogue.SPAN, length) - 1
@@ -60,8 +68,12 @@ def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr):
         if epilogue.RANGES == 2:
             blocks += (length + high) // BLOCK_N - (length + low) // BLOCK_N + 1
         count = tl.num_programs(1)
-        if last_to_arrive(epilogue.counters + piece, blocks * count):
-            epilogue.function(parts, count, piece, rows, epilogue.arguments)
+        if last_to_arrive(counters + piece, blocks * count):
+            if BLOCK_M <= 8:
+                epilogue.function(parts, count, piece, 0, rows, epilogue.arguments)
+            else:
+                for row in tl.range(top, tl.minimum(top + BLOCK_M, rows), epilogue.arguments.ROWS):
+                    epilogue.function(parts, count, piece, row, rows, epilogue.arguments)
 
 
 @triton.jit

@@ -54,6 +54,11 @@ class Tile:
             unroll //= 2
         return unroll
 
+    def rows_at_once(self, rows: int, columns: int) -> int:
+        """Of `columns` fp32 numbers, a power of two: all of up to 8, else what threads hold with 16 numbers each."""
+        most = self.block_m if self.block_m <= 8 else min(self.block_m, max(1, 512 * self.warps // columns))
+        return min(1 << (rows - 1).bit_length(), 1 << (most.bit_length() - 1))
+
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:

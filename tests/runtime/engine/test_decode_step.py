@@ -18,7 +18,7 @@ from tests.support.triton_interpreter import Interpret, interpret
 pytest.importorskip("triton")
 
 from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
-from tests.support.decode_models import CAPACITY, CASES, CONFIG, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CAPACITY, CASES, CONFIG, WIDE, Case, models  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
@@ -74,7 +74,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     return difference(found, expected), worst, {name: count // 2 for name, count in counts.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     assert logits < 1e-2 and cache < (2e-2 if case.int8 else 5e-3)
@@ -144,8 +144,11 @@ def test_takes_few_tokens() -> None:
     fused, _ = models(Case())
     step = DecodeStep.make(fused)
     assert isinstance(step, DecodeStep)
-    assert step.takes(1, 8) and step.takes(8, 1) and not step.takes(3, 3)
+    assert step.takes(1, 64) and step.takes(64, 1) and step.takes(3, 3) and not step.takes(5, 13)
     wide, _ = models(Case({"heads": 16, "kv_heads": 1}))
     step = DecodeStep.make(wide)
     assert isinstance(step, DecodeStep)
-    assert step.takes(8, 1) and step.takes(1, 4) and not step.takes(1, 5)
+    assert step.takes(8, 1) and step.takes(1, 5), "queries that no program has columns for are split"
+    crowded, _ = models(Case({"heads": 65, "kv_heads": 1}))
+    step = DecodeStep.make(crowded)
+    assert isinstance(step, DecodeStep) and not step.takes(1, 1)

@@ -13,7 +13,13 @@ from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.attention import BLOCK_K, LayerCache, decode_attention, splits  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (only where Triton is)
+    BLOCK_K,
+    LayerCache,
+    decode_attention,
+    splits,
+    tokens_at_once,
+)
 from tests.support.triton_products import difference, numbers, product  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
@@ -62,7 +68,7 @@ def attention(case: Case) -> float:
     query = normal(sequences, case.tokens, case.heads, case.head_dim, seed=1).to(case.dtype)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     into = product(case.heads * case.head_dim, case.packing, case.processors)
-    counters = torch.zeros(sequences * case.kv_heads, dtype=torch.int32)
+    counters = torch.zeros(sequences * case.tokens * case.kv_heads, dtype=torch.int32)
     first = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
     with backwards():
         again = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
@@ -103,6 +109,8 @@ def attention(case: Case) -> float:
         Case((100,), head_dim=80, heads=2, kv_heads=1, packing=Packing(4, 32)),
         Case((300, 9), heads=3, kv_heads=3, packing=Packing(4, None), processors=64),
         Case((70,), heads=2, kv_heads=2, tokens=12, packing=Packing(8, 64)),
+        Case((90, 35), heads=16, kv_heads=2, tokens=17, window=50, packing=Packing(4, 64)),  # in three lots
+        pytest.param(Case((400,), heads=4, kv_heads=1, tokens=64, int8=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -130,7 +138,11 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
         with pytest.raises(ValueError, match="cache"):
             wrong()
     lengths = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="64 queries"):
-        decode_attention(
-            torch.zeros((1, 33, 4, 64)), LayerCache(keys, keys), lengths, None, product(256, Packing(4, 32)), lengths
-        )
+    with pytest.raises(ValueError, match="more than 64"):
+        wide = torch.zeros((1, 1, 130, 64))
+        decode_attention(wide, LayerCache(keys, keys), lengths, None, product(130 * 64, Packing(4, 32)), lengths)
+
+
+def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
+    assert [tokens_at_once(tokens, 4) for tokens in (1, 8, 16, 17, 33, 64)] == [1, 8, 16, 9, 11, 16]
+    assert tokens_at_once(64, 1) == 64 and tokens_at_once(2, 64) == 1 and tokens_at_once(1, 65) == 0
