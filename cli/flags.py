@@ -4,13 +4,15 @@ A parameter of a command that is annotated with one of them stands for all of it
 resolves itself to what `runtime` is asked for. This is the one place where flags become settings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from mycli.cli import options
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import Kv
 from mycli.runtime.models.generation_config import GenerationDefaults
 from mycli.runtime.sampling.params import SamplingParams, recommended
@@ -55,6 +57,28 @@ class LoadFlags:
             allow_nonfinite=self.allow_nonfinite,
             adapter=self.adapter,
         )
+
+
+@dataclass(frozen=True)
+class KeepFlags:
+    """What is kept of texts over restarts, as it was typed."""
+
+    folder: Annotated[
+        Path | None,
+        typer.Option("--prefix-cache-dir", metavar="DIR", help="Keep what was read here, for texts that begin alike."),
+    ] = None
+    size: Annotated[
+        int | None, options.size_option("--prefix-cache-size", help="Most bytes kept there.", show_default="8GiB")
+    ] = None
+
+    def added(self, engine: EngineConfig) -> EngineConfig:
+        """`engine`, keeping that. Raises UsageError for a size without a folder."""
+        if self.folder is None:
+            if self.size is not None:
+                raise UsageError("--prefix-cache-size is of --prefix-cache-dir", "add --prefix-cache-dir DIR")
+            return engine
+        folder = self.folder.expanduser().absolute()
+        return replace(engine, prefix_folder=folder, prefix_bytes=self.size or engine.prefix_bytes)
 
 
 @dataclass(frozen=True)

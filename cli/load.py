@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
+from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
@@ -109,9 +110,28 @@ def _load(
         cost, notice = proposer.relative_cost, once(call.out.note)
         speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, notice))
     running = min(running, shape.blocks)
-    made = Engine(loaded.runner, shape, loaded.vocabulary_size, running=running, speculator=speculator)
+    store = None if engine.prefix_folder is None else _prefix_store(call, folder, loaded, engine, engine.prefix_folder)
+    made = Engine(loaded.runner, shape, loaded.vocabulary_size, running=running, speculator=speculator, store=store)
     warm_up(made)
     return loaded, made
+
+
+def _prefix_store(
+    call: Call, folder: ModelFolder, loaded: "LoadedModel", engine: EngineConfig, place: Path
+) -> PrefixStore | None:
+    """What keeps texts in the folder `place`; None, and why, where they cannot be kept or the folder not be trusted."""
+    from mycli.runtime.engine.kept_texts import identity
+
+    if folder.config.recurrent:
+        call.out.warn("nothing is kept over restarts: of recurrent layers the states are not, and need the whole text")
+        return None
+    assert engine.context is not None
+    made = identity(folder, loaded.runner, engine.context)
+    try:
+        return PrefixStore(place, made, engine.prefix_bytes, call.out.warn)
+    except UntrustedError as error:
+        call.out.warn(f"nothing is kept over restarts: {error.message}; {error.hint}")
+        return None
 
 
 def once(tell: Callable[[str], None]) -> Callable[[str], None]:

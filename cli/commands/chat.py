@@ -11,7 +11,7 @@ from mycli.cli.chat.session import Chat, Overflow, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags, SamplingFlags
+from mycli.cli.flags import KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.resolve import state
@@ -44,6 +44,7 @@ def chat(
     escapes: options.Escapes = False,
     *,
     drawn: SamplingFlags,
+    kept: KeepFlags,
     loading: LoadFlags,
 ) -> ExitCode:
     """Talk with a model in the terminal.
@@ -62,7 +63,7 @@ def chat(
         require_conversation(session)
     if system is not None:
         conversation.system = system
-    loaded = load_engine(call, model, loading.resolve())
+    loaded = load_engine(call, model, kept.added(loading.resolve()))
     template = loaded.model.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")

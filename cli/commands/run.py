@@ -11,7 +11,7 @@ import typer
 from mycli.cli import options
 from mycli.cli.batch_file import check_batch, run_batch
 from mycli.cli.command import Call, command
-from mycli.cli.flags import FULL_LENGTH, LoadFlags, SamplingFlags
+from mycli.cli.flags import FULL_LENGTH, KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.format import speculation
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.input import read_file, read_prompt
@@ -129,6 +129,7 @@ def run(
     *,
     drawn: SamplingFlags,
     form: GrammarFlags,
+    kept: KeepFlags,
     loading: LoadFlags,
 ) -> ExitCode | None:
     """Answer one prompt and exit; made for pipes.
@@ -148,7 +149,7 @@ def run(
     schema, text = form.text(), asked.resolve(call.out.note)
     together = samples if asked.batch is None else samples * TOGETHER
     shared = None if together == 1 else together
-    loaded = load_engine(call, model, loading.resolve(min(together, FULL_LENGTH), shared))
+    loaded = load_engine(call, model, kept.added(loading.resolve(min(together, FULL_LENGTH), shared)))
     generator = Generator(
         loaded,
         drawn.resolve(loaded.model.defaults),

@@ -11,7 +11,7 @@ import typer
 
 from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import FULL_LENGTH, LoadFlags
+from mycli.cli.flags import FULL_LENGTH, KeepFlags, LoadFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
@@ -114,6 +114,7 @@ def serve(
         int, typer.Option("--max-sequences", min=1, max=4096, help="Replies made at once; they share the cache.")
     ] = 32,
     *,
+    kept: KeepFlags,
     loading: LoadFlags,
 ) -> None:
     """Serve a model over HTTP, with a page to talk with it.
@@ -129,7 +130,7 @@ def serve(
 
     listener = listen(address.host, address.port)  # before anything is loaded
     try:
-        loaded = load_engine(call, model, loading.resolve(min(together, FULL_LENGTH), together))
+        loaded = load_engine(call, model, kept.added(loading.resolve(min(together, FULL_LENGTH), together)))
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         _run(call, settings, loaded, together, listener, url)
@@ -189,4 +190,5 @@ def _run(
         run_until_signal(server, listener, ready)
     finally:
         worker.stop()
+        engine.close()
         service.close()

@@ -8,6 +8,7 @@ Does not know attention, tokens, or whose a block is. A sequence is cut back by 
 be undone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,15 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
     codes = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round_()
     finite = scales.isfinite()
     return codes.nan_to_num_(0).clamp_(-127, 127).to(torch.int8), scales.where(finite, torch.nan)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` positions of one block, from `offset` on."""
+
+    block: int
+    offset: int
+    count: int
 
 
 class Placed(Protocol):
@@ -185,3 +195,29 @@ class KVCache:
         """Make block `target` what `source` is."""
         for tensor in (*self._data, *self._scales):
             tensor[:, target] = tensor[:, source]
+
+    def nbytes_of(self, count: int) -> int:
+        """Bytes of the keys and values of `count` positions, as `take` gives them."""
+        return sum(tensor[:, 0, :, 0].nbytes for tensor in (*self._data, *self._scales)) * count
+
+    def take(self, runs: Sequence[Run]) -> bytes:
+        """Keys and values, and their scales, of consecutive positions: of each layer [2, kv_heads, positions, ...]."""
+        parts = (
+            torch.cat([tensor[:, run.block, :, run.offset : run.offset + run.count] for run in runs], dim=2)
+            for tensor in (*self._data, *self._scales)
+        )
+        return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def put(self, values: bytearray, count: int, skip: int, runs: Sequence[Run]) -> None:
+        """What `take` gave of `count` positions: after the first `skip` of them those that `runs` have room for."""
+        at = 0
+        for tensor in (*self._data, *self._scales):
+            shape = (2, tensor.shape[2], count, *tensor.shape[4:])
+            size = math.prod(shape)
+            part = torch.frombuffer(values, dtype=tensor.dtype, count=size, offset=at).view(shape).to(tensor.device)
+            at += size * tensor.element_size()
+            start = skip
+            for run in runs:
+                chosen = part[:, :, start : start + run.count]
+                tensor[:, run.block, :, run.offset : run.offset + run.count] = chosen
+                start += run.count

@@ -5,6 +5,7 @@ where the wishes were written.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.config import Kv, ModelConfig
@@ -24,7 +25,8 @@ class EngineConfig:
     values; context: tokens of a sequence, None for as many as usual and fitting; sequences: that there is room for at
     full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
     drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts; allow_nonfinite: load
-    weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is added to them.
+    weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is added to them;
+    prefix_folder: where what was read is kept over restarts, in `prefix_bytes` at most.
     """
 
     device: str = "auto"
@@ -37,6 +39,8 @@ class EngineConfig:
     dense_prefill_copy: bool = False
     allow_nonfinite: bool = False
     adapter: str | None = None
+    prefix_folder: Path | None = None
+    prefix_bytes: int = 8 << 30
 
     def place(self, model: ModelConfig) -> "Placement":
         """Where and how `model` runs. Raises what `runtime.device.placement.place` raises."""

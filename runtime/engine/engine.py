@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.prefix_store import PrefixStore
 from mycli.runtime.cache.state_pool import StatePool
+from mycli.runtime.engine.kept_texts import KeptTexts
 from mycli.runtime.engine.model_runner import CacheShape, LaunchesAhead, ModelRunner
 from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
@@ -26,6 +28,8 @@ from mycli.runtime.memory.estimate import prefill_chunk, state_slots
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers
+
+_OF_A_PASS = ("stop", "length", "context")  # ends that a pass brings, which went well so far
 
 
 @dataclass
@@ -51,10 +55,12 @@ class Engine:
         chunk: int | None = None,
         kept_blocks: int | None = None,
         speculator: Speculator | None = None,
+        store: PrefixStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocab_size: ids that may be drawn; running: sequences at once, None for one for each block; chunk: tokens of
-        prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are.
+        prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are; store:
+        keeps texts over restarts, of models without recurrent layers.
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
         running = running or shape.blocks
@@ -65,11 +71,13 @@ class Engine:
         states = StatePool(slots) if runner.config.recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
-        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock)
+        self._kept = None if store is None or states is not None else KeptTexts(store, self.cache, self._copy_blocks)
+        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._kept)
         self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
         self._live: dict[int, _Live] = {}
         self._ahead = LaunchesAhead(runner)
         self._cancelled: list[SequenceOutput] = []
+        self._sure = True  # of what the cache holds: no pass broke off
 
     @property
     def context(self) -> int:
@@ -106,6 +114,7 @@ class Engine:
             prefix_queries=counts.queries,
             prefix_hits=counts.hits,
             misses=dict(counts.misses),
+            kept=None if self._kept is None else self._kept.stats,
         )
 
     def submit(self, request: Request) -> int:
@@ -158,8 +167,18 @@ class Engine:
     def forget(self) -> None:
         """Keep nothing of the texts so far, as if the cache were new."""
         self.scheduler.pool.clear()
+        self._sure = True
         if self.speculator is not None:
             self.speculator.forget()
+
+    def close(self) -> None:
+        """Write down what is to be kept over a restart; nothing is run after that."""
+        if self._kept is not None:
+            self._kept.close()
+
+    def _copy_blocks(self) -> None:
+        for source, target in self.scheduler.pool.take_copies():
+            self.cache.copy(source, target)
 
     def step(self) -> list[SequenceOutput]:
         """One pass: what it did for each of its sequences, and who has ended since the last step."""
@@ -176,15 +195,16 @@ class Engine:
             return speculator.wanted(sequence.id, sequence.tokens, room, decoding)
 
         turns = self.scheduler.schedule(drafts)
-        for source, target in self.scheduler.pool.take_copies():
-            self.cache.copy(source, target)
+        self._copy_blocks()
         if self.scheduler.pool.states is not None:
             for source, target in self.scheduler.pool.states.take_copies():
                 self.cache.states.copy(source, target)
         self.step_seconds = 0.0
         if turns:
+            self._sure = False
             made = self._made_ahead(turns)
             outputs += self._decoded_ahead(turns, made) if made else self._pass(turns, began)
+            self._sure = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs
 
@@ -300,6 +320,8 @@ class Engine:
 
     def _end(self, sequence: Sequence_, reason: FinishReason, error: UserError | None = None) -> SequenceOutput:
         """Its place is free. What it leaves in the cache is kept for texts that begin alike, unless it went wrong."""
+        if self._kept is not None and error is None and (self._sure or reason in _OF_A_PASS):
+            self._kept.keep(sequence.tokens, sequence.table)
         self.scheduler.end(sequence, wrong=error is not None)
         del self._live[sequence.id]
         if self.speculator is not None:

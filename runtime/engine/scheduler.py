@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.engine.restore import Restorer, TextSource
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 from mycli.runtime.errors import UsageError
 
@@ -71,8 +72,15 @@ class Counts:
 class Scheduler:
     """Owns the sequences and the pool."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        kept: TextSource | None = None,
+    ) -> None:
         self.pool, self.limits, self._clock = pool, limits, clock
+        self._restorer = Restorer(kept)
         self.waiting: list[Sequence] = []  # in the order they came
         self.running: list[Sequence] = []  # as well
         self.counts = Counts()
@@ -159,6 +167,7 @@ class Scheduler:
         """Chunks of what runs and has not read all of its tokens, then of who waits."""
         budget, turns = self.limits.chunk, list[Turn]()
         for sequence in [one for one in self.running if not one.decoding]:
+            budget -= self._restore(sequence, budget)
             count = self._count(sequence, budget)
             if count and sequence.status is Status.RUNNING and self._reserve(sequence, sequence.table.length + count):
                 turns.append(self._reading(sequence, count))
@@ -167,7 +176,12 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
+            budget -= self._restore(sequence, budget)
+            if sequence.status is not Status.RUNNING:
+                break
             count = self._count(sequence, budget)
+            if not count:  # what was brought back is enough for a pass
+                continue
             if not self._reserve(sequence, sequence.table.length + count):
                 break
             turns.append(self._reading(sequence, count))
@@ -177,6 +191,13 @@ class Scheduler:
     def _count(self, sequence: Sequence, budget: int) -> int:
         count = min(budget, SCORED if sequence.scored else budget, sequence.missing)
         return sequence.table.pause(sequence.table.length + count) - sequence.table.length
+
+    def _restore(self, sequence: Sequence, budget: int) -> int:
+        """Bring back what is kept of its text outside the cache: how much of the budget that took."""
+        before = sequence.table.length
+        if sequence.status is Status.RUNNING:
+            self.counts.hits += self._restorer.restore(sequence, budget, self._reserve)
+        return min(max(sequence.table.length - before, 0), budget)
 
     def _reading(self, sequence: Sequence, count: int) -> Turn:
         return Turn(sequence, sequence.table.length, count, scored=sequence.scored)
@@ -191,15 +212,18 @@ class Scheduler:
         table.begin()
         self.waiting.pop(0)
         self._run(sequence)
-        if not sequence.started:
+        first = not sequence.started
+        if first:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = table.length
             sequence.miss = "the prompt's logprobs are wanted" if found is None else found.miss
             self.counts.queries += sequence.prompt
             self.counts.hits += sequence.cached
-            if sequence.miss:
-                self.counts.misses[sequence.miss.split(" token ")[0]] += 1
+        if found is not None:
+            self._restorer.find(sequence)
+        if first and sequence.miss:
+            self.counts.misses[sequence.miss.split(" token ")[0]] += 1
         return True
 
     def _run(self, sequence: Sequence) -> None:

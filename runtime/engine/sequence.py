@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.cache.block_table import BlockTable
+from mycli.runtime.cache.prefix_store import Found
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 
@@ -83,6 +84,7 @@ class Sequence:
     cached: int = 0
     miss: str = ""
     queued: float = 0.0  # seconds before its first turn
+    found: Found = Found()  # what a folder keeps of its text
     branches: "list[Sequence]" = field(default_factory=list)  # begin with what this one has once its prompt is read
 
     @property

@@ -5,6 +5,8 @@ Numbers only. Does not know models or clocks.
 
 from dataclasses import dataclass, field
 
+from mycli.runtime.cache.prefix_store import StoreStats
+
 
 @dataclass
 class SpeculationStats:
@@ -83,7 +85,7 @@ class EngineStats:
     """How an engine is doing. Counts since it was made, but for what runs, what waits and what is used, which are now.
 
     prefix_queries, prefix_hits: tokens of prompts, and those of them that were in the cache; misses: prompts by the
-    reason why not more was.
+    reason why not more was; kept: what is kept in a folder over restarts, None for nothing.
     """
 
     running: int
@@ -95,6 +97,7 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     misses: dict[str, int]
+    kept: StoreStats | None = None
 
     @property
     def cache_usage(self) -> float:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mycli.runtime.cache.prefix_store import StoreStats
 from mycli.runtime.engine.stats import EngineStats
 
 PREFIX = "mycli:"
@@ -44,6 +45,21 @@ class _Load(Collector):
         for reason, count in load.misses.items():  # a few sentences of our own, the positions left out
             misses.add_metric([reason], count)
         yield misses
+        if load.kept is not None:
+            yield from _of_store(load.kept)
+
+
+def _of_store(kept: StoreStats) -> Iterable[Metric]:
+    """What is kept over restarts."""
+    name = PREFIX + "prefix_store_"
+    yield GaugeMetricFamily(name + "bytes", "Bytes of the files that keep prefixes.", value=float(kept.nbytes))
+    yield CounterMetricFamily(name + "read", "Files that a prompt went on from.", value=kept.read)
+    yield CounterMetricFamily(name + "written", "Files written.", value=kept.written)
+    yield CounterMetricFamily(name + "skipped", "Files not written, as too many waited.", value=kept.skipped)
+    ignored = CounterMetricFamily(name + "ignored", "Files of no use, by why.", labels=["reason"])
+    for reason, count in kept.ignored.items():  # words of our own, and of the operating system
+        ignored.add_metric([reason], count)
+    yield ignored
 
 
 class Metrics:

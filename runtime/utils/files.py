@@ -66,19 +66,23 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes, *, private: bool = False, durable: bool = False) -> None:
+def write_atomic(
+    path: Path, data: bytes, *, private: bool = False, durable: bool = False, flushed: bool = True
+) -> None:
     """Replace the file at `path` by one that holds `data`, flushed: whoever looks sees the old contents or the new.
 
     The mode follows the umask, or is 0600 if `private`. `durable`: the name is flushed as well, so that the file is
-    there after a power cut. A killed process may leave a `.NAME.*.tmp` beside it. Raises OSError.
+    there after a power cut. Not `flushed`: it may then hold anything, for whoever checks what he reads. A killed
+    process may leave a `.NAME.*.tmp` beside it. Raises OSError.
     """
     fresh = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
         with open(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if flushed:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(fresh, path)
     except BaseException:
         fresh.unlink(missing_ok=True)

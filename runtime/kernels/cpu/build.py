@@ -138,6 +138,7 @@ class Native:
     experts_sum: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
     origin: str  # whence it came, for a person
+    path: Path
 
 
 def load_library(path: Path, origin: str = "") -> Native:
@@ -177,6 +178,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         experts_sum=function("experts_sum", None, c_void_p, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
         origin=origin,
+        path=path,
     )
 
 

@@ -1,0 +1,290 @@
+"""Pieces of a key-value cache in a folder, so that a text is not read again after a restart.
+
+A file holds what the cache has of `PIECE` tokens of one text. Its name is a chain of SHA-256 over what made the values
+(`identity`) and all tokens up to there, so programs that share a folder never write different things under one name,
+and a file appears whole, by a rename. Nothing in a file is believed: its owner, size, identity, tokens and checksum are
+compared before a value is used, and one that fails is removed and counted by its reason. The least recently used files
+make room.
+
+Layout, little-endian: `HEADER` (magic, identity, name, bytes of the values), the tokens as int64, the values, and the
+SHA-256 of all of that.
+
+Knows files and bytes. Does not know tensors, models or blocks. What is written is written by a thread of its own, which
+the interpreter waits for when it ends. POSIX only.
+"""
+
+import hashlib
+import os
+import re
+import stat
+import struct
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.files import disk_errors, write_atomic
+
+PIECE = 64  # tokens of a file
+MAX_PENDING = 256 << 20  # bytes of memory that wait to be written; more are not kept
+MAGIC = b"mycli-kv"
+HEADER = struct.Struct("<8s32s32sQ")
+_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_LEFT = re.compile(r"\.[0-9a-f]{64}\.kv\.[0-9a-f]{12}\.tmp")  # by a process that was killed while it wrote
+_NO_FILE = "not a regular file"
+_STALE = 3600.0  # seconds after which nobody writes to such a file any more
+_RESCAN = 1 / 16  # of the limit: after writing so much, look at what other processes have written
+
+
+class UntrustedError(UsageError):
+    """Others can write to a folder."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Piece `index` of a text: the name of its file, and its tokens as the file holds them.
+
+    used: nanoseconds since 1970; the beginning of a text counts as used last, as the rest is of no use without it.
+    """
+
+    index: int
+    name: bytes
+    tokens: bytes
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first pieces of a text, as far as they are there, and why it is not more."""
+
+    pieces: tuple[Piece, ...] = ()
+    miss: str = ""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store did: pieces read and written, those too many to be written, and files ignored by reason.
+
+    nbytes: of all files, of whichever model, when it was last counted.
+    """
+
+    read: int
+    written: int
+    skipped: int
+    ignored: dict[str, int]
+    nbytes: int
+
+
+def _pieces(identity: bytes, tokens: Sequence[int]) -> Iterator[Piece]:
+    """The whole pieces of a text."""
+    name, now = identity, time.time_ns()
+    for index in range(len(tokens) // PIECE):
+        packed = array("q", tokens[index * PIECE : (index + 1) * PIECE]).tobytes()
+        name = hashlib.sha256(name + packed).digest()
+        yield Piece(index, name, packed, now - index)
+
+
+class PrefixStore:
+    """The folder as one engine sees it: `find` and `read` are called by one thread, `write` by any."""
+
+    def __init__(
+        self, folder: Path, identity: bytes, limit: int, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """identity: 32 bytes that stand for everything the values depend on beside the tokens; limit: bytes of all
+        files; `tell` hears once of every reason why a file is of no use.
+
+        Raises UsageError for a folder that cannot be made or written, UntrustedError for one that others can write to.
+        """
+        self.folder, self._identity, self._limit, self._tell = folder, identity, limit, tell
+        with disk_errors(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.stat()
+            if not stat.S_ISDIR(state.st_mode) or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise UsageError(f"{folder}: cannot be written", "choose another folder")
+        if state.st_uid != os.geteuid() or state.st_mode & 0o022:
+            message = f"{folder}: other users can write to it, so what it holds cannot be trusted"
+            raise UntrustedError(message, f"choose a folder of your own, or: chmod go-w {folder}")
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
+        self._pending: dict[bytes, int] = {}  # bytes of what waits to be written, by name
+        self._read = self._written = self._skipped = 0
+        self._ignored: Counter[str] = Counter()
+        self._since_scan = 0
+        self._nbytes = 0
+        self._make_room(0)
+
+    @property
+    def stats(self) -> StoreStats:
+        """What was done so far."""
+        with self._lock:
+            return StoreStats(self._read, self._written, self._skipped, dict(self._ignored), self._nbytes)
+
+    def _path(self, piece: Piece) -> Path:
+        return self.folder / f"{piece.name.hex()}.kv"
+
+    def _size(self, nbytes: int) -> int:
+        return HEADER.size + PIECE * 8 + nbytes + hashlib.sha256().digest_size
+
+    def find(self, tokens: Sequence[int], nbytes: int) -> Found:
+        """The pieces of the text `tokens` that are there, from its beginning on; none is opened.
+
+        nbytes: of the values of a piece.
+        """
+        found: list[Piece] = []
+        miss = "less than a piece" if len(tokens) % PIECE else ""
+        for piece in _pieces(self._identity, tokens):
+            try:
+                state = self._path(piece).lstat()
+            except OSError:
+                miss = "not kept on disk"
+                break
+            if not stat.S_ISREG(state.st_mode) or state.st_size != self._size(nbytes):
+                self._ignore(piece, "truncated" if stat.S_ISREG(state.st_mode) else _NO_FILE)
+                miss = "damaged on disk"
+                break
+            found.append(piece)
+        self._touch(found)
+        return Found(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
+
+    def _touch(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            with suppress(OSError):
+                os.utime(self._path(piece), ns=(piece.used, piece.used), follow_symlinks=False)
+
+    def read(self, piece: Piece, nbytes: int) -> bytearray | None:
+        """The values of a piece, `nbytes` of them; None where the file is not there, or not what it should be.
+
+        Never raises: what is wrong is counted, and the file removed.
+        """
+        expected = HEADER.pack(MAGIC, self._identity, piece.name, nbytes) + piece.tokens
+        try:
+            data = _contents(self._path(piece), self._size(nbytes))
+        except OSError as error:
+            self._ignore(piece, f"unreadable ({error.strerror or error})")
+            return None
+        why = data if isinstance(data, str) else _difference(data, expected)
+        if isinstance(data, str) or why:
+            self._ignore(piece, why)
+            return None
+        with self._lock:
+            self._read += 1
+        return data[len(expected) : -hashlib.sha256().digest_size]
+
+    def _ignore(self, piece: Piece, reason: str) -> None:
+        with suppress(OSError):
+            self._path(piece).unlink()
+        self._count(reason, f"a kept prefix is computed again, its file is {reason}: {self._path(piece)}")
+
+    def _count(self, reason: str, told: str) -> None:
+        with self._lock:
+            first = not self._ignored[reason]
+            self._ignored[reason] += 1
+        if first:
+            self._tell(told)
+
+    def missing(self, tokens: Sequence[int]) -> list[Piece]:
+        """The whole pieces of a text that are neither there nor about to be. The others are used now."""
+        pieces = list(_pieces(self._identity, tokens))
+        there = {piece.index for piece in pieces if self._path(piece).exists()}
+        self._touch(piece for piece in pieces if piece.index in there)
+        return [piece for piece in pieces if piece.index not in there and piece.name not in self._pending]
+
+    def write(self, piece: Piece, values: bytes) -> None:
+        """Keep the values of a piece, soon; not at all where too much waits already."""
+        with self._lock:
+            if piece.name in self._pending:
+                return
+            if sum(self._pending.values()) + len(values) > MAX_PENDING:
+                self._skipped += 1
+                return
+            self._pending[piece.name] = len(values)
+        self._writer.submit(self._write, piece, values)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write what waits; nothing is kept any more after that."""
+        self._writer.shutdown()
+
+    # The writer's thread
+
+    def _write(self, piece: Piece, values: bytes) -> None:
+        try:
+            size = self._size(len(values))
+            if self._nbytes + size > self._limit or self._since_scan > self._limit * _RESCAN:
+                self._make_room(size)
+            if self._nbytes + size > self._limit:
+                return
+            body = HEADER.pack(MAGIC, self._identity, piece.name, len(values)) + piece.tokens + values
+            write_atomic(self._path(piece), body + hashlib.sha256(body).digest(), private=True, flushed=False)
+            self._touch([piece])
+            with self._lock:
+                self._written += 1
+                self._nbytes += size
+                self._since_scan += size
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror or error})"
+            self._count(reason, f"{self.folder} {reason}: what is read is not kept there")
+        finally:
+            with self._lock:
+                del self._pending[piece.name]
+
+    def _make_room(self, nbytes: int) -> None:
+        """Remove the files used least recently until `nbytes` more are within the limit. Other files stay."""
+        found = []
+        with suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    state = entry.stat(follow_symlinks=False)
+                    if _NAME.fullmatch(entry.name) and stat.S_ISREG(state.st_mode):
+                        found.append((state.st_mtime_ns, state.st_size, entry.path))
+                    elif _LEFT.fullmatch(entry.name) and time.time() - state.st_mtime > _STALE:
+                        os.unlink(entry.path)
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total + nbytes <= self._limit:
+                break
+            with suppress(OSError):
+                os.unlink(path)
+                total -= size
+        with self._lock:
+            self._nbytes, self._since_scan = total, 0
+
+
+def _contents(path: Path, size: int) -> bytearray | str:
+    """The bytes of a regular file of this size and of our own, or what it is instead. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            return _NO_FILE
+        if state.st_uid != os.geteuid():
+            return "of another user"
+        if state.st_size != size:
+            return "truncated"
+        data, at = bytearray(size), 0
+        while at < size and (count := os.preadv(descriptor, [memoryview(data)[at:]], at)):
+            at += count
+        return data if at == size else "truncated"
+    finally:
+        os.close(descriptor)
+
+
+def _difference(data: bytearray, expected: bytes) -> str:
+    """Why a file is not what its name says; "" where it is."""
+    end = len(data) - hashlib.sha256().digest_size
+    if hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
+        return "damaged"
+    if data[: len(expected)] == expected:
+        return ""
+    if data[:8] != MAGIC:
+        return "of another format"
+    return "of another model or program" if data[8:40] != expected[8:40] else "of another text"

@@ -1,0 +1,285 @@
+"""Pico with a folder of prefixes: after a restart a reply has hits, and the bits that it has without."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.block_pool import BlockPool
+from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.prefix_store import PIECE, Found, Piece, PrefixStore
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine import restore
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.generate import generate
+from mycli.runtime.engine.kept_texts import identity
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.scheduler import Limits, Scheduler
+from mycli.runtime.engine.sequence import FinishReason, Request
+from mycli.runtime.engine.sequence import Sequence as Sequence_
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.models.config import Kv
+from mycli.runtime.sampling.params import SamplingParams
+from tests.runtime.engine.test_scheduler import VOCAB, World
+from tests.support.engines import together
+from tests.support.paths import PICO
+
+CONTEXT = 256
+CPU = torch.device("cpu")
+exact = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's products have no promise of bits")
+
+
+class Watched(ModelRunner):
+    """Keeps the logits of every pass, and counts the tokens it reads."""
+
+    def run(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+        logits = super().run(chunks, cache)
+        self.seen.append(logits.clone())
+        self.tokens += sum(len(chunk.tokens) for chunk in chunks)
+        return logits
+
+    seen: list[Tensor]
+    tokens: int
+
+
+def watched(dtype: torch.dtype, kv: Kv) -> Watched:
+    loaded = load_model(ModelFolder.open(PICO), Placement(CPU, dtype, kv=kv))
+    runner = Watched(loaded.model, loaded.kv)
+    runner.seen, runner.tokens = [], 0
+    return runner
+
+
+SHAPES = [CacheShape.lanes(CONTEXT), CacheShape(CONTEXT, 60, 8), CacheShape(CONTEXT, 6, 96), CacheShape(CONTEXT, 9, 64)]
+CASES = [
+    pytest.param(torch.float32, "auto", id="fp32"),
+    pytest.param(torch.bfloat16, "auto", id="bf16", marks=pytest.mark.slow),
+    pytest.param(torch.bfloat16, "int8", id="bf16-int8kv"),
+]
+
+
+def reply(runner: Watched, engine: Engine, prompt: Sequence[int]) -> tuple[list[int], int, list[Tensor], int]:
+    """Tokens, how many were cached, what the tokens were drawn from, and how many tokens were read."""
+    runner.seen, runner.tokens = [], 0
+    tokens, timing = generate(engine, Request(tuple(prompt), limit=5))
+    return tokens, timing.cached, [one[-1] for one in runner.seen if len(one)], runner.tokens
+
+
+def engine(runner: ModelRunner, shape: CacheShape, folder: Path | None, chunk: int = 50) -> Engine:
+    store = None if folder is None else PrefixStore(folder, b"\7" * 32, 1 << 30)
+    return Engine(runner, shape, runner.config.vocab_size, running=3, chunk=chunk, store=store)
+
+
+@exact
+@pytest.mark.parametrize(("dtype", "kv"), CASES)
+def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtype: torch.dtype, kv: Kv) -> None:
+    """Written and read with any blocks; texts that end in a piece, at its end, and one that parted before."""
+    runner, chance, fresh = watched(dtype, kv), random.Random(1), count(300)
+    text = [chance.randrange(300, 4000) for _ in range(2 * PIECE + 30)]
+    expected = {end: reply(runner, engine(runner, SHAPES[0], None), text[:end]) for end in (PIECE, 2 * PIECE, 158)}
+    alone = engine(runner, SHAPES[0], None)
+    for shape, other in zip(SHAPES, (*SHAPES[1:], SHAPES[0]), strict=True):
+        folder = tmp_path / str(shape.block_size)
+        first = engine(runner, shape, folder)
+        assert reply(runner, first, text)[:2] == (expected[158][0], 0)
+        first.close()
+        for end, (tokens, _, logits, read) in expected.items():
+            again = engine(runner, other, folder)
+            found = reply(runner, again, text[:end])
+            kept = min(end // PIECE * PIECE, end - 1)
+            assert found[0] == tokens and found[1] == kept and found[3] == read - kept
+            assert all(torch.equal(one, two) for one, two in zip(found[2], logits, strict=True))
+            assert again.stats.prefix_hits == kept and again.stats.kept is not None
+            again.close()
+        again = engine(runner, other, folder)
+        parted = [*text[: PIECE + 9], next(fresh), *text[PIECE + 10 :]]
+        assert reply(runner, again, parted)[:2] == (reply(runner, alone, parted)[0], PIECE)
+        assert again.stats.misses == {"not kept on disk from": 1}
+        again.close()
+
+
+@exact
+def test_damaged_files_cost_time_and_no_bit(tmp_path: Path) -> None:
+    runner, chance = watched(torch.bfloat16, "auto"), random.Random(2)
+    text = [chance.randrange(300, 4000) for _ in range(3 * PIECE + 7)]
+    first = engine(runner, SHAPES[3], tmp_path)
+    expected = reply(runner, first, text)
+    first.close()
+    files = sorted(tmp_path.iterdir(), key=lambda path: -path.stat().st_mtime_ns)
+    for which, cached in enumerate((0, PIECE, 2 * PIECE)):
+        data = bytearray(files[which].read_bytes())
+        data[-100] ^= 16
+        files[which].write_bytes(data)
+        again = engine(runner, SHAPES[3], tmp_path)
+        found = reply(runner, again, text)
+        assert found[:2] == (expected[0], cached)
+        assert all(torch.equal(one, two) for one, two in zip(found[2], expected[2][-5:], strict=False))
+        assert again.stats.kept is not None and again.stats.kept.ignored == {"damaged": 1}
+        again.close()
+        again = engine(runner, SHAPES[3], tmp_path)
+        assert reply(runner, again, text)[:2] == (expected[0], 3 * PIECE), "what was damaged is there again"
+        again.close()
+
+
+@exact
+def test_many_replies_at_once_with_too_few_blocks_go_on_from_the_folder(tmp_path: Path) -> None:
+    runner, chance = watched(torch.float32, "auto"), random.Random(3)
+    begins = [[chance.randrange(300, 4000) for _ in range(2 * PIECE)] for _ in range(2)]
+    asked = [
+        Request(
+            (*begins[index % 2][: chance.randint(40, 128)], index + 300, *range(400, 400 + chance.randint(1, 30))),
+            SamplingParams(0.9 if index % 3 else 0.0, seed=index),
+            limit=chance.randint(2, 12),
+        )
+        for index in range(6)
+    ]
+    expected = [together(engine(runner, SHAPES[0], None), [one])[0] for one in asked]
+    hits = []
+    for _ in range(2):
+        tight = Engine(
+            runner,
+            CacheShape(CONTEXT, 28, 8),
+            runner.config.vocab_size,
+            running=8,
+            chunk=33,
+            kept_blocks=0,
+            store=PrefixStore(tmp_path, b"\7" * 32, 1 << 30),
+        )
+        assert together(tight, asked) == expected
+        hits.append(tight.stats.prefix_hits)
+        assert tight.stats.preemptions and tight.scheduler.pool.used == 0
+        tight.close()
+    assert hits[1] > 200 and hits[1] > hits[0]
+
+
+def test_a_pass_that_broke_off_leaves_nothing_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = watched(torch.float32, "auto")
+    broken = engine(runner, SHAPES[3], tmp_path)
+    number = broken.submit(Request(tuple(range(300, 300 + 2 * PIECE)), limit=5))
+    for _ in range(4):
+        broken.step()
+
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Watched, "run", fail)
+        with pytest.raises(RuntimeError):
+            broken.step()
+    broken.cancel(number)
+    broken.forget()
+    other = broken.submit(Request(tuple(range(600, 600 + PIECE)), limit=2))
+    while broken.step():
+        pass
+    broken.cancel(other)
+    broken.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> None:
+    folder = ModelFolder.open(PICO)
+    plain = load_model(folder, Placement(CPU, torch.float32))
+    first = identity(folder, plain, 128)
+    assert len(first) == 32 and first == identity(ModelFolder.open(PICO), plain, 256)
+    others = [identity(folder, ModelRunner(plain.model, "int8"), 128)]
+    others.append(identity(folder, load_model(folder, Placement(CPU, torch.bfloat16)), 128))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in PICO.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    assert identity(ModelFolder.open(copy), plain, 128) == first, "where a model lies is no matter"
+    weights = next(copy.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    others.append(identity(ModelFolder.open(copy), plain, 128))
+    config = folder.config
+    stretched = replace(config, rope=replace(config.rope, kind="dynamic", factor=2.0, original_context=64))
+    others += [identity(replace(folder, config=stretched), plain, context) for context in (128, 256)]
+    assert len({first, *others}) == 1 + len(others)
+
+
+class Lists:
+    """What is kept of texts, as lists in memory: some of it cannot be had when it is asked for."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.texts: set[tuple[int, ...]] = set()
+        self.chance, self.restored, self.refused = chance, 0, 0
+        self.world: World
+
+    def find(self, tokens: list[int]) -> Found:
+        size, count = restore.PIECE, 0
+        while (count + 1) * size <= len(tokens) and tuple(tokens[: (count + 1) * size]) in self.texts:
+            count += 1
+        self.text = tuple(tokens)
+        return Found(tuple(Piece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no")
+
+    def restore(self, found: Found, table: BlockTable, end: int) -> bool:
+        size, cache, pool = self.world.pool.block_size, self.world.cache, self.world.pool
+        if self.chance.random() < 0.1:
+            self.refused += 1
+            return False
+        for source, target in pool.take_copies():
+            cache[target] = list(cache[source])
+        text = tuple(found.pieces[table.length // restore.PIECE].tokens)
+        assert table.length < end <= len(text)
+        for at in range(table.length, end):
+            block = table.blocks[at // size]
+            assert pool.references(block) == 1 and block not in pool.index, "written by one, seen by nobody"
+            cache[block][at % size] = text[: at + 1]
+        self.restored += end - table.length
+        return True
+
+
+class Keeping(World):
+    """A world in which what ends is kept."""
+
+    def __init__(self, chance: random.Random, source: Lists) -> None:
+        size = chance.randint(1, 6)
+        super().__init__(chance.randint(5, 9) * 4, size, 20, chance.randint(1, 9), chance.randint(1, 6), 2)
+        self.pool = BlockPool(self.pool.blocks, PrefixIndex(size, 2))
+        self.scheduler = Scheduler(self.pool, Limits(20, chance.randint(1, 9), 5), lambda: self.now, source)
+        source.world = self
+
+    def end(self, sequence: Sequence_, reason: FinishReason, wrong: bool = False) -> None:
+        source, size = self.source, restore.PIECE
+        for end in range(size, sequence.table.length + 1, size):
+            source.texts.add(tuple(sequence.tokens[:end]))
+        super().end(sequence, reason, wrong)
+
+    source: Lists
+
+
+@pytest.mark.parametrize("piece", [1, 3, 4])
+def test_whatever_is_brought_back_a_pass_reads_what_its_own_text_wrote(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the lives of `test_scheduler`, which check every position that is read and written."""
+    monkeypatch.setattr(restore, "PIECE", piece)
+    restored = refused = preempted = 0
+    for seed in range(6):
+        chance = random.Random(seed)
+        source = Lists(chance)
+        world = Keeping(chance, source)
+        world.source = source
+        begins = [tuple(chance.randrange(VOCAB) for _ in range(12)) for _ in range(3)]
+        while world.steps < 250:
+            if len(world.under_way) < 8 and chance.random() < 0.4:
+                rest = tuple(chance.randrange(VOCAB) for _ in range(chance.randint(0, 4)))
+                world.submit((*chance.choice(begins)[: chance.randint(1, 12)], *rest), chance.choice((None, 0, 2, 5)))
+            world.step(chance if chance.random() < 0.5 else None)
+            world.check()
+        world.finish()
+        restored, refused = restored + source.restored, refused + source.refused
+        preempted += world.scheduler.counts.preemptions
+        assert world.scheduler.counts.hits <= world.scheduler.counts.queries
+    assert restored > 300 and refused > 10 and preempted > 0
