@@ -141,9 +141,9 @@ CacheKind = Annotated[
     str,
     typer.Option(
         "--kv",
-        metavar="auto|bf16|int8",
+        metavar="auto|bf16|int8|int4",
         help="How the cache holds keys and values; auto: as activations.",
-        autocompletion=complete_word("auto", "bf16", "int8"),
+        autocompletion=complete_word("auto", "bf16", "int8", "int4"),
     ),
 ]
 Shadow = Annotated[

@@ -110,7 +110,6 @@ def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]
 
 def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
     """All trials of one model. What the device reads is measured before and after: a busy moment makes it less."""
-    from mycli.runtime.cache.kv_cache import cache_dtype
     from mycli.runtime.device.placement import dtype_info
     from mycli.runtime.diagnostics import throughput as bench
     from mycli.runtime.engine.loader import load_model
@@ -128,7 +127,7 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
         "bits_per_weight": 8 * runner.nbytes / folder.config.parameters(),
         "device": str(placement.device),
         "dtype": dtype_info(placement.dtype).short,
-        "kv": dtype_info(cache_dtype(placement.kv, placement.dtype)).short,
+        "kv": dtype_info(placement.dtype).short if placement.kv == "auto" else placement.kv,
         "load_seconds": loaded,
     }
     found, neighbours = [], Neighbours()

@@ -13,7 +13,7 @@ from mycli.cli.format import quality
 from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.estimate import MemoryPlan
 
@@ -39,7 +39,7 @@ def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", te
     """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
-    from mycli.runtime.cache.kv_cache import cache_dtype
+    from mycli.runtime.cache.kv_cache import PACKED, cache_dtype
 
     reference = StreamedModel(folder, placement)
     results, cells = [], []
@@ -47,9 +47,13 @@ def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", te
         dtype = cache_dtype(kind, placement.dtype)
         if kind != "auto" and dtype == placement.dtype:
             continue
-        held = str(dtype).removeprefix("torch.")
+        held = kind if dtype == PACKED else str(dtype).removeprefix("torch.")
         plan = MemoryPlan(reference.config, dtype=placement.dtype_name, kv=kind)
-        size = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
+        try:
+            size = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
+        except ModelError as refused:
+            call.out.note(f"{held} is left out: {refused.message}")
+            continue
         with stages(call.out.progress) as progress:
             model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)

@@ -1,8 +1,8 @@
 """The key-value cache: memory taken once, in blocks that sequences share and exchange.
 
-It holds values as they are computed, or as int8 codes with one scale per token and head: x = code * scale, where scale
-is the largest magnitude of the head's values / 127. A token is rounded by itself, so that how a text came in (at once,
-in pieces, written over) leaves no trace.
+It holds values as they are computed, as int8 codes with one scale per token and head (x = code * scale, where scale is
+the largest magnitude of the head's values / 127), or as the int4 vectors of `runtime.cache.int4`, which lie as bytes. A
+token is rounded by itself, so that how a text came in (at once, in pieces, written over) leaves no trace.
 
 Does not know attention, tokens, or whose a block is. A sequence is cut back by writing over its tail, so nothing has to
 be undone.
@@ -16,27 +16,40 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.quantization.int4_vectors import int4_bytes
+
+PACKED = torch.uint8  # of a cache of int4 vectors
 
 
 def cache_dtype(kv: Kv, dtype: torch.dtype) -> torch.dtype:
     """What a cache of kind `kv` holds beside activations of `dtype`."""
-    return {"auto": dtype, "bf16": torch.bfloat16, "int8": torch.int8}[kv]
+    return {"auto": dtype, "bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}[kv]
 
 
 @dataclass(frozen=True)
 class Stored:
     """Keys or values [sequences, kv_heads, length, head_dim]; int8 codes come with `scales` fp32, one per vector.
 
-    scales: [sequences, kv_heads, length], None where `data` are the values themselves.
+    Of int4 vectors the last axis is bytes. scales: [sequences, kv_heads, length], None for all but int8.
     """
 
     data: Tensor
     scales: Tensor | None = None
 
+    @classmethod
+    def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
+        """values [..., head_dim] as a cache of `dtype` holds them; vectors that are packed already stay as they are."""
+        if dtype == torch.int8:
+            return cls(*quantize_vectors(values))
+        return cls(pack_int4(values) if dtype == PACKED != values.dtype else values.to(dtype))
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in `dtype`: a copy, except where they lie there as such."""
+        if self.data.dtype == PACKED:
+            return unpack_int4(self.data, dtype)
         if self.scales is None:
             return self.data.to(dtype)
         return self.data.to(dtype).mul_(self.scales.unsqueeze(-1).to(dtype))
@@ -100,7 +113,7 @@ class Places(Protocol):
 class KVCache:
     """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
 
-    Beside them `states`, in `slots`, of the layers that keep those instead.
+    Of `PACKED` the last axis is the bytes of a vector; ModelError for heads that cannot be packed. Beside them `states`, in `slots`, of the layers that keep those instead.
 
     Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
     as the context for each sequence is a contiguous cache, which is read without being gathered.
@@ -119,7 +132,7 @@ class KVCache:
         data: list[Tensor] = []
         scales: list[Tensor] = []  # none, where the data are the values themselves
         for heads, head_dim in (config.cached(layer) for layer in range(config.layers)):
-            shape = (2, blocks, heads, block_size, head_dim)
+            shape = (2, blocks, heads, block_size, int4_bytes(head_dim) if dtype == PACKED else head_dim)
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
                 scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
@@ -135,6 +148,11 @@ class KVCache:
     def _apart(self, layer: int) -> tuple[Stored, Stored]:
         scales = self._scales[layer] if self._scales else (None, None)
         return Stored(self._data[layer][0], scales[0]), Stored(self._data[layer][1], scales[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is held; see `cache_dtype`."""
+        return self._data[0].dtype
 
     @property
     def nbytes(self) -> int:
@@ -154,11 +172,12 @@ class KVCache:
         return found
 
     def write(self, layer: int, places: Places, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [T, kv_heads, head_dim] at `places`, all of which lie in the cache."""
+        """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], at `places` in the cache."""
         spans = places.spans
         for kind, new in enumerate((keys, values)):
             data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
-            codes, new_scales = (new, None) if scales is None else quantize_vectors(new)
+            held = Stored.of(new, data.dtype)
+            codes, new_scales = held.data, held.scales
             if len(spans) == 1 and len(spans[0].blocks) == 1:
                 (span,) = spans
                 place = span.blocks[0], slice(None), slice(span.start, span.start + span.count)
@@ -168,7 +187,7 @@ class KVCache:
                 continue
             slots = places.slots
             block, offset = slots // self.block_size, slots % self.block_size
-            data[block, :, offset] = codes.to(data.dtype)
+            data[block, :, offset] = codes
             if scales is not None and new_scales is not None:
                 scales[block, :, offset] = new_scales
 

@@ -193,6 +193,9 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     step = DecodeStep.make(model)
     if isinstance(step, str):
         return None
+    if kv == "int4":
+        warn("the fused kernels do not read keys and values in int4, decoding is slower")
+        return None
     capture = GraphCapture()
     try:
         trouble = difference(model, step, kv, capture)

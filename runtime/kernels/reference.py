@@ -236,7 +236,7 @@ def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
     """Attention of a ragged batch over blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
 
-    keys, values: [blocks, kv_heads, block_size, head_dim], query heads in groups of heads / kv_heads. Scores and sums
+    keys, values: [blocks, kv_heads, block_size, head_dim] (int4 vectors: bytes), query heads in groups of heads / kv_heads. Scores and sums
     are fp32 (fp64 for a query of fp64), the result has the dtype of the query; one sequence after another.
     """
     starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
@@ -281,5 +281,5 @@ def _attend_one(query: Tensor, keys: Stored, values: Stored, blocks: Tensor, len
 
 def _vectors(stored: Stored, block: Tensor, head: int, inside: Tensor, dtype: torch.dtype) -> Tensor:
     """[positions, head_dim] in `dtype` of what lies at (block, head, inside)."""
-    data = stored.data[block, head, inside].to(dtype)
-    return data if stored.scales is None else data * stored.scales[block, head, inside].to(dtype).unsqueeze(-1)
+    scales = None if stored.scales is None else stored.scales[block, head, inside]
+    return Stored(stored.data[block, head, inside], scales).dense(dtype)

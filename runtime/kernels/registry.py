@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import recurrent, reference
-from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
+from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_rms_norm,
@@ -101,6 +102,7 @@ ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )
+VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
 CONVOLUTION = Operation("short convolution", (native_convolve, recurrent.convolve))
 DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes], Tensor]

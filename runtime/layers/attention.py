@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import KVCache, Stored, quantize_vectors
+from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.registry import ATTENTION, PAGED_ATTENTION
+from mycli.runtime.kernels.registry import ATTENTION, PAGED_ATTENTION, VECTOR_PACKING
 from mycli.runtime.layers.batch import Batch, Span
 from mycli.runtime.models.layer_spec import AttentionSpec
 
@@ -84,9 +84,9 @@ class TextAttention:
         return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
 
     def _stored(self, values: Tensor) -> Stored:
-        if self._dtype == torch.int8:
-            return Stored(*quantize_vectors(values))
-        return Stored(values if self._dtype is None else values.to(self._dtype))
+        if self._dtype is None:
+            return Stored(values)
+        return Stored.of(VECTOR_PACKING(values) if self._dtype == PACKED else values, self._dtype)
 
 
 class PagedAttention:
@@ -109,7 +109,10 @@ class PagedAttention:
         """As `KeysAndValues.attend`, with all rows of the batch as one sequence: [1, T, ...]."""
         batch, cache = self._batch, self._cache
         if new is not None:
-            cache.write(layer, batch, new[0][0], new[1][0])
+            key, value = new[0][0], new[1][0]
+            if cache.dtype == PACKED:
+                key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
+            cache.write(layer, batch, key, value)
         layer = layer if spec.shares is None else spec.shares
         if self._ragged is not None:
             scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale

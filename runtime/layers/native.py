@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
 from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, Native
@@ -244,7 +244,7 @@ class NativePass:
         for one in tables.values():
             if one.cos.dtype != torch.bfloat16:
                 return None
-        if cache.all(0)[0].data.dtype not in (torch.bfloat16, torch.int8):
+        if cache.dtype not in (torch.bfloat16, torch.int8, PACKED):
             return None
         library = build.native()
         return None if isinstance(library, str) else cls(library, batch, cache, tables)

@@ -13,6 +13,7 @@ from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.models.layer_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
+from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
@@ -59,8 +60,10 @@ class MemoryPlan:
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token in the cache of a layer: 2 (keys, values) x heads x head_dim values, or codes and a scale
-        of 4 for each head."""
+        of 4 for each head, or codes of half a byte and a scale of 2 for every 32 of a head."""
         heads, head_dim = self.config.cached(layer)
+        if self.kv == "int4":
+            return 2 * heads * int4_bytes(head_dim)
         size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
         return 2 * heads * (head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0))
 

@@ -29,7 +29,7 @@ from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-Kv = Literal["auto", "bf16", "int8"]  # how the cache holds keys and values; auto: as they are computed
+Kv = Literal["auto", "bf16", "int8", "int4"]  # how the cache holds keys and values; auto: as they are computed
 
 MAX_LAYERS = 4096
 MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack

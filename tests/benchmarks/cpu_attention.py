@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.cli.options import parse_count
-from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
+from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.kernels.cpu import attention, build
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
@@ -54,13 +54,8 @@ def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
-def stored(values: Tensor, dtype: torch.dtype) -> Stored:
-    """values [1, kv_heads, length, head_dim] as a cache of one block holds them."""
-    return Stored(*quantize_vectors(values)) if dtype == torch.int8 else Stored(values.to(dtype))
-
-
 def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
-    """Seconds of ours with a cache of the activations' type and of int8, and of torch's ways."""
+    """Seconds of ours with a cache of the activations' type, of int8 and of int4, and of torch's ways."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype)
     shape = (1, KV_HEADS, length, head_dim)
@@ -76,7 +71,7 @@ def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds
     sdpa = functional.scaled_dot_product_attention
 
     def ours(kind: torch.dtype) -> Callable[[], object]:
-        held = (stored(keys, kind), stored(values, kind))
+        held = (Stored.of(keys, kind), Stored.of(values, kind))
         return lambda: attention.attend_paged(query, *held, ragged, scoring)
 
     gqa = tokens > 1
@@ -84,6 +79,7 @@ def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds
         {
             "ours": ours(dtype),
             "int8": ours(torch.int8),
+            "int4": ours(PACKED),
             "grouped": lambda: sdpa(grouped, key, value, attn_mask=mask, is_causal=causal and gqa, enable_gqa=gqa),
             "repeated": lambda: sdpa(turned, wide_key, wide_value, attn_mask=mask, is_causal=causal and gqa),
         },
@@ -132,8 +128,8 @@ def main() -> None:
                 best = min(found["grouped"], found["repeated"])
                 flops = 4 * HEADS * asked.head_dim * found["tokens"] * (found["length"] - found["tokens"] / 2)
                 shape = f"{name:7} {found['dtype']:9} {found['tokens']:4} tokens at {found['length']:6}"
-                times = " ".join(f"{key} {found[key] * 1e3:9.3f}" for key in ("ours", "int8", "grouped", "repeated"))
-                ratio = f"{best / found['ours']:6.2f}x, {best / found['int8']:.2f}x int8"
+                times = " ".join(f"{key} {found[key] * 1e3:9.3f}" for key in ("ours", "int8", "int4", "grouped", "repeated"))
+                ratio = ", ".join(f"{best / found[key]:.2f}x {key}" for key in ("ours", "int8", "int4"))
                 print(f"{shape}: {times} {ratio}, {flops / found['ours'] / 1e9:.0f} GFLOP/s", flush=True)
 
 

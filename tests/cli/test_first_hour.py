@@ -318,7 +318,7 @@ def test_ctrl_c_says_how_to_go_on(kept: bool, mycli: Mycli, tmp_path: Path, monk
     ("line", "offered"),
     [
         ("mycli spec ", {"check", "verify"}),
-        ("mycli run pico --kv ", {"auto", "bf16", "int8"}),
+        ("mycli run pico --kv ", {"auto", "bf16", "int8", "int4"}),
         ("mycli quantize pico --method a", {"awq", "awq+gptq"}),
     ],
 )

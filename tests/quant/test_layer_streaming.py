@@ -21,7 +21,7 @@ from tests.support.paths import PICO
 FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("kv", ["auto", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "bf16", "int8", "int4"])
 def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -15,6 +16,7 @@
 namespace {
 
 constexpr int64_t FEW_ROWS = 32;  // rows
+constexpr int64_t ALONE_VECTORS = 256;  // that one thread has rotated before others are awake
 constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for several heads' chunks; one head may need more
 
 // The two steps of a round of work: chunks, then rows or pieces of them. A share is a sequence and key head.
@@ -210,8 +212,25 @@ inline bool is_sound(const Attention& a) {
 
 // 0: done; 1: no memory; 2: the lengths or the table are wrong.
 template <class Path> int attend_by(const Attention& a, int threads) {
-    const Attending<Path> attending{a, threads};
-    return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+    if constexpr (Path::ROTATED) {
+        const int64_t vectors = a.starts[a.sequences] * a.kv_heads * a.group;
+        std::unique_ptr<float[]> query(new (std::nothrow) float[size_t(vectors * a.head_dim)]);
+        if (!query) return 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && vectors > ALONE_VECTORS)
+        for (int64_t i = 0; i < vectors; i++) {
+            float* x = query.get() + i * a.head_dim;
+            widen(a.query, a.query_type, i * a.head_dim, a.head_dim, x);
+            rotate_vector(x, a.head_dim);
+        }
+        Attention rotated = a;
+        rotated.query = query.get();
+        rotated.query_type = F32;
+        const Attending<Path> attending{rotated, threads};
+        return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+    } else {
+        const Attending<Path> attending{a, threads};
+        return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+    }
 }
 inline int attend_any(const Attention& a, int threads, bool tiles) try {
     if (!is_sound(a)) return 2;
@@ -219,10 +238,12 @@ inline int attend_any(const Attention& a, int threads, bool tiles) try {
     if (tiles && a.query_type == BF16) {
         if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
+        if (a.cache_type == CACHE_INT4) return attend_by<TilePath<Int4>>(a, threads);
     }
 #endif
     (void)tiles;
     if (a.cache_type == CACHE_INT8) return attend_by<FloatPath<int8_t>>(a, threads);
+    if (a.cache_type == CACHE_INT4) return attend_by<FloatPath<Int4>>(a, threads);
     if (a.cache_type == CACHE_BF16) return attend_by<FloatPath<uint16_t>>(a, threads);
     return attend_by<FloatPath<float>>(a, threads);
 } catch (const std::bad_alloc&) {

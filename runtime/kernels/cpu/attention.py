@@ -9,13 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CAttention
+from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.quantization.int4_vectors import int4_bytes
 
-CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `CacheType` of attention_task.h
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, PACKED: 3}  # `CacheType` of attention_task.h
 FOREVER = 2**62  # a window that nothing leaves
 
 
@@ -72,6 +74,21 @@ def attend_cached(
     return _attend(query, keys, values, asked, scoring)
 
 
+def native_pack_int4(values: Tensor) -> Tensor | str:
+    """As `runtime.cache.int4.pack_int4`: values bf16 or fp32 [tokens, ..., head_dim] to uint8 [tokens, ..., bytes]."""
+    *outer, head_dim = values.shape
+    if not values.is_cpu or values.dtype not in ROW_TYPES or head_dim % LANES:
+        return f"takes bf16 and fp32 on the CPU, and heads in multiples of {LANES}"
+    found = build.native()
+    if isinstance(found, str):
+        return found
+    given, packed = values.contiguous(), torch.empty(*outer, int4_bytes(head_dim), dtype=PACKED)
+    count, threads = given.numel() // head_dim, threads_for(outer[0] if outer else 1)
+    if found.pack_int4(given.data_ptr(), ROW_TYPES[given.dtype], count, head_dim, packed.data_ptr(), threads):
+        raise ResourceError("no memory for packing keys and values", code="less-context")
+    return packed
+
+
 def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: Scoring) -> Tensor | str:
     """query [..., heads, head_dim] to [..., heads * head_dim]. ValueError where lengths or blocks cannot be."""
     if not query.is_cpu or not keys.data.is_cpu:
@@ -81,9 +98,12 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
     *outer, heads, head_dim = query.shape
     data = keys.data
     if head_dim % LANES or query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
-        return f"takes bf16 and fp32, caches of those or int8, and heads in multiples of {LANES}"
+        return f"takes bf16 and fp32, caches of those, int8 or int4, and heads in multiples of {LANES}"
+    size = int4_bytes(head_dim) if data.dtype == PACKED else head_dim
+    if data.shape[3] != size:
+        return f"takes vectors of {size} elements, not of {data.shape[3]}"
     strides = data.stride()
-    if strides != values.data.stride() or strides[2:] != (head_dim, 1):
+    if strides != values.data.stride() or strides[2:] != (size, 1):
         return "takes a cache whose keys and values lie alike, the last two axes contiguous"
     for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
         if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != strides[:3]:
@@ -120,6 +140,7 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         softcap=scoring.softcap,
         query_type=ROW_TYPES[query.dtype],
         cache_type=CACHE_TYPES[data.dtype],
+        out_type=ROW_TYPES[query.dtype],
     )
     failed = found.attend(ctypes.byref(task), torch.get_num_threads())
     if failed == 1:

@@ -42,6 +42,7 @@ inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t
 
 // A way to multiply: what `attend` in attention.h asks for. Sizes are in floats.
 template <typename T> struct FloatPath {
+    static constexpr bool ROTATED = std::is_same_v<T, Int4>;
     static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
 
     struct Setup {  // what products of weights of so many rows and values need for as long as they last
@@ -55,12 +56,8 @@ template <typename T> struct FloatPath {
     static int64_t packed_size(const Attention& a) { return 2 * CHUNK * a.head_dim; }
 
     static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
-        for (int64_t r = 0; r < count; r++) {
-            const int64_t from = rows.at(a, row + r);
-            for (int64_t d = 0; d < a.head_dim; d += WIDE)
-                put(room.query + r * a.head_dim + d, a.query_type == F32 ? wide(static_cast<const float*>(a.query) + from + d)
-                                                                         : wide(static_cast<const uint16_t*>(a.query) + from + d));
-        }
+        for (int64_t r = 0; r < count; r++)
+            widen(a.query, a.query_type, rows.at(a, row + r), a.head_dim, room.query + r * a.head_dim);
     }
     static auto keep(const Room& room, int64_t row) {
         return [to = room.scores + row * CHUNK](int64_t p, Wide weight) { put(to + p, weight); };
@@ -72,7 +69,7 @@ template <typename T> struct FloatPath {
         float* values = packed + CHUNK * a.head_dim;
         for (int64_t p = 0; p < chunk.count; p++)
             for (int64_t d = 0; d < a.head_dim; d += WIDE)
-                put(values + p * a.head_dim + d, wide(static_cast<const T*>(a.values) + chunk.at[p] + d));
+                put(values + p * a.head_dim + d, values_at(vector_of<T>(a, a.values, chunk.at[p]), d));
     }
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL)
@@ -99,10 +96,11 @@ template <typename T> struct FloatPath {
         mix_from(a, room, row, 1, from, to, chunk);
     }
 
-    static void write(const Attention& a, const float* sums, float share, int64_t to) {
+    static void write(const Attention& a, float* sums, float share, int64_t to) {
+        if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
         for (int64_t d = 0; d < a.head_dim; d += WIDE) {
             const Wide v = wide(sums + d) * share;
-            if (a.query_type == F32) {
+            if (a.out_type == F32) {
                 put(static_cast<float*>(a.out) + to + d, v);
             } else {
                 const WideHalf half = to_bf16(v);
@@ -112,9 +110,15 @@ template <typename T> struct FloatPath {
     }
 
   private:
+    template <typename U> static Wide values_at(const U* vector, int64_t d) { return wide(vector + d); }
+    static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
     // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are turned whole and
     // taken apart afterwards: bf16 takes half the shuffles, int8 a fourth.
     static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        if constexpr (ROTATED) pack_codes(a, chunk, first, panel);
+        else pack_values(a, chunk, first, panel);
+    }
+    static void pack_values(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
         const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
@@ -139,6 +143,28 @@ template <typename T> struct FloatPath {
             }
         }
     }
+    static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        const int64_t words = a.head_dim / 8;
+        for (int64_t p = first; p < first + PANEL; p += WIDE)
+            for (int64_t w = 0; w < words; w += WIDE) {
+                Wide v[WIDE];
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++)
+                    v[i] = p + i < chunk.count ? words_of(vector_of<T>(a, a.keys, chunk.at[p + i]).codes + w * 4, words - w) : Wide{};
+                transpose(v);
+                Wide scale = {};
+                for (int64_t i = 0; i < WIDE && w + i < words; i++) {
+                    const int64_t d = (w + i) / 2 * UNIT + (w + i) % 2 * 4;  // of the word's first code
+                    if (d % INT4_GROUP == 0)
+                        for (int j = 0; j < WIDE; j++)
+                            scale[j] = p + j < chunk.count ? vector_of<T>(a, a.keys, chunk.at[p + j]).scale(d) : 0;
+                    float* to = panel + d * PANEL + p - first;
+#pragma GCC unroll 8
+                    for (int place = 0; place < 8; place++)
+                        put(to + (place % 4 + place / 4 * 8) * PANEL, code_of((WideBits)v[i], place) * scale);
+                }
+            }
+    }
     // The values at place `part` of every word.
     static Wide value_of(Wide words, int64_t part) {
         if constexpr (std::is_same_v<T, float>) return words;
@@ -150,9 +176,7 @@ template <typename T> struct FloatPath {
         product_of_rows<COLUMNS>(rows, room.query, a.head_dim, 0, a.head_dim, load, room.scores + p, CHUNK);
     }
     static void mix_from(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const Chunk& chunk) {
-        const T* values = static_cast<const T*>(a.values);
-        const int64_t* at = chunk.at;
-        mix_with(a, room, row, rows, from, to, [=](int64_t p, int64_t d) { return wide(values + at[p] + d); });
+        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(vector_of<T>(a, a.values, chunk.at[p]), d); });
     }
     template <class Load>
     static void mix_with(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, Load load) {

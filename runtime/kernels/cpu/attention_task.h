@@ -8,15 +8,15 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "attention_int4.h"
 
 namespace {
 
-enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2 };
+enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, CACHE_INT4 = 3 };
 
 struct Attention {  // mirrored by build.py
-    const void* query;  // [tokens, heads, head_dim] of query_type, as is `out`
-    const void *keys, *values;  // [blocks, kv_heads, block_size, head_dim], strides in elements; a position is head_dim
+    const void* query;  // [tokens, heads, head_dim] of query_type; `out` is of out_type
+    const void *keys, *values;  // [blocks, kv_heads, block_size, head_dim], strides in elements; see vector_size
     const float *key_scales, *value_scales;  // [blocks, kv_heads, block_size] for int8, strides as above / head_dim
     const float* sinks;  // [heads], or null: a score per head that takes its share of the weights and has no value
     void* out;
@@ -27,8 +27,20 @@ struct Attention {  // mirrored by build.py
     int64_t kv_heads, group, head_dim;
     int64_t window;  // positions a token sees, itself included
     float scale, softcap;  // score = scale * dot; softcap * tanh(score / softcap) where that is not 0
-    int32_t query_type, cache_type;
+    int32_t query_type, cache_type, out_type;
 };
+// Elements from one position to the next: values or codes of a head, or the bytes of an int4 vector.
+inline int64_t vector_size(const Attention& a) { return a.cache_type == CACHE_INT4 ? int4_bytes(a.head_dim) : a.head_dim; }
+// The vector of keys or values that begins at an element.
+template <typename T> inline auto vector_of(const Attention& a, const void* data, int64_t at) {
+    if constexpr (std::is_same_v<T, Int4>) {
+        const uint8_t* codes = static_cast<const uint8_t*>(data) + at;
+        return Int4Vector{codes, codes + a.head_dim / 2};
+    } else {
+        (void)a;
+        return static_cast<const T*>(data) + at;
+    }
+}
 
 constexpr int64_t CHUNK = 256;  // positions
 constexpr float LOG2E = 1.44269504f;
@@ -60,11 +72,12 @@ struct Chunk {
 
     Chunk(const Attention& a, const Rows& rows, int64_t first) : first(first), count(std::min(CHUNK, rows.length - first)) {
         const int32_t* table = a.table + rows.sequence * a.table_width;
+        const int64_t step = vector_size(a);
         oldest = std::max<int64_t>(0, rows.begin(a, 0) - first);
         for (int64_t p = oldest; p < count;) {
             const int64_t position = first + p, inside = position % a.block_size;
             const int64_t base = table[position / a.block_size] * a.block_stride + rows.head * a.head_stride;
-            for (int64_t i = inside; i < a.block_size && p < count; i++) at[p++] = base + i * a.head_dim;
+            for (int64_t i = inside; i < a.block_size && p < count; i++) at[p++] = base + i * step;
         }
         std::fill(at, at + oldest, at[oldest]);
         std::fill(at + count, at + CHUNK, at[count - 1]);

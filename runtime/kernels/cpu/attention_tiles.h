@@ -14,6 +14,7 @@ constexpr int TILE_SIZE = 16 * 32;  // of bf16
 
 // As `FloatPath` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
 template <typename T> struct TilePath {
+    static constexpr bool ROTATED = std::is_same_v<T, Int4>;  // the query is fp32, too
     static constexpr int64_t ROWS_AT_ONCE = 64;
     struct Setup {
         const Tiles tiles;
@@ -29,8 +30,11 @@ template <typename T> struct TilePath {
     static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
         uint16_t* to = reinterpret_cast<uint16_t*>(room.query);
         for (int64_t r = 0; r < count; r++)
-            for (int64_t d = 0; d < size(a); d += 32, to += 32)
-                _mm512_store_si512(to, some(static_cast<const uint16_t*>(a.query) + rows.at(a, row + r) + d, mask_of(a, d)));
+            for (int64_t d = 0; d < size(a); d += 32, to += 32) {
+                const int64_t at = rows.at(a, row + r) + d;
+                if constexpr (ROTATED) _mm512_store_si512(to, rounded(static_cast<const float*>(a.query) + at, mask_of(a, d)));
+                else _mm512_store_si512(to, some(static_cast<const uint16_t*>(a.query) + at, 0, mask_of(a, d)));
+            }
     }
     static auto keep(const Room& room, int64_t row) {
         return [to = reinterpret_cast<uint16_t*>(room.weights) + row * CHUNK](int64_t p, Wide weight) {
@@ -81,13 +85,18 @@ template <typename T> struct TilePath {
         }
     }
 
-    static void write(const Attention& a, const float* sums, float share, int64_t to) {
+    static void write(const Attention& a, float* sums, float share, int64_t to) {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
         uint16_t* out = static_cast<uint16_t*>(a.out) + to;
         for (int64_t d = 0; d < a.head_dim; d += 32) {
-            const Wide low = wide(sums + d) * share, high = wide(sums + d + 16) * share;
-            const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high), _mm512_permutex2var_ps(low, first, high));
+            const Wide low = wide(sums + d), high = wide(sums + d + 16);
+            put(sums + d, _mm512_permutex2var_ps(low, first, high));
+            put(sums + d + 16, _mm512_permutex2var_ps(low, second, high));
+        }
+        if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
+        for (int64_t d = 0; d < a.head_dim; d += 32) {
+            const __m512bh both = _mm512_cvtne2ps_pbh(wide(sums + d + 16) * share, wide(sums + d) * share);
             _mm512_mask_storeu_epi16(out + d, mask_of(a, d), (__m512i)both);
         }
     }
@@ -95,10 +104,15 @@ template <typename T> struct TilePath {
   private:
     static __mmask32 mask_of(const Attention& a, int64_t d) { return a.head_dim - d >= 32 ? ~__mmask32(0) : 0xffff; }
     // 32 dimensions of a vector as bf16, those outside the mask 0.
-    static __m512i some(const uint16_t* at) { return _mm512_loadu_si512(at); }
-    static __m512i some(const uint16_t* at, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at); }
-    static __m512i some(const int8_t* at) { return bf16_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
-    static __m512i some(const int8_t* at, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at)); }
+    static __m512i some(const uint16_t* at, int64_t d) { return _mm512_loadu_si512(at + d); }
+    static __m512i some(const uint16_t* at, int64_t d, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at + d); }
+    static __m512i some(const int8_t* at, int64_t d) { return bf16_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + d))); }
+    static __m512i some(const int8_t* at, int64_t d, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at + d)); }
+    static __m512i some(Int4Vector at, int64_t d) { return int4_bf16(at, d, true); }
+    static __m512i some(Int4Vector at, int64_t d, __mmask32 mask) { return mask ? int4_bf16(at, d, mask >> 16) : __m512i{}; }
+    static __m512i rounded(const float* at, __mmask32 mask) {
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(__mmask16(mask >> 16), at + 16), _mm512_loadu_ps(at));
+    }
     // A code is exact in the upper half of an fp32, so halves are moved and not rounded: even ones down, odd ones kept.
     static __m512i bf16_of(__m256i codes) {
         const __m512i words = _mm512_cvtepi8_epi16(codes);
@@ -123,7 +137,6 @@ template <typename T> struct TilePath {
         else pack_values_as<false>(a, chunk, from, to, packed);
     }
     template <bool WHOLE> static void pack_keys_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
-        const T* keys = static_cast<const T*>(a.keys);
         const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(keys_at(packed)) + from / 32 * 32 * wide_size;
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 16)
@@ -131,25 +144,25 @@ template <typename T> struct TilePath {
                 const __mmask32 mask = mask_of(a, d);
                 Wide v[16];
 #pragma GCC unroll 16
-                for (int i = 0; i < 16; i++)
-                    v[i] = (Wide)(WHOLE ? some(keys + chunk.at[p + i] + d)
-                                        : some(keys + chunk.at[p + i] + d, p + i >= from && p + i < to ? mask : 0));
+                for (int i = 0; i < 16; i++) {
+                    const auto key = vector_of<T>(a, a.keys, chunk.at[p + i]);
+                    v[i] = (Wide)(WHOLE ? some(key, d) : some(key, d, p + i >= from && p + i < to ? mask : 0));
+                }
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) put(reinterpret_cast<float*>(out + i * 32), v[i]);
             }
     }
     template <bool WHOLE> static void pack_values_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
-        const T* values = static_cast<const T*>(a.values);
         const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(values_at(a, packed));
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2) {
-            const T *even = values + chunk.at[p], *odd = values + chunk.at[p + 1];
+            const auto even = vector_of<T>(a, a.values, chunk.at[p]), odd = vector_of<T>(a, a.values, chunk.at[p + 1]);
             const __mmask32 has_even = p >= from && p < to ? ~__mmask32(0) : 0, has_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
             uint16_t* tile = out + p / 32 * 2 * TILE_SIZE + p % 32 / 2 * 32;
             for (int64_t d = 0; d < wide_size; d += 32, tile += 32 * CHUNK) {
-                const __m512i first = WHOLE ? some(even + d) : some(even + d, mask_of(a, d) & has_even);
-                const __m512i second = WHOLE ? some(odd + d) : some(odd + d, mask_of(a, d) & has_odd);
+                const __m512i first = WHOLE ? some(even, d) : some(even, d, mask_of(a, d) & has_even);
+                const __m512i second = WHOLE ? some(odd, d) : some(odd, d, mask_of(a, d) & has_odd);
                 _mm512_store_si512(tile, _mm512_unpacklo_epi16(first, second));
                 _mm512_store_si512(tile + TILE_SIZE, _mm512_unpackhi_epi16(first, second));
             }
@@ -162,15 +175,14 @@ template <typename T> struct TilePath {
         int64_t bytes;  // from one to the next
     };
     static Lines lines_of(const Attention& a, const Chunk& chunk, int64_t p, uint16_t* copy) {
-        const T* keys = static_cast<const T*>(a.keys);
         if constexpr (std::is_same_v<T, uint16_t>)
-            if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {keys + chunk.at[p], a.head_dim * 2};
+            if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {vector_of<T>(a, a.keys, chunk.at[p]), a.head_dim * 2};
         const int64_t wide_size = size(a), whole = a.head_dim / 32 * 32;
         for (int64_t i = 0; i < 16; i++) {
-            const T* key = keys + chunk.at[p + i];
+            const auto key = vector_of<T>(a, a.keys, chunk.at[p + i]);
             uint16_t* to = copy + i * wide_size;
-            for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key + d));
-            if (whole < wide_size) _mm512_store_si512(to + whole, some(key + whole, 0xffff));
+            for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key, d));
+            if (whole < wide_size) _mm512_store_si512(to + whole, some(key, whole, 0xffff));
         }
         return {copy, size(a) * 2};
     }

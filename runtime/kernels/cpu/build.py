@@ -71,7 +71,7 @@ class CAttention(ctypes.Structure):
         *((name, c_int64) for name in ("sequences", "table_width", "blocks", "block_size", "block_stride")),
         *((name, c_int64) for name in ("head_stride", "kv_heads", "group", "head_dim", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_type", "cache_type")),
+        *((name, c_int32) for name in ("query_type", "cache_type", "out_type")),
     ]
 
 
@@ -117,6 +117,7 @@ class Native:
     matmul: Callable[..., int]
     dense: Callable[..., int]
     attend: Callable[..., int]
+    pack_int4: Callable[..., int]
     softmax_draw: Callable[..., int]
     norm: Callable[..., int | None]
     gate: Callable[..., int | None]
@@ -157,6 +158,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        pack_int4=function("pack_int4", c_int, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),

@@ -20,6 +20,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {"packed_cpu.cpp": (), "quantize_cpu.cp
 HEADERS = (
     "attention.h",
     "attention_float.h",
+    "attention_int4.h",
     "attention_task.h",
     "attention_tiles.h",
     "dense.h",

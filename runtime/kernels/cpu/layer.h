@@ -197,16 +197,20 @@ struct AttentionRun {
         return scale;
     }
 
-    // x: heads of each row, rows `stride` apart, to where the cache has them.
-    void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales) const {
+    // x: heads of each row, rows `stride` apart, to where the cache has them. vector: room for one head.
+    void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) const {
+        const int64_t step = vector_size(a);
         for (int64_t s = 0; s < a.sequences; s++)
             for (int64_t row = a.starts[s]; row < a.starts[s + 1]; row++) {
                 const int64_t position = a.lengths[s] - a.starts[s + 1] + row;
                 const int64_t block = a.table[s * a.table_width + position / a.block_size];
                 for (int64_t head = 0; head < a.kv_heads; head++) {
-                    const int64_t at = block * a.block_stride + head * a.head_stride + position % a.block_size * a.head_dim;
+                    const int64_t at = block * a.block_stride + head * a.head_stride + position % a.block_size * step;
                     const uint16_t* from = x + row * stride + head * a.head_dim;
-                    if (scales) scales[at / a.head_dim] = make_codes(from, a.head_dim, static_cast<int8_t*>(data) + at);
+                    if (a.cache_type == CACHE_INT4) {
+                        widen(from, BF16, 0, a.head_dim, vector);
+                        pack_vector(vector, a.head_dim, static_cast<uint8_t*>(data) + at);
+                    } else if (scales) scales[at / a.head_dim] = make_codes(from, a.head_dim, static_cast<int8_t*>(data) + at);
                     else memcpy(static_cast<uint16_t*>(data) + at, from, size_t(a.head_dim) * 2);
                 }
             }
@@ -216,7 +220,7 @@ struct AttentionRun {
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
         const int64_t hidden = part.sum.hidden, widest = std::max(part.qkv.outputs, hidden);
-        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries));
+        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries) + 2 * part.head_dim);
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
         const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
@@ -226,18 +230,19 @@ struct AttentionRun {
                           place.value_scales, nullptr, attended, pass.starts, pass.lengths, pass.table, pass.sequences,
                           pass.table_width, place.blocks, place.block_size, place.block_stride, place.head_stride,
                           part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale, part.softcap,
-                          BF16, int32_t(place.cache_type)};
+                          BF16, int32_t(place.cache_type), BF16};
         if (!is_sound(a)) return 2;
         if (part.makes_keys) {
             const uint16_t *key = projected + queries, *value = part.makes_values ? key + keys : key;
             int64_t stride = part.qkv.outputs;
-            store(a, turned(key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales);
+            float* vector = reinterpret_cast<float*>(scratch.take(2 * part.head_dim));
+            store(a, turned(key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
             if (part.v_norm.gain) {
                 uint16_t* normed = scratch.take(rows * keys);
                 rowwise.norm(part.v_norm, value, keys, stride, normed);
                 value = normed, stride = keys;
             }
-            store(a, value, stride, place.values, place.value_scales);
+            store(a, value, stride, place.values, place.value_scales, vector);
         }
         if (const int failed = attend_any(a, rowwise.threads, have_amx())) return failed;
         uint16_t* made = scratch.take(rows * hidden);

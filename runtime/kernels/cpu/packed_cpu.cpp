@@ -245,6 +245,12 @@ EXPORT void experts_sum(const WeightedSum* s, int threads) {
 // memory; 2: lengths or blocks that cannot be.
 EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads, have_amx()); }
 
+// Vectors x [vectors, head_dim] of F32 or BF16, contiguous, as an int4 cache holds them; head_dim is a multiple of 16. 0: done;
+// 1: no memory.
+EXPORT int pack_int4(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* to, int threads) {
+    return pack_vectors(x, type, vectors, head_dim, to, threads) ? 0 : 1;
+}
+
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 

@@ -177,11 +177,13 @@ def test_eval_reads_a_text_and_refuses_what_it_cannot_score(tmp_path: Path, caps
 def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "eval", "pico", "--kv-sweep", "--tokens", "512", "--ctx", "64", "--json")
     assert code == ExitCode.OK, err
-    exact, half, codes = json.loads(out)["sweep"]
-    assert [one["kv"] for one in (exact, half, codes)] == ["float32", "bfloat16", "int8"]
-    assert [one["bytes_per_token"] for one in (exact, half, codes)] == [6144, 3072, 1536 + 2 * 6 * 2 * 4]
+    exact, half, codes, fours = json.loads(out)["sweep"]
+    assert [one["kv"] for one in (exact, half, codes, fours)] == ["float32", "bfloat16", "int8", "int4"]
+    sizes = [one["bytes_per_token"] for one in (exact, half, codes, fours)]
+    assert sizes == [6144, 3072, 1536 + 2 * 6 * 2 * 4, 768 + 2 * 6 * 2 * 4]
     assert exact["divergence"] is None
     assert 0 < half["divergence"]["kl"]["value"] < codes["divergence"]["kl"]["value"] < 0.001
+    assert codes["divergence"]["kl"]["value"] < fours["divergence"]["kl"]["value"] < 0.03
     code, out, _ = call(capsys, "eval", "pico", "--kv", "int8", "--tokens", "512", "--ctx", "64", "--json")
     assert json.loads(out)["perplexity"] == codes["perplexity"]
     code, _, err = call(capsys, "eval", "pico", "--kv-sweep", "--ref", "pico")

@@ -224,6 +224,10 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
         seen.clear()
         assert replay.make_replay(plain, kv, pytest.fail) is not None
         assert set(seen) == {cache_dtype(kv, plain.dtype)}
+    seen.clear()
+    warnings = list[str]()
+    assert replay.make_replay(plain, "int4", warnings.append) is None and not seen
+    assert "do not read keys and values in int4" in warnings[0]
 
 
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

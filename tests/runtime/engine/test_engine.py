@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
+from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -21,7 +22,7 @@ from tests.support.engines import drain, kept, lanes, together, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.prefix_model import PrefixModel, random_function
 
-KINDS: tuple[Kv, ...] = ("auto", "int8")
+KINDS: tuple[Kv, ...] = ("auto", "int8", "int4")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def slow(runner: ModelRunner, prompt: list[int], limit: int = 12) -> list[int]:
     """Without a cache: the whole sequence again for every token."""
     tokens = list(prompt)
     for _ in range(limit):
-        kind = torch.int8 if runner.kv == "int8" else torch.float32
+        kind = cache_dtype(runner.kv, torch.float32)
         tokens.append(int(whole(runner.model, torch.tensor([tokens]), kind=kind)[0, -1].argmax()))
     return tokens[len(prompt) :]
 
@@ -205,7 +206,7 @@ def test_a_fork_survives_the_reply_that_it_branched_from(pico: ModelRunner) -> N
 
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_logprobs_of_a_prompt_are_those_of_the_whole_text(pico: ModelRunner, chunk: int) -> None:
-    kind = torch.int8 if pico.kv == "int8" else torch.float32
+    kind = cache_dtype(pico.kv, torch.float32)
     expected = whole(pico.model, torch.tensor([PROMPT]), kind=kind)[0].log_softmax(-1)
     engine = lanes(pico, 64, chunk=chunk)
     tokens_of(engine, PROMPT)  # what is in the cache has no logits: it is read again

@@ -79,6 +79,7 @@ CASES = [
     pytest.param(torch.bfloat16, "auto", id="bf16"),
     pytest.param(torch.float32, "int8", id="fp32-int8kv"),
     pytest.param(torch.bfloat16, "int8", id="bf16-int8kv"),
+    pytest.param(torch.bfloat16, "int4", id="bf16-int4kv"),
 ]
 
 

@@ -1,56 +1,18 @@
 """The native code of this machine, and as other machines compile it."""
 
-from functools import cache
-
 import pytest
 
-from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import build, isa
-from mycli.runtime.kernels.cpu.build import Native, cache_folder, compile_library, load_library
-
-# Every set of instructions, and what no set has: dense products as AMD's processors have them, and plain vectors.
-VARIANTS = ("native", *isa.SETS, "bf16-dots", "plain")
-# Only products have instructions for integers: of the rest, sets of equally wide vectors have one code.
-VECTORS = ("native", "avx512", "avx2", "plain")
-# Kept beside the libraries of replies: another checkout with the same sources need not compile them again.
-FOLDER = cache_folder().with_name("kernels-of-tests")
-
-
-def _flags(variant: str) -> tuple[str, ...]:
-    """Of the compiler. -O1: others are tested for their results, not their speed. Skips what this machine has not."""
-    flags = cpu().flags
-    if variant == "plain":
-        return "-march=x86-64", "-O1"
-    name = "avx512vnni" if variant == "bf16-dots" else variant
-    if not isa.SETS[name].on(flags) or (variant == "bf16-dots" and "avx512_bf16" not in flags):
-        pytest.skip(f"this machine has no {variant}")
-    return *isa.SETS[name].compiler_flags(flags), *(["-DBF16_DOT=1"] if variant == "bf16-dots" else []), "-O1"
-
-
-@cache
-def _compiled(variant: str) -> Native:
-    return load_library(compile_library(FOLDER, _flags(variant)))
-
-
-def _built(variant: str, monkeypatch: pytest.MonkeyPatch) -> Native:
-    """That one, in place of this machine's for the time of a test; skipped without a compiler."""
-    found = build.native()
-    if isinstance(found, str):
-        pytest.skip(f"no native code here: {found}")
-    if variant in ("native", found.isa):  # the same twice
-        return found if variant == "native" else pytest.skip("that is this machine's own")
-    compiled = _compiled(variant)
-    monkeypatch.setattr(build, "native", lambda: compiled)
-    return compiled
+from mycli.runtime.kernels.cpu.build import Native
+from tests.support.native_code import VARIANTS, VECTORS, instruction_set
 
 
 @pytest.fixture(params=VARIANTS)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
     """Each set of instructions, for products."""
-    return _built(request.param, monkeypatch)
+    return instruction_set(request.param, monkeypatch)
 
 
 @pytest.fixture(params=VECTORS)
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
     """Each width of vectors, for what multiplies no integers."""
-    return _built(request.param, monkeypatch)
+    return instruction_set(request.param, monkeypatch)

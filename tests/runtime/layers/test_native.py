@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -33,7 +33,7 @@ from tests.support.models import random_model
 
 CONTEXT, BLOCK_SIZE = 32, 8
 WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
-KINDS: tuple[Kv, ...] = ("bf16", "int8")
+KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
 # Two sequences in blocks that lie anywhere: read in part, one after the other, together, and cut back by one.
 PASSES: Sequence[Sequence[Chunk]] = (
     [Chunk(list(range(4, 17)), 0, (3, 1), 13)],
@@ -73,7 +73,7 @@ def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(runner: ModelRunner, kv: Kv) -> list[Tensor]:
     """Logits of `PASSES` and all that the cache holds after them."""
-    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, {"int8": torch.int8}.get(kv, torch.bfloat16))
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype))
     rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
     logits = [runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache) for chunks in PASSES]
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
@@ -185,17 +185,18 @@ def test_families_have_the_bits_of_their_steps(
     same_as_by_steps(load(tmp_path, kv), kv, monkeypatch)
 
 
+@pytest.mark.parametrize("kv", ("int8", "int4"))
 def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Infinity and NaN in some heads' keys, and values so small that a step of their scale is no normal number."""
-    runner = load(random_model(tmp_path / "model"), "int8")
+    runner = load(random_model(tmp_path / "model"), kv)
     attention = next(runner.model.layers()).mixer
     weight, heads, dim = attention.qkv.weight().clone(), attention.spec.heads, attention.spec.head_dim
     weight[heads * dim, 0], weight[(heads + 1) * dim, 3] = torch.inf, torch.nan
     weight[-dim:] *= 1e-38
     attention.qkv.replace(weight)
-    assert "attention" in same_as_by_steps(runner, "int8", monkeypatch)
+    assert "attention" in same_as_by_steps(runner, kv, monkeypatch)
 
 
 @pytest.mark.parametrize("bits", (8, 4, 3, 2))

@@ -195,6 +195,13 @@ def test_int8_cache_is_codes_and_a_scale_for_each_vector() -> None:
     assert estimate(replace(model, kv="bf16")).workspace.cache == 0
 
 
+def test_int4_cache_is_half_a_byte_a_value_and_a_scale_of_two_for_every_32() -> None:
+    model = replace(plan("Llama-3.1-8B", context=1024), kv="int4")
+    assert cache_bytes(model) == 2 * 32 * 8 * 1024 * (64 + 4 * 2)
+    assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == 2 * 32 * 8 * 100 * (64 + 4 * 2)
+    assert estimate(model).workspace.cache == 2 * 8 * 1024 * 128 * 2
+
+
 def test_packed_linear_is_codes_and_scales() -> None:
     dense, packed = plan("Llama-3.1-8B"), plan("Llama-3.1-8B", INT4)
     linears = 6_979_321_856  # weights in the linears of all blocks
