@@ -87,9 +87,7 @@ class Layers:
             experts,
             norm=None,
             shared=SharedExpertSpec(replace(mlp, output_norm=after)),
-            router_norm=NormSpec(
-                f"{prefix}.router.scale", hidden, config.rms_norm_eps, factor=hidden**-0.5, bare=True
-            ),
+            router_norm=NormSpec(f"{prefix}.router.scale", hidden, config.rms_norm_eps, factor=hidden**-0.5, bare=True),
             expert_norm=config.norm_of(f"{prefix}.pre_feedforward_layernorm_2"),
             expert_output_norm=config.norm_of(f"{prefix}.post_feedforward_layernorm_2"),
             scales=f"{prefix}.router.per_expert_scale",
