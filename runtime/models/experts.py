@@ -19,7 +19,7 @@ MAX_EXPERTS = 1 << 15  # of all layers together: about as many as a folder may h
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of a layer's experts, in `model.layers.<index>.`; no `block`: directly there."""
+    """What a family calls the parts of experts, within `model.layers.<index>.`, or there itself without `block`."""
 
     block: str = "mlp"
     router: str = "gate"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.types import BY_ID, GgmlType
-from mycli.runtime.checkpoint.safetensors_header import MAX_TENSORS, TensorEntry, damaged
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.sanitize import one_line
@@ -24,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # where `general.alignment` says nothing
 _MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges takes 20 MB
+_MAX_TENSORS = 100_000  # experts of a layer are one
 _MAX_KEYS = 1 << 16
 _MAX_STRING = 8 << 20
 _MAX_ELEMENTS = 1 << 22  # of an array
@@ -228,8 +229,8 @@ def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
         problem = "a big-endian GGUF file" if swapped else f"GGUF version {version}"
         raise ModelError(f"{source}: {problem}, which is not read", "convert it again with a current converter")
     tensors, keys = cursor.number("Q", "the number of tensors"), cursor.number("Q", "the number of keys")
-    if tensors > MAX_TENSORS or keys > _MAX_KEYS:
-        raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {MAX_TENSORS} and {_MAX_KEYS} allowed")
+    if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
+        raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {_MAX_TENSORS} and {_MAX_KEYS} allowed")
     metadata = _metadata(cursor, keys)
     alignment = _alignment(cursor, metadata)
     table = [_tensor(cursor) for _ in range(tensors)]

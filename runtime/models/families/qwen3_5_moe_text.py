@@ -1,5 +1,5 @@
-"""Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B), their text model: Qwen 3.5's layers, and in each of
-them experts beside one that all tokens go through, behind a gate.
+"""Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B), their text model: Qwen 3.5's layers, and in each
+experts beside one that all tokens go through, behind a gate.
 
 The files hold all experts of a layer in one tensor.
 """

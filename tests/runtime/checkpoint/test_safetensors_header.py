@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycli.cli.remedies import remedy
-from mycli.runtime.checkpoint.safetensors_header import MAX_TENSORS, header_bytes, make_header, parse_header
+from mycli.runtime.checkpoint import formats
+from mycli.runtime.checkpoint.safetensors_header import MAX_HEADER, header_bytes, make_header, parse_header
 from mycli.runtime.errors import ModelError
+from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED
 from mycli.runtime.utils.sanitize import one_line
 from tests.attacks.safetensors_attacks import ATTACKS, file, raw, simple, tensor
+from tests.support.published import published
 
 
 @pytest.mark.parametrize("case", ATTACKS)
@@ -74,9 +78,21 @@ def test_rejection_takes_little_memory(case: str) -> None:
         tracemalloc.stop()
 
 
-def test_largest_allowed_count_is_read() -> None:
-    data = file({f"t{i}": tensor(0, 0, [0]) for i in range(MAX_TENSORS)})
-    assert len(parse_header(data, len(data), "x")) == MAX_TENSORS
+def test_more_tensors_than_layers_of_experts_have_are_read() -> None:
+    header, made = make_header([(f"t{index}", "I8", (0,)) for index in range(94 * 128 * 3 * 3)], "x")
+    assert parse_header(header, len(header), "x") == made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3-Next-80B-A3B"])
+def test_the_header_of_packed_experts_is_read(name: str) -> None:
+    """All of a large model in one file: codes, scales and a shape for each linear of each expert."""
+    config = published(name)
+    packings = PackingScheme(Packing(4, 128)).packings(config)
+    stored = formats.stored_tensors(config, packings, {})
+    header, made = make_header([(name, types[0], shape) for name, shape, types in stored], "x")
+    assert len(made) > 100_000 and len(header) < MAX_HEADER
+    assert parse_header(header, max(each.offset + each.nbytes for each in made.values()), "x") == made
 
 
 PLANS = st.dictionaries(
