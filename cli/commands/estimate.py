@@ -12,6 +12,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.format import active
 from mycli.cli.load import adapted, announce_placement, check_context, open_config
+from mycli.cli.other_engines import RANKS, beyond_one_gpu
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
@@ -34,6 +35,7 @@ EXAMPLES = (
 )
 HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
+SEQUENCE_PARALLEL = "an engine that splits the sequence, too: vLLM's --decode-context-parallel-size, or ring attention"
 BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
 
 
@@ -73,6 +75,24 @@ def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
     ]
 
 
+def _more_gpus(subject: _Subject) -> tuple[int, int | None, str] | None:
+    """Where one GPU ends: the context that it does not hold, how many would, None for none of one machine, and how.
+
+    None where one GPU holds all that the model was made for, and on a CPU.
+    """
+    plan, free = subject.plan, subject.target.free
+    if not subject.target.gpu or subject.wish.packing is not None:
+        return None
+    most = replace(plan, context=plan.config.max_context)
+    beyond = next((one for one in (plan, most) if memory.estimate(one).total > free), None)
+    if beyond is None:
+        return None
+    found = beyond_one_gpu(subject.model, beyond, free)
+    if found is None:
+        return beyond.context, None, SEQUENCE_PARALLEL
+    return beyond.context, *found
+
+
 def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
     plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     found: dict[str, Any] = {
@@ -103,6 +123,9 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
     }
     if (adapter := subject.folder.adapter) is not None:
         found["adapter"] = {"merged": len(adapter.added) + len(adapter.instead), "file_bytes": adapter.nbytes}
+    more = _more_gpus(subject)
+    if more is not None:
+        found["more_gpus"] = {"context": more[0], "gpus": more[1], "command": more[2]}
     if ranks is not None:
         lines = _obstacle_lines(subject, ranks)
         each = memory.rank_bytes(plan, ranks)
@@ -141,6 +164,11 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
     if (adapter := subject.folder.adapter) is not None:
         size = f"{len(adapter.added)} of them changed by {human_bytes(adapter.nbytes)} while they are read"
         rows.insert(1, ("adapter", f"0 bytes  (merged into the weights: {size})"))
+    more = _more_gpus(subject)
+    if more is not None:
+        context, gpus, how = more
+        where = f"{gpus} such GPUs" if gpus else f"more than {RANKS[-1]} such GPUs"
+        rows.append(("beyond one GPU", f"{context} tokens take {where}: {how}"))
     speeds = [f"{_number(rate)} tok/s {f'at {d} tokens' if d else 'empty'}" for d, rate in _ceilings(subject).items()]
     source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
     return [*rows, ("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT)]

@@ -13,6 +13,8 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import FULL_LENGTH, KeepFlags, LoadFlags
 from mycli.cli.load import load_engine
+from mycli.cli.other_engines import EngineFlags, OtherEngine, start
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.json_fields import read_bytes
@@ -114,28 +116,53 @@ def serve(
         int, typer.Option("--max-sequences", min=1, max=4096, help="Replies made at once; they share the cache.")
     ] = 32,
     *,
+    other: EngineFlags,
     kept: KeepFlags,
     loading: LoadFlags,
 ) -> None:
     """Serve a model over HTTP, with a page to talk with it.
 
-    It speaks OpenAI's and Anthropic's interfaces, and has metrics.
+    It speaks OpenAI's and Anthropic's interfaces, and has metrics. What one GPU does not hold --engine vllm or sglang
+    serves, where that is installed: the command becomes their server of the same folder.
 
     Replies that are under way when it is told to stop (SIGTERM, Ctrl-C) are finished first; a second signal ends it at
     once. What was asked and answered is not logged; -v shows a line for each request.
     """
     settings = address.resolve(call)
+    asked = kept.added(loading.resolve(min(together, FULL_LENGTH), together))
+    engine = other.resolve()
+    if engine is not None:
+        _refuse_ours(engine, address, asked)
+        named = replace(settings, names=settings.names or (Path(model).name,))
+        start(call, engine, model, asked, named, address.host, address.port, other.ranks)
     _require()
     from mycli.runtime.server.connection import listen
 
     listener = listen(address.host, address.port)  # before anything is loaded
     try:
-        loaded = load_engine(call, model, kept.added(loading.resolve(min(together, FULL_LENGTH), together)))
+        loaded = load_engine(call, model, asked)
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         _run(call, settings, loaded, together, listener, url)
     finally:
         listener.close()
+
+
+def _refuse_ours(engine: OtherEngine, address: AddressFlags, asked: EngineConfig) -> None:
+    """Raises UsageError for what is asked for and only our own server does."""
+    usual = AddressFlags()
+    ours = {
+        "--allow-host": bool(address.hosts),
+        "--grace": address.grace != usual.grace,
+        "--max-waiting": address.waiting != usual.waiting,
+        "--draft": asked.draft is not None,
+        "--shadow": asked.dense_prefill_copy,
+        "--allow-nonfinite": asked.allow_nonfinite,
+        "--prefix-cache-dir": asked.prefix_folder is not None,
+    }
+    for flag, given in ours.items():
+        if given:
+            raise UsageError(f"{flag} is of our own server, not of {engine.title}", "omit it, or omit --engine")
 
 
 def _require() -> None:

@@ -275,3 +275,17 @@ def test_no_torch_unless_it_verifies() -> None:
         "except SystemExit as stop: sys.exit(bool(stop.code) or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_where_one_gpu_ends_is_said_with_the_command_for_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the context asked for, else of the longest; a context that no such machine holds wants another split."""
+    more = answer(capsys, llama, "--gpu", "24GiB")["more_gpus"]
+    assert more["context"] == 131072 and more["gpus"] == 2
+    assert more["command"] == f"mycli serve {llama} --engine vllm --tensor-parallel-size 2 --ctx 131072"
+    assert call(llama, "--gpu", "12GiB", "--ctx", "4k") == ExitCode.RESOURCES
+    said = capsys.readouterr().out
+    assert "beyond one GPU       4096 tokens take 2 such GPUs: mycli serve" in said
+    assert call(llama, "--gpu", "2GiB") == ExitCode.RESOURCES
+    assert "8192 tokens take more than 8 such GPUs: an engine that splits the sequence" in capsys.readouterr().out
+    assert "more_gpus" not in answer(capsys, llama, "--gpu", "80GiB")
+    assert "more_gpus" not in answer(capsys, "pico", "--gpu", "24GiB") and "more_gpus" not in answer(capsys, "pico")

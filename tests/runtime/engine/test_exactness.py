@@ -18,13 +18,19 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.scheduler import Turn
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.errors import UserError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
-from tests.support.engines import together
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.proposers import DraftModel
+from mycli.runtime.speculative.speculator import ProposerSpeculator
+from tests.support.engines import drain, together
 from tests.support.paths import PICO
 
+CPU = torch.device("cpu")
 CONTEXT = 96
 LONG = 640  # positions: attention cuts them into chunks of 256
 
@@ -53,7 +59,7 @@ def recorded(dtype: torch.dtype, kv: Kv) -> Recorded:
     return runner
 
 
-def requests(count: int, seed: int = 0) -> list[Request]:
+def requests(count: int, seed: int = 0, most: int = 20) -> list[Request]:
     """Mixed lengths, greedy and seeded, half of them with beginnings that others have."""
     chance = random.Random(seed)
     begins = [[chance.randrange(300, 4000) for _ in range(24)] for _ in range(3)]
@@ -62,7 +68,7 @@ def requests(count: int, seed: int = 0) -> list[Request]:
         begin = chance.choice(begins)[: chance.randint(0, 24)] if index % 2 else []
         prompt = (*begin, *(chance.randrange(300, 4000) for _ in range(chance.randint(1, 20))))
         temperature = 0.0 if index % 3 else 0.9
-        made.append(Request(prompt, SamplingParams(temperature, seed=index), limit=chance.randint(2, 20)))
+        made.append(Request(prompt, SamplingParams(temperature, seed=index), limit=chance.randint(2, most)))
     return made
 
 
@@ -93,13 +99,56 @@ def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: Kv) -> None
     assert engine.stats.preemptions >= len(asked) // 2 and engine.stats.prefix_hits > 20
 
 
+class Drawing(Engine):
+    """Keeps a hash of the logits that each token was drawn from, by sequence and place in its text."""
+
+    drawn_from: dict[int, dict[int, int]]
+
+    def _draw(
+        self, draws: Sequence[tuple[Turn, Tensor]], drafted: dict[int, list[int]], logits: Tensor
+    ) -> dict[int, list[int] | UserError]:
+        for turn, rows in draws:
+            kept = self.drawn_from.setdefault(turn.sequence.id, {})
+            for place, row in enumerate(rows, start=len(turn.sequence.tokens)):
+                kept[place] = hash(row.contiguous().numpy().tobytes())  # of a refused token: written over by the next
+        return super()._draw(draws, drafted, logits)
+
+
+def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRunner | None = None) -> Drawing:
+    speculator = None
+    if draft is not None:
+        proposer = DraftModel(draft, CacheShape.lanes(CONTEXT, running), runner.nbytes)
+        speculator = ProposerSpeculator(proposer, lambda: FixedDraftLength(3))
+    engine = Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=64, speculator=speculator)
+    engine.drawn_from = {}
+    return engine
+
+
+def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each reply, and what each of them was drawn from."""
+    numbers = [engine.submit(one) for one in asked]
+    outputs = drain(engine)
+    found = []
+    for number, one in zip(numbers, asked, strict=True):
+        tokens = [token for output in outputs[number] for token in output.tokens]
+        places = range(len(one.prompt), len(one.prompt) + len(tokens))
+        found.append((tokens, [engine.drawn_from[number][place] for place in places]))
+    return found
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
-def test_tokens_of_two_hundred_replies(dtype: torch.dtype, kv: Kv) -> None:
-    runner, asked = recorded(dtype, kv), requests(200, seed=1)
-    engine = batched(runner, 40, 32)
-    assert together(engine, asked) == alone(runner, asked)
-    assert engine.stats.preemptions >= 100
+def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: Kv, drafts: bool) -> None:
+    """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
+    runner, asked = recorded(dtype, kv), requests(200, seed=1, most=44)
+    draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
+    expected = [with_logits(drawing(runner, CacheShape.lanes(CONTEXT), 1), [one])[0] for one in asked]
+    engine = drawing(runner, CacheShape(CONTEXT, 30, 8), 32, draft)
+    found = with_logits(engine, asked)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [bits for _, bits in found] == [bits for _, bits in expected]
+    assert engine.stats.preemptions >= 100 and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:
