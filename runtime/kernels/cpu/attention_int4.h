@@ -22,7 +22,7 @@ struct Int4Vector {
 
     float scale(int64_t d) const {
         uint16_t bits;
-        memcpy(&bits, scales + d / INT4_GROUP * 2, 2);
+        memcpy(&bits, scales + uint64_t(d) / INT4_GROUP * 2, 2);
         return from_bf16(bits);
     }
 };
@@ -122,7 +122,7 @@ inline Wide int4_levels() { return Wide{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, 
 
 // Values of dimensions [d, d + WIDE), still rotated.
 inline Wide wide(Int4Vector v, int64_t d) {
-    const uint8_t* unit = v.codes + d / UNIT * (UNIT / 2);
+    const uint8_t* unit = v.codes + uint64_t(d) / UNIT * (UNIT / 2);
 #if defined(__AVX512F__)
     int64_t bytes;
     memcpy(&bytes, unit, 8);
@@ -160,13 +160,14 @@ inline Wide words_of(const uint8_t* at, int64_t count) {
 #if AMX
 // 32 dimensions of a vector as bf16 (its last 16, and 0): code times scale, rounded.
 inline __m512i int4_bf16(Int4Vector v, int64_t d, bool whole) {
-    const __m256i levels = (__m256i)_mm512_cvtneps_pbh(int4_levels() * spread(v.scale(d)));
-    const __m128i* at = reinterpret_cast<const __m128i*>(v.codes + d / 2);
-    const __m128i bytes = whole ? _mm_loadu_si128(at) : _mm_loadl_epi64(at);
-    const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(bytes), 0x50);  // each 8 bytes
+    const __m512 scaled = int4_levels() * spread(v.scale(d));
+    const __m512i levels = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
+    int64_t bytes[2] = {};
+    memcpy(bytes, v.codes + uint64_t(d) / 2, whole ? 16 : 8);
+    const __m256i twice = _mm256_mask_set1_epi64(_mm256_set1_epi64x(bytes[0]), 0b1100, bytes[1]);
     const __m512i halves = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
     // Of an index the lower 5 bits count, of which the fifth is another code's: the table is there twice.
-    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), halves), _mm512_broadcast_i64x4(levels));
+    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), halves), levels);
 }
 #endif
 

@@ -1,0 +1,70 @@
+"""Tokens a second of one reply with much in its cache, for each kind of cache, turn by turn in one process.
+
+    python -m tests.benchmarks.cache_depth MODEL [--depths 512,4k] [--seconds 10]
+
+The model is loaded once and the caches filled with random vectors; what is shown are medians over single tokens.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mycli.cli.options import parse_count
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.models.config import Kv
+
+KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
+FILLED = 256  # tokens at a time
+
+
+def filled(runner: ModelRunner, depth: int) -> KVCache:
+    """A cache of one sequence that holds `depth` random keys and values in every layer."""
+    cache = runner.make_cache(CacheShape.lanes(depth + 1))
+    for layer in range(runner.config.layers):
+        for start in range(0, depth, FILLED):
+            count = min(FILLED, depth - start)
+            batch = Batch.of([Chunk([0] * count, start, (0,), 0)], cache.block_size, runner.device)
+            vectors = torch.randn(2, count, *runner.config.cached(layer)).bfloat16()
+            cache.write(layer, batch, *vectors)
+    return cache
+
+
+def main() -> None:
+    """Print a line for each depth and kind of cache."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--depths", default="512,4k")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each depth")
+    chosen = parser.parse_args()
+    model = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16)).model
+    runners = {kv: ModelRunner(model, kv) for kv in KINDS}
+    plan = MemoryPlan(model.config, dtype="bfloat16")
+    for depth in map(parse_count, chosen.depths.split(",")):
+        caches = {kv: filled(runner, depth) for kv, runner in runners.items()}
+        times: dict[Kv, list[float]] = {kv: [] for kv in KINDS}
+        began = time.perf_counter()
+        while time.perf_counter() - began < chosen.seconds:
+            for kv, seconds in times.items():
+                start = time.perf_counter()
+                runners[kv].run([Chunk([1], depth, (0,), 1)], caches[kv])
+                seconds.append(time.perf_counter() - start)
+        medians = {kv: statistics.median(seconds[1:]) for kv, seconds in times.items()}
+        for kv, median in medians.items():
+            size = sum(replace(plan, kv=kv).token_bytes(layer) for layer in range(model.config.layers))
+            gained = medians["bf16"] / median
+            print(f"{depth:6} {kv}: {1 / median:7.2f} tokens/s, {gained:.2f} x, {size / 1024:.2f} KiB a token", flush=True)
+
+
+if __name__ == "__main__":
+    main()
