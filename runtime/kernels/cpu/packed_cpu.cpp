@@ -60,7 +60,7 @@ enum class Path { BYTES, WORDS, TILES };
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= FEW && segment_of(w) >= INPUTS) return Path::BYTES;
     // The sums of a tile leave it at the end of each segment: of a short one that takes longer than the products.
-    return rows >= TILED && segment_of(w) >= 64 && have_amx() ? Path::TILES : Path::WORDS;
+    return rows >= TILED && segment_of(w) >= INPUTS && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
@@ -72,29 +72,28 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
     const int64_t room = rounded_up((path == Path::BYTES ? rows * 2 * stride : (rows + 1) * 2 * w.inputs) + 64);
     const int64_t notes = rounded_up(rows * segments * 4), own = rounded_up(2 * w.inputs);
     const int64_t totals = rounded_up(tiling.together(2 * w.inputs) * tiling.high * 2 * ROWS * 4);
-    const Memory memory(room + 2 * notes + threads * (own + totals));
+    const Memory memory(room + 3 * notes + threads * (own + totals));
     if (!memory.at) return false;
-    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes), segments};
+    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
+                      reinterpret_cast<float*>(memory.at + room + 2 * notes), 1, rows};
     int next = 0;
 #pragma omp parallel num_threads(threads)
     {
         int self;
 #pragma omp atomic capture
         self = next++;
-        char* mine = memory.at + room + 2 * notes + self * (own + totals);
+        char* mine = memory.at + room + 3 * notes + self * (own + totals);
         int16_t* integers = reinterpret_cast<int16_t*>(mine);
         float* total = reinterpret_cast<float*>(mine + own);
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < rows; m++) {
-            for (int64_t s = 0; s < segments; s++)
-                make_integers(x + m * w.inputs + s * segment, segment, integers + s * segment, units.unit + m * segments + s,
-                              units.sum + m * segments + s);
+            make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
             if (path == Path::WORDS) place_row(tiling, m, steps, integers, reinterpret_cast<int32_t*>(memory.at));
             int8_t* bytes = reinterpret_cast<int8_t*>(memory.at) + m * 2 * stride;
             if (path == Path::BYTES) cut_bytes(integers, w.inputs, bytes, bytes + stride);
 #if AMX
             if (path == Path::TILES)
-                place_bytes(tiling, m, w.inputs, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
 #endif
         }
         if (path == Path::WORDS)
@@ -106,7 +105,10 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         if (path == Path::TILES) {
             const Tiles tiles((rows + tiling.tiles - 1) / tiling.tiles, tile_width(w), 64);
             each_panel(w, tiling, 2 * w.inputs, TILE_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
-                multiply_tiles<B>(w, row_block, tiling, first, last, reinterpret_cast<const int8_t*>(memory.at), units, total, y);
+                by_segment(w, [&](auto parts, auto offsets) {
+                    multiply_tiles<parts.value, offsets.value>(w, unpack_bytes<B>, row_block, tiling, first, last,
+                                                               reinterpret_cast<const int8_t*>(memory.at), units, total, y);
+                });
             });
         }
 #endif
@@ -134,7 +136,7 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
     const Memory memory(room + notes + threads * totals);
     if (!memory.at) return false;
     int32_t* placed = reinterpret_cast<int32_t*>(memory.at);
-    const Units units{reinterpret_cast<float*>(memory.at + room), nullptr, segments};
+    const Units units{nullptr, nullptr, reinterpret_cast<float*>(memory.at + room), 1, rows};
     int next = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -146,7 +148,7 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
             for (int64_t s = 0; s < segments; s++) {
                 float sum = 0;
                 for (int64_t i = 0; i < segment; i++) sum += x[m * w.inputs + s * segment + i];
-                units.unit[m * segments + s] = sum;
+                units.shift[m * units.row + s * units.segment] = sum;
             }
             place_row(tiling, m, w.inputs, x + m * w.inputs, placed);
         }

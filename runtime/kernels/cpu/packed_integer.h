@@ -13,53 +13,74 @@ inline float power_of_two(int exponent) {
     return value;
 }
 
-// What rows of activations are in units of, segment by segment: [rows][segments].
+// What rows of activations are in units of, segment by segment. Those of a row and a segment lie at row * `row` + segment * `segment`.
 struct Units {
     float* unit;   // a power of two; NaN where an activation is not finite
     int32_t* sum;  // of the integers of the segment
-    int64_t segments;
+    float* shift;  // their sum as a number: what an offset is multiplied by
+    int64_t row, segment;
 };
 
-// How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * (sum of the row's
-// integers * unit), each rounded once. `at` is the row's segment.
+// How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each
+// rounded once. `at` is the row's segment.
 inline Floats scaled(Ints sum, Floats scale, const Units& units, int64_t at, Floats total) {
     return fused(__builtin_convertvector(sum, Floats), scale * units.unit[at], total);
 }
 inline Floats shifted(Floats offset, const Units& units, int64_t at, Floats total) {
-    return fused(offset, Floats{} + float(units.sum[at]) * units.unit[at], total);
+    return fused(offset, Floats{} + units.shift[at], total);
 }
 
-// Integers [segment] of activations [segment], rounded to units, and their sum. What is within 1/128 of the segment's largest
-// keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
-inline void make_integers(const uint16_t* x, int64_t segment, int16_t* to, float* unit, int32_t* sum) {
+// Integers [SEGMENT] of activations [SEGMENT], rounded to units, which go to place `at`. What is within 1/128 of the segment's
+// largest keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
+template <int SEGMENT> void segment_integers(const uint16_t* x, int16_t* to, const Units& units, int64_t at) {
     uint16_t largest = 0;
-    for (int64_t i = 0; i < segment; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
+    for (int i = 0; i < SEGMENT; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
     const int exponent = std::max((largest + 1) / 128 - 127, -100);
     const float scale = power_of_two(14 - exponent);
-    *unit = largest >= 0x7f80 ? from_bf16(0x7fc0) : power_of_two(exponent - 14);
+    uint32_t total = 0;
     if (largest >= 0x7f80) {  // every product is NaN: the integers do not matter
-        memset(to, 0, size_t(segment) * sizeof *to);
-        *sum = 0;
-        return;
+        memset(to, 0, SEGMENT * sizeof *to);
+    } else {
+        constexpr float MAGIC = 12582912.0f;  // added, it rounds to the nearest integer, ties to even, and leaves it in the low bits
+        for (int i = 0; i < SEGMENT; i++) {
+            const float rounded = from_bf16(x[i]) * scale + MAGIC;
+            uint32_t word;
+            memcpy(&word, &rounded, 4);
+            to[i] = int16_t(word);
+            total += word;
+        }
+        total -= uint32_t(SEGMENT) * 0x4b400000;  // the bits of MAGIC
     }
-    constexpr float MAGIC = 12582912.0f;  // added and taken away, it rounds to the nearest integer, ties to even
-    int32_t total = 0;
-    for (int64_t i = 0; i < segment; i++) {
-        const int32_t v = int32_t((from_bf16(x[i]) * scale + MAGIC) - MAGIC);
-        to[i] = int16_t(v);
-        total += v;
-    }
-    *sum = total;
+    const float unit = largest >= 0x7f80 ? from_bf16(0x7fc0) : power_of_two(exponent - 14);
+    units.unit[at] = unit;
+    units.sum[at] = int32_t(total);
+    units.shift[at] = float(int32_t(total)) * unit;
+}
+
+// A row of activations [inputs], whose number is `row`, in segments.
+inline void make_integers(const uint16_t* x, int64_t inputs, int64_t segment, int64_t row, int16_t* to, const Units& units) {
+    for (int64_t i = 0, at = row * units.row; i < inputs; i += segment, at += units.segment) switch (segment) {
+            case 16: segment_integers<16>(x + i, to + i, units, at); break;
+            case 32: segment_integers<32>(x + i, to + i, units, at); break;
+            case 64: segment_integers<64>(x + i, to + i, units, at); break;
+            default: segment_integers<128>(x + i, to + i, units, at);
+        }
 }
 
 // Two bytes to an integer, v = 256 * high + low, in the order of the fours: byte i of four q is input 4q + 2 * (i % 2) + i / 2.
+// `count` is a multiple of 16.
 inline void cut_bytes(const int16_t* v, int64_t count, int8_t* high, int8_t* low) {
-    for (int64_t i = 0; i < count; i += 4)
-        for (int64_t j = 0; j < 4; j++) {
-            const int16_t value = v[i + 2 * (j % 2) + j / 2];
-            high[i + j] = int8_t((value + 128) >> 8);
-            low[i + j] = int8_t(value);
-        }
+    typedef int16_t Sixteen __attribute__((vector_size(32)));
+    typedef int8_t Cut __attribute__((vector_size(16)));
+    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    for (int64_t i = 0; i < count; i += 16) {
+        Sixteen all;
+        memcpy(&all, v + i, sizeof all);
+        all = __builtin_shuffle(all, order);
+        const Cut upper = __builtin_convertvector((all + 128) >> 8, Cut), lower = __builtin_convertvector(all, Cut);
+        memcpy(high + i, &upper, sizeof upper);
+        memcpy(low + i, &lower, sizeof lower);
+    }
 }
 
 #if WIDTH
@@ -110,7 +131,7 @@ struct Bytes {
 template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
     constexpr int ZERO = 1 << (B - 1);
-    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, segments = x.units.segments;
+    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, segments = w.inputs / segment;
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
     Floats total[PARTS][M] = {};
     for (int64_t s = 0; s < segments; s++, block += steps * B * 64) {
@@ -140,7 +161,7 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * segments + s];
+                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * x.units.row + s * x.units.segment];
                 memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
             }
         }
@@ -149,12 +170,12 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
                 total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), load_vector<Floats>(scales + part * LANES),
-                                        x.units, m * segments + s, total[part][m]);
+                                        x.units, m * x.units.row + s * x.units.segment, total[part][m]);
         if (w.offsets)
             for (int m = 0; m < M; m++)
                 for (int part = 0; part < PARTS; part++)
                     total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES), x.units,
-                                             m * segments + s, total[part][m]);
+                                             m * x.units.row + s * x.units.segment, total[part][m]);
     }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);

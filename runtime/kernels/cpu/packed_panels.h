@@ -63,7 +63,7 @@ struct WordPanel {
     static Floats shift(Floats offset, const Units& units, int64_t at, Floats total) { return shifted(offset, units, at, total); }
 };
 
-// fp32: `units.unit` is the sum of the activations of a segment.
+// fp32: of the units there is the shift, which is the sum of the activations of a segment.
 struct FloatPanel {
     typedef Floats Sum;
     static constexpr int PER_STEP = 1;
@@ -88,7 +88,7 @@ struct FloatPanel {
     }
     static Floats end(Sum sum, Floats scale, const Units&, int64_t, Floats total) { return fused(sum, scale, total); }
     static Floats shift(Floats offset, const Units& units, int64_t at, Floats total) {
-        return fused(offset, Floats{} + units.unit[at], total);
+        return shifted(offset, units, at, total);
     }
 };
 
@@ -107,7 +107,7 @@ template <class P, int M> void multiply_tile(const Segment& t, const Units& unit
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-            for (int v = 0; v < ACROSS; v++) sum[m][v] = P::begin(units, t.at + m * units.segments, t.zero);
+            for (int v = 0; v < ACROSS; v++) sum[m][v] = P::begin(units, t.at + m * units.row, t.zero);
         const int32_t *codes = t.panel + lane, *x = t.x;
         for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += M)
 #pragma GCC unroll 12
@@ -119,7 +119,7 @@ template <class P, int M> void multiply_tile(const Segment& t, const Units& unit
 #pragma GCC unroll 2
             for (int v = 0; v < ACROSS; v++) {
                 float* total = t.total + m * PANEL + lane + v * LANES;
-                const int64_t at = t.at + m * units.segments;
+                const int64_t at = t.at + m * units.row;
                 Floats y = P::end(sum[m][v], load_vector<Floats>(t.scales + lane + v * LANES), units, at,
                                   load_vector<Floats>(total));
                 if (t.offsets) y = P::shift(load_vector<Floats>(t.offsets + lane + v * LANES), units, at, y);
@@ -180,7 +180,7 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
     memset(panel, 0, sizeof panel);
     memset(scales, 0, sizeof scales);
     memset(offsets, 0, sizeof offsets);
-    for (int64_t s = 0; s < units.segments; s++) {
+    for (int64_t s = 0; s < w.inputs / segment; s++) {
         unpack_panel<P, B>(w, row_block, s * segment, segment, panel);
         for (int n = 0; n < PANEL_BLOCKS && row_block + n < blocks_of(w.rows); n++) {
             const int64_t at = ((row_block + n) * groups + s * segment / w.group) * ROWS;
@@ -190,7 +190,7 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
         for (int64_t t = first; t < last; t++) {
             const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
             const Segment task{panel, x + start * (w.inputs / P::PER_STEP) + s * steps * high, scales, w.offsets ? offsets : nullptr,
-                               total + (start - row) * PANEL, steps, start * units.segments + s, 1 << (B - 1)};
+                               total + (start - row) * PANEL, steps, start * units.row + s * units.segment, 1 << (B - 1)};
             multiply_rows<P>(high, task, units);
         }
     }

@@ -49,82 +49,123 @@ constexpr int64_t TILE_BLOCKS = 2;  // row blocks that are multiplied at a time
 
 inline int64_t tile_width(const Weight& w) { return std::min<int64_t>(segment_of(w), 64); }
 
-// The integers of a row to their places: [tiles][inputs / width][high, low][rows of the tile][width].
-inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64_t width, const int16_t* v, int8_t* x) {
+// The integers of a row to their places: [segments][tiles][segment / width][high, low][rows of the tile][width].
+inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64_t segment, int64_t width, const int16_t* v, int8_t* x) {
     const int64_t tile = tiling.tile_of(row), start = tiling.first(tile), high = tiling.first(tile + 1) - start;
-    int8_t* to = x + start * 2 * inputs + (row - start) * width;
-    for (int64_t i = 0; i < inputs; i += width, to += 2 * high * width) cut_bytes(v + i, width, to, to + high * width);
+    for (int64_t i = 0; i < inputs; i += width) {
+        int8_t* to = x + 2 * ((tiling.rows * (i / segment) + start) * segment + i % segment * high) + (row - start) * width;
+        cut_bytes(v + i, width, to, to + high * width);
+    }
+}
+
+// Signed codes of `count` blocks in bytes, as a right operand: four q of 16 rows is row q of a tile.
+template <int B> void unpack_bytes(const uint8_t* block, int64_t count, U* to) {
+    for (int64_t b = 0; b < count; b++, block += B * 64, to += FOURS) {
+        prefetch<B>(block);
+#pragma GCC unroll 8
+        for (int q = 0; q < FOURS; q++)
+            to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(1 << (B - 1))));
+    }
+}
+
+// Calls use(segments that are added up at a time, whether there are offsets), both as types. What is added up is whole blocks of
+// at most 128 inputs.
+template <class Use> void by_segment(const Weight& w, Use use) {
+    const int64_t segment = segment_of(w), segments = w.inputs / segment;
+    const auto choose = [&](auto parts) { w.offsets ? use(parts, std::true_type()) : use(parts, std::false_type()); };
+    if (segment <= 32 && segments % 4 == 0) choose(std::integral_constant<int, 4>());
+    else if (segment <= 64 && segments % 2 == 0) choose(std::integral_constant<int, 2>());
+    else choose(std::integral_constant<int, 1>());
+}
+
+// What has left the tiles: the sums of PARTS segments of up to 16 rows times 16 outputs, of high and of low bytes; and where
+// they go.
+template <int PARTS> struct TileSums {
+    const Ints (*sums)[2][ROWS];
+    const Floats *scale, *offset;
+    const float *unit, *shift;  // of the first row and segment
+    float* total;
+    int64_t row, rows;  // rows from `row` on have not been added
+};
+
+template <int PARTS, bool OFFSETS>
+inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t step, int64_t count) {
+    const int64_t last = std::min(t.row + count, t.rows);
+    const Units units{const_cast<float*>(t.unit), nullptr, const_cast<float*>(t.shift), 1, step};
+    for (; t.row < last; t.row++) {
+        float* total = t.total + t.row * TILE_BLOCKS * ROWS;
+        Floats now = load_vector<Floats>(total);
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < PARTS; j++) {
+            now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], units, t.row + j * step, now);
+            if (OFFSETS) now = shifted(t.offset[j], units, t.row + j * step, now);
+        }
+        memcpy(total, &now, sizeof now);
+    }
 }
 
 // As multiply_panel, for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
-template <int B>
-void multiply_tiles(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int8_t* x,
-                    const Units& units, float* total, uint16_t* y) {
-    const int64_t segment = segment_of(w), width = tile_width(w), groups = w.inputs / w.group, blocks = w.inputs / INPUTS;
+//
+// No more than four tiles are in use. A core whose other thread is busy has few to rename them to: with all eight, a tile is loaded
+// only once every product that reads what it held has retired, and products take four times as long.
+template <int PARTS, bool OFFSETS>
+void multiply_tiles(const Weight& w, void (*unpack)(const uint8_t*, int64_t, U*), int64_t row_block, const Tiling& tiling, int64_t first,
+                    int64_t last, const int8_t* x, const Units& units, float* total, uint16_t* y) {
+    const int64_t segment = segment_of(w), width = tile_width(w), groups = w.inputs / w.group, batch = PARTS * segment;
     const int64_t row = tiling.first(first), count = std::min(TILE_BLOCKS, blocks_of(w.rows) - row_block);
+    const int64_t block_bytes = w.bits * 64, slots = 2 * batch / width;
     alignas(64) U codes[2][TILE_BLOCKS][128 / 4];
-    alignas(64) Ints part[2][2 * TILE_BLOCKS][ROWS];
+    alignas(64) Ints part[2][PARTS][2][ROWS];
+    Floats scale[2][TILE_BLOCKS][PARTS], offset[2][TILE_BLOCKS][PARTS];
     memset(total, 0, size_t(tiling.first(last) - row) * TILE_BLOCKS * ROWS * sizeof *total);
-    const auto unpack = [&](int64_t s) {
+    const auto prepare = [&](int64_t i) {
+        const int64_t turn = i / batch % 2;
         for (int64_t n = 0; n < count; n++) {
-            const uint8_t* block = w.codes + ((row_block + n) * blocks + s * segment / INPUTS) * B * 64;
-            U* to = codes[s % 2][n];
-            for (int64_t b = 0; b < segment / INPUTS; b++, block += B * 64, to += FOURS) {
-                prefetch<B>(block);
-#pragma GCC unroll 8
-                for (int q = 0; q < FOURS; q++)
-                    to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(1 << (B - 1))));
+            unpack(w.codes + ((row_block + n) * w.inputs + i) / INPUTS * block_bytes, batch / INPUTS, codes[turn][n]);
+            for (int64_t j = 0; j < PARTS; j++) {
+                const int64_t at = ((row_block + n) * groups + (i + j * segment) / w.group) * ROWS;
+                alignas(64) float scales[ROWS];
+                load_scales(w, at, scales);
+                scale[turn][n][j] = load_vector<Floats>(scales);
+                if (OFFSETS) offset[turn][n][j] = load_vector<Floats>(w.offsets + at);
             }
         }
     };
-    const auto multiply = [&](int64_t s, int64_t t, Ints (*sums)[ROWS]) {
-        const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-        const int8_t* at = x + start * 2 * w.inputs + s * segment * 2 * high;
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        TILE_ZERO(2);
-        TILE_ZERO(3);
-        for (int64_t k = 0; k < segment; k += width, at += 2 * high * width) {
-            TILE_LOAD(4, at, width);
-            TILE_LOAD(6, codes[s % 2][0] + k / 4, 64);
-            TILE_DOT_S8(0, 4, 6);
-            TILE_LOAD(5, at + high * width, width);
-            TILE_DOT_S8(1, 5, 6);
-            if (count < 2) continue;
-            TILE_LOAD(7, codes[s % 2][1] + k / 4, 64);
-            TILE_DOT_S8(2, 4, 7);
-            TILE_DOT_S8(3, 5, 7);
-        }
-        TILE_STORE(sums[0], 64, 0);
-        TILE_STORE(sums[1], 64, 1);
-        if (count < 2) return;
-        TILE_STORE(sums[2], 64, 2);
-        TILE_STORE(sums[3], 64, 3);
-    };
-    const auto add = [&](int64_t s, int64_t t, const Ints (*sums)[ROWS]) {
-        const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-        for (int64_t n = 0; n < count; n++) {
-            const int64_t at_scale = ((row_block + n) * groups + s * segment / w.group) * ROWS;
-            alignas(64) float scales[ROWS];
-            load_scales(w, at_scale, scales);
-            const Floats scale = load_vector<Floats>(scales);
-            float* value = total + ((start - row) * TILE_BLOCKS + n) * ROWS;
-            for (int64_t m = 0, at = start * units.segments + s; m < high; m++, at += units.segments, value += TILE_BLOCKS * ROWS) {
-                const Ints sum = sums[2 * n][m] * 256 + sums[2 * n + 1][m];
-                Floats now = scaled(sum, scale, units, at, load_vector<Floats>(value));
-                if (w.offsets) now = shifted(load_vector<Floats>(w.offsets + at_scale), units, at, now);
-                memcpy(value, &now, sizeof now);
+    // What leaves the tiles can be read once it has retired: it is added while the next tiles are multiplied.
+    TileSums<PARTS> before{};
+    int64_t units_done = 0;
+    prepare(0);
+    for (int64_t i = 0; i < w.inputs; i += batch) {
+        const int64_t turn = i / batch % 2;
+        for (int64_t t = first; t < last; t++) {
+            const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+            for (int64_t n = 0; n < count; n++, units_done++) {
+                Ints (*sums)[2][ROWS] = part[units_done % 2];
+                for (int64_t j = 0; j < PARTS; j++) {
+                    const int8_t* at = x + 2 * (tiling.rows * (i + j * segment) + start * segment);
+                    TILE_ZERO(0);
+                    TILE_ZERO(1);
+                    for (int64_t k = 0; k < segment; k += width, at += 2 * high * width) {
+                        TILE_LOAD(6, codes[turn][n] + (j * segment + k) / 4, 64);
+                        TILE_LOAD(4, at, width);
+                        TILE_DOT_S8(0, 4, 6);
+                        add_rows<PARTS, OFFSETS>(before, units.segment, ROWS / slots);
+                        TILE_LOAD(4, at + high * width, width);
+                        TILE_DOT_S8(1, 4, 6);
+                        add_rows<PARTS, OFFSETS>(before, units.segment, ROWS / slots);
+                    }
+                    TILE_STORE(sums[j][0], 64, 0);
+                    TILE_STORE(sums[j][1], 64, 1);
+                }
+                add_rows<PARTS, OFFSETS>(before, units.segment, ROWS);
+                const int64_t place = start * units.row + i / segment * units.segment;
+                before = {sums, scale[turn][n], offset[turn][n], units.unit + place, units.shift + place,
+                          total + ((start - row) * TILE_BLOCKS + n) * ROWS, 0, high};
             }
+            if (t == first && i + batch < w.inputs) prepare(i + batch);
         }
-    };
-    // Tiles are loaded from memory once what was stored there has retired, so a turn unpacks what the next one multiplies, and
-    // adds what the one before has multiplied.
-    const int64_t tiles = last - first, turns = units.segments * tiles;
-    for (int64_t i = 0; i < turns + 2; i++) {
-        if (i < turns && i % tiles == 0) unpack(i / tiles);
-        if (i > 1) add((i - 2) / tiles, first + (i - 2) % tiles, part[i % 2]);
-        if (i > 0 && i <= turns) multiply((i - 1) / tiles, first + (i - 1) % tiles, part[(i - 1) % 2]);
     }
+    add_rows<PARTS, OFFSETS>(before, units.segment, ROWS);
     for (int64_t m = 0; m < tiling.first(last) - row; m++)
         for (int64_t n = 0; n < count; n++)
             store_row(y, BF16, (row + m) * w.rows + (row_block + n) * ROWS, total + (m * TILE_BLOCKS + n) * ROWS,
