@@ -17,7 +17,7 @@ from mycli.runtime.kernels.cpu.layer import CAttentionPart, CExpertsPart, CMlpPa
 from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.experts import RoutedProduct
-from mycli.runtime.layers.linear import Changes, Linear
+from mycli.runtime.layers.linear import Changes, Linear, load_linears
 from mycli.runtime.layers.native import (
     Around,
     ExpertLinears,
@@ -411,8 +411,7 @@ class Block(nn.Module):
         """Read this layer's tensors."""
         for norm in self._norms():
             norm.load(checkpoint, device, dtype)
-        for linear in self.products.values():
-            linear.load(checkpoint, packings, device, dtype)
+        load_linears(self.products.values(), checkpoint, packings, device, dtype)
         for part in (self.mixer, self.mlp):
             part.load_own(checkpoint, device, dtype)
         if self.spec.scalar is not None:

@@ -4,7 +4,7 @@ Linears that share their input (q, k, v; gate, up) are one product where their p
 block it stands, how a folder stores weights, nor which kernels exist.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.models.layer_spec import LinearSpec
@@ -20,6 +21,7 @@ from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty
 
+GATHERED = 1 << 24  # bytes: small weights are gathered when there are as many, so that few lie in memory twice
 PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: they read a quarter of the bytes
 
 
@@ -135,3 +137,23 @@ class Linear(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
+
+
+def load_linears(
+    linears: Iterable[Linear],
+    checkpoint: Checkpoint,
+    packings: Mapping[str, Packing],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Read the weights of all of `linears`. On the CPU small ones come to lie together: pages are larger than they."""
+    small: list[CpuMatmul] = []
+    held = 0
+    for linear in linears:
+        linear.load(checkpoint, packings, device, dtype)
+        found = [matmul for matmul in linear.matmuls if isinstance(matmul, CpuMatmul) and matmul.small]
+        small, held = small + found, held + sum(matmul.nbytes for matmul in found)
+        if held >= GATHERED:
+            gather_codes(small)
+            small, held = [], 0
+    gather_codes(small)

@@ -6,7 +6,7 @@ import mmap
 import torch
 from torch import Tensor
 
-_HUGE = 1 << 21  # bytes of a huge page
+HUGE = 1 << 21  # bytes of a huge page
 
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -15,10 +15,10 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Whole pages only: nothing is taken beyond what the tensor needs.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes < HUGE or not hasattr(mmap, "MADVHUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     # Private, since shared memory is another setting of Linux; what is not touched is not taken.
-    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
+    memory = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    memory.madvise(mmap.MADVHUGEPAGE, start, nbytes // HUGE * HUGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)

@@ -6,6 +6,7 @@ packed_cpu.cpp: one for every number of rows, so that a row's bits do not depend
 
 import ctypes
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.huge_pages import huge_empty
+from mycli.runtime.utils.huge_pages import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # of a block
 _BITS = (8, 6, 5, 4, 3, 2)
@@ -93,6 +94,11 @@ class CpuMatmul:
         return *self._shape, self._weight.group
 
     @property
+    def small(self) -> bool:
+        """Whether its codes are too few for huge pages of their own."""
+        return len(self._codes) < HUGE
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
@@ -114,6 +120,18 @@ class CpuMatmul:
         out = torch.empty(self._shape, dtype=self._scales.dtype)
         self._library.dequantize(self._pointer, out.data_ptr(), STORED_TYPES[out.dtype], torch.get_num_threads())
         return out
+
+
+def gather_codes(weights: Sequence[CpuMatmul]) -> None:
+    """Move the codes of `weights` into one piece of memory under huge pages, which each alone is too small for."""
+    total = sum(len(weight._codes) for weight in weights)
+    if total < HUGE:
+        return
+    room, start = huge_empty((total,), torch.uint8), 0
+    for weight in weights:
+        weight._codes = room[start : start + len(weight._codes)].copy_(weight._codes)
+        weight._weight.codes = weight._codes.data_ptr()
+        start += len(weight._codes)
 
 
 class CpuKernel:

@@ -144,7 +144,7 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
             I high[M][CHAINS] = {}, low[M][CHAINS] = {};
             for (int64_t b = 0; b < steps; b++) {
                 const int8_t* at = x.bytes + s * segment + b * INPUTS;
-                if (half == 0) prefetch<B>(block + b * B * 64);
+                if (half == 0) prefetch_twice<B>(block + b * B * 64);
 #pragma GCC unroll 8
                 for (int q = 0; q < FOURS; q++) {
                     const U codes = four_of<B>(block + b * B * 64, q, half);

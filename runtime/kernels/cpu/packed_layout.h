@@ -187,6 +187,15 @@ template <int B> inline __attribute__((always_inline)) void prefetch(const uint8
 #pragma GCC unroll 8
     for (int v = 0; v < B; v++) __builtin_prefetch(block + 64 * v + AHEAD);
 }
+// For loops that do little with what they read: from memory to the second cache, and from there to the first. What waits for
+// memory would else take all of the first cache's few places for lines on their way.
+template <int B> inline __attribute__((always_inline)) void prefetch_twice(const uint8_t* block) {
+#pragma GCC unroll 8
+    for (int v = 0; v < B; v++) {
+        __builtin_prefetch(block + 64 * v + 2 * AHEAD, 0, 2);
+        __builtin_prefetch(block + 64 * v + AHEAD / 4);
+    }
+}
 
 // Codes of pair r of a block, as unsigned words, of the rows of vector `part`.
 template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
