@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.device.placement import Placement
 
 NGRAM = "ngram"  # as `draft`: a lookup in the text instead of a model
+MTP = "mtp"  # as `draft`: the model's own head that predicts further tokens
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class EngineConfig:
     device: auto, cpu, cuda or cuda:N; dtype: of activations, None for the model's own; kv: how the cache holds keys and
     values; context: tokens of a sequence, None for as many as usual and fitting; sequences: that there is room for at
     full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
-    drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts; allow_nonfinite: load
-    weights that are NaN or infinite as they are.
+    drafts, `NGRAM`, `MTP`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts;
+    allow_nonfinite: load weights that are NaN or infinite as they are.
     """
 
     device: str = "auto"

@@ -106,7 +106,7 @@ class Convolution(nn.Module):
 
 def _in_order(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
     """x [..., groups * sum(widths)], the parts of each group side by side, to the parts of all groups side by side."""
-    parts = x.unflatten(-1, (groups, -1)).split(list(widths), dim=-1)
+    parts = torch.split(x.view(*x.shape[:-1], groups, -1), list(widths), dim=-1)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
