@@ -96,10 +96,8 @@ class PredictionProposer:
         drafting = [Drafting(one, table, count) for one in asked for table, count in [self._room(one)]]
         going = [one for one in drafting if one.count > 0]
         texts = [self._texts[one.asked.sequence] for one in going]
-        parts = [
-            (text, one.asked.text[text.read + 1 :], text.states, 1) for one, text in zip(going, texts, strict=True)
-        ]
-        made = self._run(parts)
+        pairs = zip(going, texts, strict=True)
+        made = self._run([(text, one.asked.text[text.read + 1 :], text.states, 1) for one, text in pairs])
         for text in texts:
             text.states = text.states[:0]
         lengths = [text.table.length for text in texts]

@@ -49,15 +49,10 @@ def make_with_head(folder: Path, case: str, **changes: Any) -> Reference:
     full = model.config.layer_types.index("full_attention")
     template = model.model.layers[full]
     hidden = model.config.hidden_size
-    head = nn.ModuleDict(
-        {
-            "fc": nn.Linear(2 * hidden, hidden, bias=False),
-            "layer": type(template)(model.config, full),
-            **{
-                name: type(model.model.norm)(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-            },
-        }
-    ).eval()
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    parts = {name: type(model.model.norm)(hidden) for name in norms}
+    parts |= {"fc": nn.Linear(2 * hidden, hidden, bias=False), "layer": type(template)(model.config, full)}
+    head = nn.ModuleDict(parts).eval()
     enliven(head)
     tensors = load_file(folder / "model.safetensors")
     stacked = model_type == "qwen3_5_moe_text"

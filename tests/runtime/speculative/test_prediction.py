@@ -37,10 +37,8 @@ class Recorded(PredictionProposer):
 
     def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
         said = super().propose(asked)
-        self.said = [
-            *getattr(self, "said", []),
-            *((list(one.text), each.tokens) for one, each in zip(asked, said, strict=True)),
-        ]
+        pairs = zip(asked, said, strict=True)
+        self.said = [*getattr(self, "said", []), *((list(one.text), each.tokens) for one, each in pairs)]
         return said
 
 
