@@ -71,18 +71,21 @@ def _subject(
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.engine.model_runner import CacheShape
-    from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
+    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
     opened = load_engine(call, model, engine)
     loaded, context = opened.model, opened.engine.context
     if not isinstance(opened.engine.speculator, ProposerSpeculator):
-        raise UsageError("--draft none: nothing to compare with", "name a model, or ngram")
+        raise UsageError("--draft none: nothing to compare with", "name a model, ngram or mtp")
     proposer = opened.engine.speculator.proposer
 
-    def new_proposer() -> DraftModel | PromptLookup:
+    def new_proposer() -> Proposer:
         if isinstance(proposer, DraftModel):
             return DraftModel(proposer.runner, CacheShape.lanes(context), loaded.runner.nbytes)
+        if isinstance(proposer, PredictionProposer):
+            return PredictionProposer(proposer.head, CacheShape.lanes(context))
         return PromptLookup()
 
     subject = SpeculationSubject(loaded.runner, new_proposer, loaded.vocabulary_size, loaded.stop_ids, context)

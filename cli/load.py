@@ -11,8 +11,8 @@ from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
-from mycli.runtime.engine.config import NGRAM, EngineConfig
-from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
@@ -62,10 +62,12 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     from mycli.runtime.engine.loader import out_of_memory, plan_memory
 
     draft = None
-    if engine.draft is not None and engine.draft != NGRAM:
+    if engine.draft not in (None, NGRAM, MTP):
         with about(call, engine.draft):
             draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
     folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
+    if engine.draft == MTP:
+        draft = find_predictor(folder)
     check_context(folder, engine)
     placement = engine.place(folder.config)
     announce_placement(call, placement)
@@ -86,7 +88,7 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
 def _load(
     call: Call, folder: ModelFolder, placement: "Placement", engine: EngineConfig, draft: ModelFolder | None
 ) -> "tuple[LoadedModel, Engine]":
-    """The model, and an engine that speculates with the model `draft` or by lookup where that is asked for.
+    """The model, and an engine that speculates with `draft`, a model or the head of this one, or by lookup, if asked.
 
     Raises ModelError for a draft of another vocabulary.
     """
@@ -94,6 +96,8 @@ def _load(
     from mycli.runtime.engine.engine import Engine
     from mycli.runtime.engine.model_runner import cache_shape
     from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.prediction_head import PredictionHead
     from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
     from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
@@ -104,7 +108,9 @@ def _load(
     speculator = None
     if engine.draft is not None:
         proposer: Proposer = PromptLookup()
-        if draft is not None:
+        if draft is not None and engine.draft == MTP:
+            proposer = PredictionProposer(PredictionHead(draft, loaded.runner), shape)
+        elif draft is not None:
             with about(call, engine.draft):
                 proposer = load_draft(draft, loaded.tokenizer, loaded.runner, shape)
         cost, notice = proposer.relative_cost, once(call.out.note)
@@ -132,6 +138,15 @@ def _prefix_store(
     except UntrustedError as error:
         call.out.warn(f"nothing is kept over restarts: {error.message}; {error.hint}")
         return None
+
+
+def find_predictor(folder: ModelFolder) -> ModelFolder:
+    """The head of a folder that predicts further tokens. Raises ModelError where it holds none."""
+    if folder.predictor is None:
+        kind = folder.config.model_type
+        known = f"{kind} models have none" if folder.config.predictor is None else "the folder holds no mtp.* tensors"
+        raise ModelError(f"no head that predicts further tokens: {known}", code="other-draft")
+    return folder.predictor
 
 
 def once(tell: Callable[[str], None]) -> Callable[[str], None]:

@@ -153,8 +153,8 @@ Draft = Annotated[
     str,
     typer.Option(
         "--draft",
-        metavar="MODEL|ngram|none",
-        help="Speculate: a small model of the same vocabulary, or a lookup in the text, guesses tokens ahead.",
+        metavar="MODEL|ngram|mtp|none",
+        help="Guess tokens ahead: a small model of the same vocabulary, a lookup in the text, or the model's own head.",
         autocompletion=complete_model,
     ),
 ]

@@ -56,7 +56,7 @@ REMEDIES: Mapping[str, str] = {
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
     "use-cpu-or-pretend-gpu": "use --device cpu, or --gpu SIZE",
     "leave-out-shadow": "omit --shadow",
-    "other-draft": "choose a draft of the same family, or --draft ngram, which needs none",
+    "other-draft": "choose a small model of the same family, or --draft ngram, which needs none",
     "more-gpus": "a larger --tensor-parallel-size, or a smaller --ctx",
     "set-context": "use --ctx {context}",
     "leave-out-draft": "omit --draft",

@@ -33,7 +33,7 @@ from mycli.quant.planning import (
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tensorwise import write_linear, write_tensors
+from mycli.quant.tensorwise import write_linear, write_predictor, write_tensors
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint import formats
@@ -149,6 +149,8 @@ def _quantize(
             run = model_card.identify(work.recipe, shown, origin.result(), placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
+        if work.folder.predictor is not None:
+            write_predictor(work.folder.predictor, writer)
         for name, data in work.folder.companions().items():
             writer.add_file(name, data)
         writer.add_file("config.json", _config(work))
@@ -199,9 +201,11 @@ def _notes(
     tuning: Tuning | None,
     card: Evaluation | None,
 ) -> tuple[str, ...]:
-    notes = (
+    notes: list[str] = (
         [] if work.stored is None else [f"made from weights of {work.stored}: what they had lost is not found again"]
     )
+    if work.folder.predictor is not None:
+        notes.append("the head that predicts further tokens is copied as it is, not quantized")
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
@@ -257,6 +261,7 @@ def _config(work: QuantizationPlan) -> bytes:
     kept_inside = (linear for spec in work.config.layer_specs for linear in spec.kept)
     dense = (work.config.head(), *work.config.per_layer_linears()[1:], *kept_inside)
     kept = [linear.name for linear in dense if linear.name not in work.packings]
+    kept += ["re:^mtp[.]"] if work.folder.predictor is not None else []
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
     layout = formats.writable(work.packings)
     values["quantization_config"] = layout.write_quantization(work.packings, kept, work.config.dtype)

@@ -28,6 +28,7 @@ from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import ExpertsSpec, Shape
+from mycli.runtime.models.multimodal import PREDICTOR
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object
@@ -77,6 +78,8 @@ class QuantizationPlan:
         inside = sum(d.itemsize * math.prod(s) for name, d, s in self.tensors if name.startswith(names))
         quantized = sum(math.prod(shape) for name, shape in self.config.tensors() if name in names)
         parameters = self.config.parameters()
+        if self.folder.predictor is not None:
+            parameters += self.folder.predictor.config.parameters()
         return Size(total, parameters, 8 * total / parameters, quantized, 8 * inside / quantized)
 
 
@@ -114,6 +117,10 @@ def plan_quantization(
             tensors.append((name, weights.dtype(name), shape))
         else:
             tensors += layout.planned_tensors(linear, packings[linear.name], scale_dtype)
+    if folder.predictor is not None:
+        beside = SourceWeights(folder.predictor)
+        for name, shape in folder.predictor.config.tensors():
+            tensors.append((PREDICTOR.stored(name), beside.dtype(name), shape))
     work = QuantizationPlan(
         source=source,
         recipe=recipe,

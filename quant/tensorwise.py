@@ -15,10 +15,12 @@ from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.formats import WritableFormat
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.rounding import pack_codes
+from mycli.runtime.models.multimodal import PREDICTOR
 
 
 def write_tensors(
@@ -46,6 +48,14 @@ def write_tensors(
         if written is not None:
             written.result()
     return tuple(layers)
+
+
+def write_predictor(head: ModelFolder, writer: CheckpointWriter) -> None:
+    """The tensors of the head that predicts further tokens, as they are: calibration does not reach it, and what a
+    draft loses by rounding costs more than the bytes that it would save."""
+    source = SourceWeights(head)
+    for name, _ in head.config.tensors():
+        writer.write(PREDICTOR.stored(name), source.read(name))
 
 
 def write_linear(

@@ -11,12 +11,12 @@ from mycli.cli import options
 from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.format import active
-from mycli.cli.load import adapted, announce_placement, check_context, open_config
+from mycli.cli.load import adapted, announce_placement, check_context, find_predictor, open_config
 from mycli.cli.other_engines import RANKS, beyond_one_gpu
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
-from mycli.runtime.engine.config import NGRAM, EngineConfig
+from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import state
 from mycli.runtime.memory import estimate as memory
@@ -261,7 +261,10 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
     config = folder.config
     check_context(folder, engine)
-    draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
+    if engine.draft == MTP:
+        draft: ModelFolder | None = find_predictor(folder)
+    else:
+        draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
     return memory.MemoryPlan(
         config,
         folder.packings,

@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEnt
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
-from mycli.runtime.models.multimodal import TextPart
+from mycli.runtime.models.multimodal import PREDICTOR, PredictorPart, TextPart
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
@@ -55,7 +55,8 @@ class ModelFolder:
     """`raw` is config.json as it stands, or what it says of the text model where the folder holds more than that.
 
     `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is; `part`:
-    which part of the folder is read; `adapter`: what is added to its weights while they are read.
+    which part of the folder is read; `adapter`: what is added to its weights while they are read; `opened`: of its
+    files, where they are open.
     """
 
     path: Path
@@ -63,8 +64,9 @@ class ModelFolder:
     config: ModelConfig
     headers: Headers | None = None
     bare: bool = False
-    part: TextPart | None = None
+    part: TextPart | PredictorPart | None = None
     adapter: Adapter | None = None
+    opened: Manifest | None = None
 
     @classmethod
     def open(cls, path: Path) -> "ModelFolder":
@@ -96,9 +98,28 @@ class ModelFolder:
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors of its files, not yet compared with the config. Raises what `Manifest.open` raises."""
-        found = Manifest.open(self.path)
+        found = self._files
         tensors = self.used(found.tensors)
         return replace(found, tensors=tensors, warnings=(*found.warnings, *self._skipped(found.tensors)))
+
+    @cached_property
+    def _files(self) -> Manifest:
+        return self.opened or Manifest.open(self.path)
+
+    @cached_property
+    def predictor(self) -> "ModelFolder | None":
+        """The head that predicts one token further, as a folder of its own; None where there is none.
+
+        Where config.json is all that there is, what the family's models have. Its weights are dense: what the folder
+        says of number formats is of the model.
+        """
+        config = self.config.predictor
+        if config is None:
+            return None
+        raw = Fields({k: v for k, v in self.raw.values.items() if k != "quantization_config"}, self.raw.source)
+        opened = None if self.bare else self._files
+        head = replace(self, raw=raw, config=config, part=PREDICTOR, opened=opened, adapter=None)
+        return head if self.bare or head.manifest.tensors else None
 
     def used(self, tensors: Headers) -> Headers:
         """Of all tensors in the files those of the text model, by the names that it alone has for them.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.device.placement import Placement
 
 NGRAM = "ngram"  # as `draft`: a lookup in the text instead of a model
+MTP = "mtp"  # as `draft`: the model's own head that predicts further tokens
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class EngineConfig:
     device: auto, cpu, cuda or cuda:N; dtype: of activations, None for the model's own; kv: how the cache holds keys and
     values; context: tokens of a sequence, None for as many as usual and fitting; sequences: that there is room for at
     full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
-    drafts, `NGRAM`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts; allow_nonfinite: load
-    weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is added to them;
-    prefix_folder: where what was read is kept over restarts, in `prefix_bytes` at most.
+    drafts, `NGRAM`, `MTP`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts;
+    allow_nonfinite: load weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is
+    added to them; prefix_folder: where what was read is kept over restarts, in `prefix_bytes` at most.
     """
 
     device: str = "auto"

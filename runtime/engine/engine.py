@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
+from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PrefixStore
 from mycli.runtime.cache.state_pool import StatePool
@@ -21,7 +22,7 @@ from mycli.runtime.engine.model_runner import CacheShape, LaunchesAhead, ModelRu
 from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as Sequence_
-from mycli.runtime.engine.speculation import Drafted, Speculator
+from mycli.runtime.engine.speculation import Drafted, Heard, Listener, Speculator
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import prefill_chunk, state_slots
@@ -212,7 +213,7 @@ class Engine:
         """Run the turns, and draw for those who have read all they have; the step `began` at this time."""
         drafted = self._drafted(turns)
         chunks = [turn.chunk(drafted.get(turn.sequence.id, [])) for turn in turns]
-        logits = self.runner.run(chunks, self.cache)
+        logits = self.runner.run(chunks, self.cache, self._listener(turns, chunks))
         draws: list[tuple[Turn, Tensor]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         everyone = list(turns)
@@ -229,6 +230,14 @@ class Engine:
             results = [(one.sequence, one.drafted, one.accepted) for one in outputs]
             self.speculator.observe(results, time.perf_counter() - began)
         return outputs
+
+    def _listener(self, turns: Sequence[Turn], chunks: Sequence[Chunk]) -> Listener | None:
+        if self.speculator is None:
+            return None
+        pairs = zip(turns, chunks, strict=True)
+        return self.speculator.listener(
+            [Heard(turn.sequence.id, chunk.start, len(chunk.tokens), turn.sequence.tokens) for turn, chunk in pairs]
+        )
 
     def _drafted(self, turns: Sequence[Turn]) -> dict[int, list[int]]:
         """Tokens that may come next, by sequence, for those who want some."""

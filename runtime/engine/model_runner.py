@@ -15,6 +15,7 @@ from torch import Tensor
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.device.placement import use_device
+from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -109,16 +110,18 @@ class ModelRunner:
             self._rope, self._positions = Rope(self.config, context, self.device, self.dtype), context
         return self._rope
 
-    def run(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], cache: KVCache, listener: Listener | None = None) -> Tensor:
         """Logits fp32 [rows, vocab] of the tokens whose logits the chunks ask for, in order.
 
-        Keys and values go into the cache. The result is the caller's.
+        Keys and values go into the cache. The result is the caller's. `listener` is shown the hidden states, which
+        passes that are replayed do not show.
         """
         use_device(self.device)
         batch = Batch.of(chunks, cache.block_size, self.device)
         rope = self.rope(max(cache.block_size, *(span.length for span in batch.spans)))
-        found = None if self.fast.replay is None else self._replayed(self.fast.replay, batch, rope, cache)
-        return self.model(batch, rope, cache) if found is None else found
+        replay = self.fast.replay if listener is None else None
+        found = None if replay is None else self._replayed(replay, batch, rope, cache)
+        return self.model(batch, rope, cache, listener) if found is None else found
 
     @torch.inference_mode()
     def _replayed(self, replay: "Replay", batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:

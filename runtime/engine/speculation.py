@@ -1,6 +1,6 @@
 """What an engine asks of whoever guesses tokens ahead of its passes. The guessing is `runtime.speculative`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,22 @@ class Drafted:
     sampler: Sampler
 
 
+Listener = Callable[[Tensor], None]  # takes what the model's head reads of every token of a pass, [T, hidden]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Of a pass the part of one sequence: its number, `count` tokens from position `start` on, and its text so far.
+
+    Drafted tokens count, and are not in the text.
+    """
+
+    sequence: int
+    start: int
+    count: int
+    text: Sequence[int]
+
+
 class Speculator(Protocol):
     """Guesses tokens ahead of a pass and judges them after it; see `runtime.speculative.speculator`."""
 
@@ -34,6 +50,10 @@ class Speculator(Protocol):
 
     def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
         """Tokens to draft after `text`, at most `room`, where so many sequences decode."""
+        ...
+
+    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+        """What is to be shown the hidden states of a pass, side by side; None where nobody wants them."""
         ...
 
     def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:

@@ -125,9 +125,16 @@ class Transformer(nn.Module):
         return x
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
-        """Logits fp32 [rows, vocab] of the rows that the batch wants them of, maybe none."""
+    def forward(
+        self, batch: Batch, rope: Rope, cache: KVCache, listener: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Logits fp32 [rows, vocab] of the rows that the batch wants them of, maybe none.
+
+        `listener` is shown what the head reads of all rows, or would, [T, hidden].
+        """
         x = self.hidden(batch, rope, cache)
+        if listener is not None:
+            listener(self.norm(x)[0])
         if sum(batch.wanted) < batch.rows:
             x = x.index_select(1, batch.logits_at)
         if not x.shape[1]:

@@ -150,10 +150,11 @@ def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:
 
 
 def weight_bytes(plan: MemoryPlan) -> int:
-    """All blocks, and the norms before and behind them."""
+    """All blocks, the norms before and behind them, and what joins two inputs."""
     config = plan.config
-    norms = [config.norm(), *([config.per_layer_norm()] if config.per_layer_width else [])]
-    return sum(block_bytes(plan, layer) for layer in range(config.layers)) + sum(_norm_bytes(plan, n) for n in norms)
+    join = linears_bytes(plan, config.joining()[2:]) if config.joins else 0
+    blocks = sum(block_bytes(plan, layer) for layer in range(config.layers))
+    return blocks + join + sum(_norm_bytes(plan, norm) for norm in config.norms())
 
 
 def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
@@ -192,8 +193,10 @@ def head_bytes(plan: MemoryPlan) -> int:
 def embedding_bytes(plan: MemoryPlan) -> int:
     """Embedding [vocab, hidden], dense, and the head beside it; when tied they are the same tensor.
 
-    What all layers are told of tokens is here too: a table and a projection.
+    What all layers are told of tokens is here too: a table and a projection. A head that predicts has neither.
     """
+    if plan.config.joins:
+        return 0
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
     told = plan.config.per_layer_linears()
     table += sum(linear.out_features * linear.in_features for linear in told) * plan.value_bytes

@@ -70,6 +70,9 @@ class ModelConfig:
     `embedding_scale`, rounded to the dtype of activations first if `rounds_scale`; logits by `logit_scale`, and a
     `logit_softcap` c then makes them c tanh(. / c). `per_layer_width`: values that each layer is told of a token by a
     table of `per_layer_vocab` rows, 0 where layers are told nothing. `final_norm` names the norm after the last layer.
+
+    `predict` makes the config of the head that predicts one token further, where the family has one: a model of one
+    layer that `joins` two inputs, and has the vocabulary of the other model; `runtime.speculative` runs it.
     """
 
     model_type: str
@@ -110,6 +113,8 @@ class ModelConfig:
     per_layer_width: int = 0
     per_layer_vocab: int = 0
     final_norm: str = "model.norm"
+    predict: Callable[["ModelConfig"], "ModelConfig"] | None = None
+    joins: bool = False
 
     def __post_init__(self) -> None:
         for attention in self.attentions:
@@ -139,6 +144,11 @@ class ModelConfig:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What every layer is made of."""
         return tuple(self.declare(self, index) for index in range(self.layers))
+
+    @cached_property
+    def predictor(self) -> "ModelConfig | None":
+        """The head that predicts one token further, where the family has one."""
+        return None if self.predict is None else self.predict(self)
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
@@ -197,8 +207,18 @@ class ModelConfig:
         for index in range(self.layers):
             for linears in self.layer(index).products().values():
                 yield from linears
-        if not self.tie_embeddings:
+        if not self.tie_embeddings and not self.joins:
             yield self.head()
+
+    def joining(self) -> tuple[NormSpec, NormSpec, LinearSpec]:
+        """Of a model that joins two inputs: the norms of embedding and hidden state, and what makes one of the two."""
+        join = LinearSpec("fc", self.hidden_size, 2 * self.hidden_size)
+        return self.norm_of("pre_fc_norm_embedding"), self.norm_of("pre_fc_norm_hidden"), join
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        """The norms outside of layers."""
+        told = (self.per_layer_norm(),) if self.per_layer_width else ()
+        return (self.norm(), *told, *(self.joining()[:2] if self.joins else ()))
 
     def norm(self) -> NormSpec:
         """The norm after the last layer."""
@@ -227,7 +247,13 @@ class ModelConfig:
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
-        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        if self.joins:
+            *norms, join = self.joining()
+            for norm in norms:
+                yield norm.tensor, (norm.size,)
+            yield f"{join.name}.weight", (join.out_features, join.in_features)
+        else:
+            yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for linear in self.per_layer_linears():
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
         if self.per_layer_width:
@@ -235,7 +261,7 @@ class ModelConfig:
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
         yield self.norm().tensor, (self.hidden_size,)
-        if not self.tie_embeddings:
+        if not self.tie_embeddings and not self.joins:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def parameters(self) -> int:

@@ -1,7 +1,8 @@
-"""The text model inside a folder that also sees or hears: its config, and the names that its tensors have there.
+"""The parts of a folder that holds more than a text model: their configs, and the names that their tensors have there.
 
-Everybody else is handed a text model, as if the folder held nothing else. Knows which keys of the outer config concern
-the text, and the prefixes of transformers 5 and of before. Does not know families, files, or what the rest is for.
+Everybody else is handed a text model, as if the folder held nothing else; or the head that predicts beside it. Knows
+which keys of the outer config concern the text, and the prefixes of transformers 5 and of before. Does not know
+families, files, or what the rest is for.
 """
 
 from dataclasses import dataclass
@@ -76,6 +77,27 @@ class TextPart:
             if stored.startswith(prefix):
                 return alone + stored.removeprefix(prefix)
         return None
+
+
+@dataclass(frozen=True)
+class PredictorPart:
+    """The head that predicts one token further, stored beside the model: as a model of its own it has other names."""
+
+    whole: str | None = None
+
+    def name(self, stored: str) -> str | None:
+        """As `TextPart.name`."""
+        if not stored.startswith("mtp."):
+            return None
+        own = stored.removeprefix("mtp.")
+        return f"model.{own}" if own.startswith(("layers.", "norm.")) else own
+
+    def stored(self, name: str) -> str:
+        """How a folder calls what the head calls `name`."""
+        return f"mtp.{name.removeprefix('model.')}"
+
+
+PREDICTOR = PredictorPart()
 
 
 def _renamed(value: Any) -> Any:

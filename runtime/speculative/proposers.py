@@ -1,6 +1,7 @@
 """Who guesses the next tokens cheaply, so that the target model can verify several of them in one pass.
 
-Two proposers: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text.
+Two proposers: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text; a
+third, `prediction`, ships with some models.
 They propose; `runtime.speculative.rejection_sampling` decides what stands. Does not know the target model.
 """
 
@@ -18,7 +19,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import Drafted, Heard, Listener
 from mycli.runtime.errors import ModelError
 from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
@@ -56,6 +57,10 @@ class Proposer(Protocol):
         """How many tokens of the text have yet to be read."""
         ...
 
+    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+        """As `Speculator.listener`."""
+        ...
+
     def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
         """Tokens after each text, so many or fewer, drawn as its sampler draws, which observed the text."""
         ...
@@ -74,8 +79,8 @@ class Proposer(Protocol):
 
 
 @dataclass(eq=False)
-class _Drafting:
-    """One text while tokens are drafted for it; `rows` are their distributions."""
+class Drafting:
+    """One text while `count` tokens are drafted for it; `rows` are their distributions."""
 
     asked: Drafted
     table: BlockTable
@@ -83,6 +88,15 @@ class _Drafting:
     rows: Tensor | None = None
     logits: Tensor | None = None
     tokens: list[int] = field(default_factory=list)
+
+    def draw(self) -> int | None:
+        """One more token, by the logits [1, vocab] after those so far; None where they are not numbers."""
+        assert self.logits is not None
+        place = None if self.rows is None else self.rows[len(self.tokens) : len(self.tokens) + 1]
+        token = self.asked.sampler.sample_draft(self.logits, self.tokens, place)
+        if token is not None:
+            self.tokens.append(token)
+        return token
 
 
 class DraftModel:
@@ -124,7 +138,7 @@ class DraftModel:
         as NaN in the cache would spoil every later token.
         """
         drafting = [
-            _Drafting(one, self._table(one.sequence, one.text), min(one.count, self.context - len(one.text) + 1))
+            Drafting(one, self._table(one.sequence, one.text), min(one.count, self.context - len(one.text) + 1))
             for one in asked
         ]
         self._read([one for one in drafting if one.count > 0])
@@ -138,7 +152,7 @@ class DraftModel:
             going = [one for one in going if one.logits is not None]
         return [Proposal(one.tokens, None if one.rows is None else one.rows[: len(one.tokens)]) for one in drafting]
 
-    def _read(self, drafting: Sequence[_Drafting]) -> None:
+    def _read(self, drafting: Sequence[Drafting]) -> None:
         """Bring the texts into the cache, and the logits after each."""
         for one in drafting:
             text = one.asked.text
@@ -155,7 +169,7 @@ class DraftModel:
             if one.logits is not None:
                 one.table.fill(one.asked.text, one.table.length)
 
-    def _run(self, parts: Sequence[tuple[_Drafting, Sequence[int], int]]) -> bool:
+    def _run(self, parts: Sequence[tuple[Drafting, Sequence[int], int]]) -> bool:
         """One pass over new tokens of each text and the logits after them, if wanted; False where no blocks are left.
 
         A text without blocks gets no logits.
@@ -176,16 +190,15 @@ class DraftModel:
             one.logits = next(rows) if chunk.logits else None
         return True
 
-    def _draw(self, one: _Drafting) -> bool:
+    def _draw(self, one: Drafting) -> bool:
         """One more token; whether yet another is wanted."""
-        assert one.logits is not None
-        place = None if one.rows is None else one.rows[len(one.tokens) : len(one.tokens) + 1]
-        token = one.asked.sampler.sample_draft(one.logits, one.tokens, place)
-        if token is None:
+        if one.draw() is None:
             self._tables.pop(one.asked.sequence).discard()
             return False
-        one.tokens.append(token)
         return len(one.tokens) < one.count
+
+    def listener(self, heard: Sequence[Heard]) -> None:
+        """It has hidden states of its own."""
 
     def truncate(self, sequence: int, length: int) -> None:
         """Roll the cache back."""
@@ -268,6 +281,9 @@ class PromptLookup:
         return [
             Proposal(self._texts.setdefault(one.sequence, _Lookup()).following(one.text, one.count)) for one in asked
         ]
+
+    def listener(self, heard: Sequence[Heard]) -> None:
+        """It reads the text alone."""
 
     def truncate(self, sequence: int, length: int) -> None:
         """Proposals were never taken in."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import Drafted, Heard, Listener
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
@@ -67,6 +67,10 @@ class ProposerSpeculator:
         self._proposals = {one.sequence: proposal for one, proposal in zip(asked, proposals, strict=True)}
         self._drafting = time.perf_counter() - began
         return [proposal.tokens for proposal in proposals]
+
+    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+        """The proposer's."""
+        return self.proposer.listener(heard)
 
     def accept(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
         """By rejection sampling, or, where a seed promises the same tokens every time, by drawing what it draws."""

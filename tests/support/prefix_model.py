@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -56,7 +57,7 @@ class PrefixModel(Transformer):
             self.known[text] = self.function(text)
         return self.known[text]
 
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, listener: Listener | None = None) -> Tensor:
         """Logits [rows, vocab] in the dtype of the function."""
         stored = batch.tokens.float()[:, None, None].expand(-1, 1, 2)
         cache.write(0, batch, stored, stored)

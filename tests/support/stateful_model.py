@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import ModelConfig
@@ -42,7 +43,7 @@ class StatefulModel(PrefixModel):
     def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
         super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, declare=declare))
 
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, listener: Listener | None = None) -> Tensor:
         """As `PrefixModel.forward`."""
         (states,) = cache.states.layer(1)
         for span in batch.spans:
@@ -56,7 +57,7 @@ class StatefulModel(PrefixModel):
                 cache.states.wait(span.state, partial(_take_on, place, new))
             else:
                 _take_on(place, new, len(new))
-        return super().forward(batch, rope, cache)
+        return super().forward(batch, rope, cache, listener)
 
 
 def _take_on(place: Tensor, tokens: list[int], count: int) -> None:

@@ -35,7 +35,7 @@ class DeltaLayers:
         base = decoder_layer(config, index)
         if self.mixture is not None:
             base = self.mixture.put_into(base, config)
-        unread = ("mtp.",)  # a head that predicts several tokens
+        unread = ("mtp.",)  # of the head that predicts, a model of its own
         if self.recurrent[index]:
             return replace(base, mixer=self._delta(config, index), unread=unread)
         query, *others = base.attention.qkv
@@ -64,6 +64,15 @@ class DeltaLayers:
             out=LinearSpec(f"{name}.out_proj", hidden, inner),
             by_key_head=self.fused,
         )
+
+
+def predictor(config: ModelConfig) -> ModelConfig:
+    """The head that predicts one token further: one layer of those with attention."""
+    declare = config.declare
+    assert isinstance(declare, DeltaLayers)
+    mixture = declare.mixture and replace(declare.mixture, dense=frozenset())
+    layers = replace(declare, recurrent=(False,), mixture=mixture)
+    return replace(config, layers=1, declare=layers, predict=None, joins=True)
 
 
 def with_delta_defaults(raw: Fields) -> Fields:
@@ -96,6 +105,7 @@ def read_delta(raw: Fields, mixture: Mixture | None = None, *, fused: bool = Fal
         qk_norm=True,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.25),
         norm_offset=1.0,
+        predict=predictor,
         declare=DeltaLayers(
             hf_config.layers_of_kind(raw, fields["layers"], "linear_attention", hf_config.every(period)),
             heads,

@@ -20,6 +20,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.scheduler import Turn
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.errors import UserError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv
@@ -42,8 +43,8 @@ class Recorded(ModelRunner):
 
     seen: dict[int, list[Tensor]]
 
-    def run(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-        logits = super().run(chunks, cache)
+    def run(self, chunks: Sequence[Chunk], cache: KVCache, listener: Listener | None = None) -> Tensor:
+        logits = super().run(chunks, cache, listener)
         row = 0
         for chunk in chunks:
             row += chunk.logits

@@ -17,7 +17,7 @@ from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import Drafted, Heard
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from tests.support.engines import drain, lanes, together, tokens_of
@@ -42,6 +42,8 @@ class Scripted:
 
     def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
         return min(self._count, room)
+
+    def listener(self, heard: Sequence[Heard]) -> None: ...
 
     def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:
         found = []

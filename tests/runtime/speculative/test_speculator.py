@@ -13,7 +13,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.generate import generate, stream
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import Drafted, Heard
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import ModelError
 from mycli.runtime.sampling.params import SamplingParams
@@ -187,6 +187,8 @@ class Wrong:
 
     def lag(self, sequence: int, text: Sequence[int]) -> int:
         return 1
+
+    def listener(self, heard: Sequence[Heard]) -> None: ...
 
     def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
         proposals = []

@@ -1,0 +1,141 @@
+"""Heads that predict further tokens: what they propose is the reference's, and what stands is what the model says."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.memory.estimate import MemoryPlan, cache_bytes, embedding_bytes, weight_bytes
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.prediction import PredictionProposer
+from mycli.runtime.speculative.prediction_head import PredictionHead
+from mycli.runtime.speculative.proposers import Proposal
+from mycli.runtime.speculative.speculator import ProposerSpeculator
+from tests.support.engines import lanes, together
+from tests.support.families import CASES, make
+from tests.support.family_parts import SMALL
+from tests.support.prediction import Reference, make_with_head
+from tests.support.published import published
+
+CPU = torch.device("cpu")
+CONTEXT, COUNT = 64, 3
+
+
+class Recorded(PredictionProposer):
+    """Keeps what was asked and said."""
+
+    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
+        said = super().propose(asked)
+        pairs = zip(asked, said, strict=True)
+        self.said = [*getattr(self, "said", []), *((list(one.text), each.tokens) for one, each in pairs)]
+        return said
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_5-odd-heads-tied",
+        pytest.param("qwen3_next-8top3", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe-8top3", marks=pytest.mark.slow),
+    ],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, Reference]:
+    path = tmp_path_factory.mktemp("model")
+    reference = make_with_head(path, request.param)
+    return ModelFolder.open(path), reference
+
+
+def proposer(folder: ModelFolder, shape: CacheShape) -> Recorded:
+    runner = load_model(folder, Placement(CPU, torch.float32))
+    assert folder.predictor is not None
+    return Recorded(PredictionHead(folder.predictor, runner), shape)
+
+
+def engine(drafts: PredictionProposer, shape: CacheShape, chunk: int, running: int = 1) -> Engine:
+    runner = drafts.head.target
+    speculator = ProposerSpeculator(drafts, lambda: FixedDraftLength(COUNT))
+    return Engine(runner, shape, runner.config.vocab_size, running=running, chunk=chunk, speculator=speculator)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], chunk: int) -> None:
+    """After each text of a reply, whatever the chunks of the prompt, and however many of the drafts before stood."""
+    shape = CacheShape.lanes(CONTEXT)
+    drafts = proposer(folder[0], shape)
+    drafts._chunk = chunk  # so that short prompts are read in pieces too
+    prompt = tuple(random.Random(1).randrange(4, SMALL["vocab_size"]) for _ in range(17))
+    reply = together(engine(drafts, shape, chunk), [Request(prompt, limit=16)])[0]
+    assert reply == together(lanes(drafts.head.target, CONTEXT), [Request(prompt, limit=16)])[0]
+    assert len(drafts.said) >= 4
+    for text, tokens in drafts.said:
+        assert text == [*prompt, *reply][: len(text)]
+        wanted = folder[1].draft(text, COUNT)
+        assert len(tokens) == min(COUNT, len(prompt) + 16 - len(text) - 1)
+        for found, (token, lead) in zip(tokens, wanted, strict=False):
+            assert found == token or lead < 1e-3, "a tie within rounding"
+            if found != token:
+                break
+
+
+def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, Reference]) -> None:
+    """Greedy and seeded, in few blocks so that some are read again, from prefixes that others left, and branches."""
+    chance = random.Random(2)
+    begin = [chance.randrange(4, SMALL["vocab_size"]) for _ in range(18)]
+    prompts = [(*begin[: chance.choice([0, 18])], *begin[: 2 + 3 * index]) for index in range(5)]
+    asked = [Request(prompt, SamplingParams(0.8 * (i % 2), seed=i), limit=12) for i, prompt in enumerate(prompts)]
+    shape = CacheShape(CONTEXT, 16, 6)
+    drafts = proposer(folder[0], shape)
+    alone = [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
+    many = engine(drafts, shape, 11, running=4)
+    assert together(many, asked) == alone
+    assert together(many, asked) == alone
+    assert many.stats.preemptions > 0 and many.stats.prefix_hits > 0
+    assert drafts._pool.used == 0 and not drafts._texts
+
+
+def test_what_it_holds_is_estimated(folder: tuple[ModelFolder, Reference]) -> None:
+    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    assert folder[0].predictor is not None
+    plan = MemoryPlan(folder[0].predictor.config, context=CONTEXT, dtype="float32")
+    assert drafts.nbytes == weight_bytes(plan) + embedding_bytes(plan) + cache_bytes(plan)
+
+
+def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
+    make(tmp_path, *CASES["qwen3_5-delta"])
+    assert ModelFolder.open(tmp_path).predictor is None
+    assert "mtp.fc.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_the_head_of_a_published_model() -> None:
+    """Qwen3.5-27B: names and shapes of its 15 tensors, as its folder has them."""
+    head = published("Qwen3.5-27B").predictor
+    assert head is not None
+    layer = "model.layers.0"
+    assert dict(head.tensors()) == {
+        "fc.weight": (5120, 10240),
+        "pre_fc_norm_embedding.weight": (5120,),
+        "pre_fc_norm_hidden.weight": (5120,),
+        f"{layer}.input_layernorm.weight": (5120,),
+        f"{layer}.post_attention_layernorm.weight": (5120,),
+        f"{layer}.self_attn.q_norm.weight": (256,),
+        f"{layer}.self_attn.k_norm.weight": (256,),
+        f"{layer}.self_attn.q_proj.weight": (12288, 5120),
+        f"{layer}.self_attn.k_proj.weight": (1024, 5120),
+        f"{layer}.self_attn.v_proj.weight": (1024, 5120),
+        f"{layer}.self_attn.o_proj.weight": (5120, 6144),
+        f"{layer}.mlp.gate_proj.weight": (17408, 5120),
+        f"{layer}.mlp.up_proj.weight": (17408, 5120),
+        f"{layer}.mlp.down_proj.weight": (5120, 17408),
+        "model.norm.weight": (5120,),
+    }

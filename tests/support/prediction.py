@@ -1,0 +1,70 @@
+"""Heads that predict further tokens: random ones beside a random model, and the slow reference of what they propose."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.support.families import CASES, enliven, make
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model and its head, from transformers' own modules and nothing kept from one call to the next."""
+
+    model: transformers.PreTrainedModel
+    head: nn.ModuleDict
+
+    @torch.no_grad()
+    def draft(self, text: list[int], count: int) -> list[tuple[int, float]]:
+        """Greedy tokens after `text`, each with its lead over the second.
+
+        Position i joins h_i, which the model's head reads, with the embedding of token i + 1; all pass one layer and a
+        norm; where h is not known, what came out one position before stands for it (arXiv 2412.19437, 2.2).
+        """
+        states = self.model.model(torch.tensor([text[:-1]])).last_hidden_state
+        tokens, found = text[1:], []
+        for _ in range(count):
+            embedded = self.head["pre_fc_norm_embedding"](self.model.model.embed_tokens(torch.tensor([tokens])))
+            x = self.head["fc"](torch.cat((embedded, self.head["pre_fc_norm_hidden"](states)), dim=-1))
+            places = torch.arange(x.shape[1])[None]
+            turned = self.model.model.rotary_emb(x, places)
+            mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+            x = self.head["layer"](x, position_embeddings=turned, attention_mask=mask)
+            made = self.head["norm"](x[:, -1:])
+            best = self.model.lm_head(made)[0, 0].topk(2)
+            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+            states, tokens = torch.cat((states, made), dim=1), [*tokens, found[-1][0]]
+        return found
+
+
+def make_with_head(folder: Path, case: str, **changes: Any) -> Reference:
+    """A random model in `folder` with a random head beside it, under the names that published folders have."""
+    model_type, own = CASES[case]
+    model = make(folder, model_type, {**own, **changes})
+    full = model.config.layer_types.index("full_attention")
+    template = model.model.layers[full]
+    hidden = model.config.hidden_size
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    parts = {name: type(model.model.norm)(hidden) for name in norms}
+    parts |= {"fc": nn.Linear(2 * hidden, hidden, bias=False), "layer": type(template)(model.config, full)}
+    head = nn.ModuleDict(parts).eval()
+    enliven(head)
+    tensors = load_file(folder / "model.safetensors")
+    stacked = model_type == "qwen3_5_moe_text"
+    for name, tensor in head.state_dict().items():
+        stored = f"mtp.{name.replace('layer.', 'layers.0.', 1)}"
+        if ".experts." in name and not stacked:
+            prefix, _, kind = stored.rpartition(".")
+            for index, expert in enumerate(tensor):
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+                for own_name, part in ({"down_proj": expert} if kind == "down_proj" else parts).items():
+                    tensors[f"{prefix}.{index}.{own_name}.weight"] = part.clone()
+        else:
+            tensors[stored] = tensor.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return Reference(model, head)
