@@ -180,8 +180,8 @@ def start(
     found = [] if asked.device == "cpu" else gpus()
     if found and len(found) < ranks:
         raise ResourceError(f"{ranks} GPUs are to share the model, {len(found)} are here", "ask for fewer")
-    if asked.kv == "int8":
-        raise UsageError(f"{engine.title} does not keep its cache in int8", "omit --kv")
+    if asked.kv not in ("auto", "bf16"):
+        raise UsageError(f"{engine.title} does not keep its cache in {asked.kv}", "omit --kv")
     for one in obstacles(folder.config, folder.packings, ranks):
         problem = f"{one.where}: {one.problem}"
         if asked.device != "cpu":  # the rules of kernels for GPUs
