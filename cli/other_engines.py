@@ -62,13 +62,14 @@ class EngineFlags:
             return _ENGINES[name]
         if self.ranks > 1:
             raise UsageError(
-                "--tensor-parallel-size splits a model, which mycli does not", "add --engine vllm, or --engine sglang"
+                "--tensor-parallel-size splits a model, which our own server never does",
+                "add --engine vllm, or --engine sglang",
             )
         return None
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Launch:
     """What a server of another maker is to do; `share`: of each GPU's memory, None for as much as usual."""
 
     folder: Path
@@ -84,7 +85,7 @@ class Wanted:
     port: int = 8080
 
 
-def _vllm(wanted: Wanted) -> tuple[list[str], dict[str, str]]:
+def _vllm(wanted: Launch) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of vLLM 0.11 and later."""
     arguments = ["serve", str(wanted.folder), "--host", wanted.host, "--port", str(wanted.port)]
     arguments += ["--served-model-name", *wanted.settings.names]
@@ -100,7 +101,7 @@ def _vllm(wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     return arguments, environment
 
 
-def _sglang(wanted: Wanted) -> tuple[list[str], dict[str, str]]:
+def _sglang(wanted: Launch) -> tuple[list[str], dict[str, str]]:
     """Arguments of SGLang 0.5 and later. Raises UsageError for a key: SGLang takes one where others can read it."""
     if wanted.settings.key is not None:
         raise UsageError(
@@ -125,7 +126,7 @@ class OtherEngine:
     title: str
     executable: str
     package: str
-    call: Callable[[Wanted], tuple[list[str], dict[str, str]]]
+    call: Callable[[Launch], tuple[list[str], dict[str, str]]]
 
     def find(self) -> str:
         """Its executable: on PATH, or beside this Python. Raises ResourceError where it is not installed."""
@@ -179,8 +180,8 @@ def start(
     found = [] if asked.device == "cpu" else gpus()
     if found and len(found) < ranks:
         raise ResourceError(f"{ranks} GPUs are to share the model, {len(found)} are here", "ask for fewer")
-    if asked.kv == "int8":
-        raise UsageError(f"{engine.title} does not keep its cache in int8", "omit --kv")
+    if asked.kv not in ("auto", "bf16"):
+        raise UsageError(f"{engine.title} does not keep its cache in {asked.kv}", "omit --kv")
     for one in obstacles(folder.config, folder.packings, ranks):
         problem = f"{one.where}: {one.problem}"
         if asked.device != "cpu":  # the rules of kernels for GPUs
@@ -205,7 +206,7 @@ def _key(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.endswith("_KEY")}
 
 
-def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, found: list[Gpu], ranks: int) -> Wanted:
+def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, found: list[Gpu], ranks: int) -> Launch:
     """What follows from the estimate: the context that fits, and the share of memory that is free."""
     plan = MemoryPlan(
         folder.config,
@@ -228,7 +229,7 @@ def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, 
             )
     elif asked.context is None:
         plan = replace(plan, context=min(plan.context, DEFAULT_CONTEXT))
-    return Wanted(
+    return Launch(
         folder.path,
         settings,
         plan.context,

@@ -156,6 +156,7 @@ def _refuse_ours(engine: OtherEngine, address: AddressFlags, asked: EngineConfig
         "--grace": address.grace != usual.grace,
         "--max-waiting": address.waiting != usual.waiting,
         "--draft": asked.draft is not None,
+        "--adapter": asked.adapter is not None,
         "--shadow": asked.dense_prefill_copy,
         "--allow-nonfinite": asked.allow_nonfinite,
         "--prefix-cache-dir": asked.prefix_folder is not None,

@@ -33,7 +33,7 @@ from mycli.runtime.utils.files import disk_errors, write_atomic
 
 PIECE = 64  # tokens of a file
 MAX_PENDING = 256 << 20  # bytes of memory that wait to be written; more are not kept
-MAGIC = b"mycli-kv"
+_MAGIC = b"mycli-kv"
 HEADER = struct.Struct("<8s32s32sQ")
 _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _LEFT = re.compile(r"\.[0-9a-f]{64}\.kv\.[0-9a-f]{12}\.tmp")  # by a process that was killed while it wrote
@@ -47,7 +47,7 @@ class UntrustedError(UsageError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeptPiece:
     """Piece `index` of a text: the name of its file, and its tokens as the file holds them.
 
     used: nanoseconds since 1970; the beginning of a text counts as used last, as the rest is of no use without it.
@@ -63,7 +63,7 @@ class Piece:
 class Found:
     """The first pieces of a text, as far as they are there, and why it is not more."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[KeptPiece, ...] = ()
     miss: str = ""
 
 
@@ -81,13 +81,13 @@ class StoreStats:
     nbytes: int
 
 
-def _pieces(identity: bytes, tokens: Sequence[int]) -> Iterator[Piece]:
+def _pieces(identity: bytes, tokens: Sequence[int]) -> Iterator[KeptPiece]:
     """The whole pieces of a text."""
     name, now = identity, time.time_ns()
     for index in range(len(tokens) // PIECE):
         packed = array("q", tokens[index * PIECE : (index + 1) * PIECE]).tobytes()
         name = hashlib.sha256(name + packed).digest()
-        yield Piece(index, name, packed, now - index)
+        yield KeptPiece(index, name, packed, now - index)
 
 
 class PrefixStore:
@@ -125,7 +125,7 @@ class PrefixStore:
         with self._lock:
             return StoreStats(self._read, self._written, self._skipped, dict(self._ignored), self._nbytes)
 
-    def _path(self, piece: Piece) -> Path:
+    def _path(self, piece: KeptPiece) -> Path:
         return self.folder / f"{piece.name.hex()}.kv"
 
     def _size(self, nbytes: int) -> int:
@@ -136,7 +136,7 @@ class PrefixStore:
 
         nbytes: of the values of a piece.
         """
-        found: list[Piece] = []
+        found: list[KeptPiece] = []
         miss = "less than a piece" if len(tokens) % PIECE else ""
         for piece in _pieces(self._identity, tokens):
             try:
@@ -152,17 +152,17 @@ class PrefixStore:
         self._touch(found)
         return Found(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
 
-    def _touch(self, pieces: Iterable[Piece]) -> None:
+    def _touch(self, pieces: Iterable[KeptPiece]) -> None:
         for piece in pieces:
             with suppress(OSError):
                 os.utime(self._path(piece), ns=(piece.used, piece.used), follow_symlinks=False)
 
-    def read(self, piece: Piece, nbytes: int) -> bytearray | None:
+    def read(self, piece: KeptPiece, nbytes: int) -> bytearray | None:
         """The values of a piece, `nbytes` of them; None where the file is not there, or not what it should be.
 
         Never raises: what is wrong is counted, and the file removed.
         """
-        expected = HEADER.pack(MAGIC, self._identity, piece.name, nbytes) + piece.tokens
+        expected = HEADER.pack(_MAGIC, self._identity, piece.name, nbytes) + piece.tokens
         try:
             data = _contents(self._path(piece), self._size(nbytes))
         except OSError as error:
@@ -176,7 +176,7 @@ class PrefixStore:
             self._read += 1
         return data[len(expected) : -hashlib.sha256().digest_size]
 
-    def _ignore(self, piece: Piece, reason: str) -> None:
+    def _ignore(self, piece: KeptPiece, reason: str) -> None:
         with suppress(OSError):
             self._path(piece).unlink()
         self._count(reason, f"a kept prefix is computed again, its file is {reason}: {self._path(piece)}")
@@ -188,14 +188,14 @@ class PrefixStore:
         if first:
             self._tell(told)
 
-    def missing(self, tokens: Sequence[int]) -> list[Piece]:
+    def missing(self, tokens: Sequence[int]) -> list[KeptPiece]:
         """The whole pieces of a text that are neither there nor about to be. The others are used now."""
         pieces = list(_pieces(self._identity, tokens))
         there = {piece.index for piece in pieces if self._path(piece).exists()}
         self._touch(piece for piece in pieces if piece.index in there)
         return [piece for piece in pieces if piece.index not in there and piece.name not in self._pending]
 
-    def write(self, piece: Piece, values: bytes) -> None:
+    def write(self, piece: KeptPiece, values: bytes) -> None:
         """Keep the values of a piece, soon; not at all where too much waits already."""
         with self._lock:
             if piece.name in self._pending:
@@ -216,14 +216,14 @@ class PrefixStore:
 
     # The writer's thread
 
-    def _write(self, piece: Piece, values: bytes) -> None:
+    def _write(self, piece: KeptPiece, values: bytes) -> None:
         try:
             size = self._size(len(values))
             if self._nbytes + size > self._limit or self._since_scan > self._limit * _RESCAN:
                 self._make_room(size)
             if self._nbytes + size > self._limit:
                 return
-            body = HEADER.pack(MAGIC, self._identity, piece.name, len(values)) + piece.tokens + values
+            body = HEADER.pack(_MAGIC, self._identity, piece.name, len(values)) + piece.tokens + values
             write_atomic(self._path(piece), body + hashlib.sha256(body).digest(), private=True, flushed=False)
             self._touch([piece])
             with self._lock:
@@ -285,6 +285,6 @@ def _difference(data: bytearray, expected: bytes) -> str:
         return "damaged"
     if data[: len(expected)] == expected:
         return ""
-    if data[:8] != MAGIC:
+    if data[:8] != _MAGIC:
         return "of another format"
     return "of another model or program" if data[8:40] != expected[8:40] else "of another text"

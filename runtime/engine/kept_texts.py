@@ -27,14 +27,15 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotations that depend on how much the ca
 def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
     """SHA-256 over all that keys and values depend on beside the tokens.
 
-    The model's files; this program's sources, torch, and the native library; the device; number formats; the context,
+    The model's files and its adapter's; this program's sources, torch, and the native library; the device; number formats; the context,
     where rotations depend on it. Reads the files whole, some 2 GB a second for each of them.
     """
+    sources = folder.source_files()
     with ThreadPoolExecutor() as pool:
-        files = [digest.hex() for digest in pool.map(_digest, sorted(folder.source_files()))]
+        digests = [digest.hex() for digest in pool.map(_digest, sources)]
     stretched = any(one.scaling.kind in _BY_LENGTH for one in folder.config.distinct_rotations)
     made = {
-        "files": files,
+        "files": sorted(zip((path.name for path in sources), digests, strict=True)),
         "program": _program(),
         "torch": torch.__version__,
         "kernels": _kernels(runner.device),

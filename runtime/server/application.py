@@ -13,6 +13,7 @@ from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.guard import Guard
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
+from mycli.runtime.server.routes.description import description
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page
@@ -36,6 +37,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/apply-template", apply_template),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
+    ("GET", "/openapi.json", description),
     ("GET", "/", page),
 )
 
@@ -47,6 +49,7 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         async def call(request: Request) -> Response:
             return await endpoint(service, request)
 
+        call.__doc__ = endpoint.__doc__  # the description of the interface tells it
         return call
 
     async def refused(request: Request, error: Exception) -> Response:

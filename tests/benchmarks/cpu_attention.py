@@ -128,7 +128,9 @@ def main() -> None:
                 best = min(found["grouped"], found["repeated"])
                 flops = 4 * HEADS * asked.head_dim * found["tokens"] * (found["length"] - found["tokens"] / 2)
                 shape = f"{name:7} {found['dtype']:9} {found['tokens']:4} tokens at {found['length']:6}"
-                times = " ".join(f"{key} {found[key] * 1e3:9.3f}" for key in ("ours", "int8", "int4", "grouped", "repeated"))
+                times = " ".join(
+                    f"{key} {found[key] * 1e3:9.3f}" for key in ("ours", "int8", "int4", "grouped", "repeated")
+                )
                 ratio = ", ".join(f"{best / found[key]:.2f}x {key}" for key in ("ours", "int8", "int4"))
                 print(f"{shape}: {times} {ratio}, {flops / found['ours'] / 1e9:.0f} GFLOP/s", flush=True)
 

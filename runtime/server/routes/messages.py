@@ -19,6 +19,12 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+# What the interface's description wants said of things that there are not here.
+_NO_END = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+_NOT_COUNTED = dict.fromkeys(
+    ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+)
+_CALLER = {"caller": {"type": "direct"}}
 
 
 class MessageBlock(ContentPart):
@@ -173,18 +179,17 @@ class MessageRendering:
         self._block, self._kind = -1, ""  # the block that is open, "" for none
         self._end: dict[str, Any] = {}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         cached = self._counts.cached
         counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.made}
-        return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0, **_NOT_COUNTED}
 
     def begin(self) -> Iterable[bytes]:
         """An empty message."""
         empty: dict[str, Any] = {
             **self._head,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **_NO_END,
             "usage": self._usage(),
         }
         yield _event("message_start", message=empty)
@@ -196,11 +201,11 @@ class MessageRendering:
             yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.content:
-            yield from self._enter("text", {"type": "text", "text": ""})
+            yield from self._enter("text", {"type": "text", "text": "", "citations": None})
             yield self._delta({"type": "text_delta", "text": piece.content})
         for call in piece.calls:
             yield from self._leave()
-            block = {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}}
+            block = {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}, **_CALLER}
             yield from self._enter("tool_use", block)
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield from self._leave()
@@ -223,16 +228,18 @@ class MessageRendering:
         if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
         if reply.content:
-            content.append({"type": "text", "text": reply.content})
+            content.append({"type": "text", "text": reply.content, "citations": None})
         for call in reply.calls:
             values = json.loads(call.arguments)
-            content.append({"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": values})
+            called = {"id": new_id("toolu_"), "name": call.name, "input": values}
+            content.append({"type": "tool_use", **called, **_CALLER})
         return {**self._head, "content": content, **self._end, "usage": self._usage()}
 
     def _count(self, piece: Piece) -> None:
         self._counts.add(piece)
         if piece.end is not None:
-            self._end = {"stop_reason": STOP_REASONS.get(piece.end, "end_turn"), "stop_sequence": piece.stop}
+            reason = STOP_REASONS.get(piece.end, "end_turn")
+            self._end = {**_NO_END, "stop_reason": reason, "stop_sequence": piece.stop}
 
     def _enter(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
         if self._kind != kind:

@@ -6,6 +6,7 @@ preemption), the logits are those of the reply alone, bit for bit, in bf16 and i
 
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -137,14 +138,20 @@ def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[in
     return found
 
 
+@cache
+def each_alone(dtype: torch.dtype, kv: Kv) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
+    """A model, 200 requests, and what each of them gets alone."""
+    runner, asked = recorded(dtype, kv), requests(200, seed=1, most=44)
+    return runner, asked, [with_logits(drawing(runner, CacheShape.lanes(CONTEXT), 1), [one])[0] for one in asked]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
+@pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
 def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: Kv, drafts: bool) -> None:
     """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
-    runner, asked = recorded(dtype, kv), requests(200, seed=1, most=44)
+    runner, asked, expected = each_alone(dtype, kv)
     draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
-    expected = [with_logits(drawing(runner, CacheShape.lanes(CONTEXT), 1), [one])[0] for one in asked]
     engine = drawing(runner, CacheShape(CONTEXT, 30, 8), 32, draft)
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

@@ -14,7 +14,7 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.prefix_store import PIECE, Found, Piece, PrefixStore
+from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import restore
@@ -63,6 +63,7 @@ CASES = [
     pytest.param(torch.float32, "auto", id="fp32"),
     pytest.param(torch.bfloat16, "auto", id="bf16", marks=pytest.mark.slow),
     pytest.param(torch.bfloat16, "int8", id="bf16-int8kv"),
+    pytest.param(torch.bfloat16, "int4", id="bf16-int4kv", marks=pytest.mark.slow),
 ]
 
 
@@ -221,7 +222,7 @@ class Lists:
         while (count + 1) * size <= len(tokens) and tuple(tokens[: (count + 1) * size]) in self.texts:
             count += 1
         self.text = tuple(tokens)
-        return Found(tuple(Piece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no")
+        return Found(tuple(KeptPiece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no")
 
     def restore(self, found: Found, table: BlockTable, end: int) -> bool:
         size, cache, pool = self.world.pool.block_size, self.world.cache, self.world.pool

@@ -1,0 +1,102 @@
+"""GET /openapi.json: the interface for programs, OpenAPI 3.1, made from what requests are validated by.
+
+Follows https://spec.openapis.org/oas/v3.1.0. Answers are named by their media types alone: they are those of OpenAI's
+and Anthropic's interfaces, whose descriptions say more of them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mycli.runtime.server.routes.messages import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.responses import ResponsesRequest
+from mycli.runtime.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mycli.runtime.server.service import Service
+from mycli.runtime.server.streaming import JsonResponse, off_loop
+from mycli.runtime.utils.version import version
+
+BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/apply-template": TokenizeRequest,
+}
+_MEDIA = {"/": "text/html", "/metrics": "text/plain"}
+_STREAMED = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+_TEXT, _ANY = {"type": "string"}, {"type": "object"}
+_NULLABLE = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": _TEXT, "type": _TEXT, "param": _NULLABLE, "code": _NULLABLE},
+        }
+    },
+}
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _operation(path: str, summary: str) -> dict[str, Any]:
+    body = BODIES.get(path)
+    media = _MEDIA.get(path, "application/json")
+    content: dict[str, Any] = {media: {"schema": _ANY if media == "application/json" else _TEXT}}
+    if body in _STREAMED:
+        content["text/event-stream"] = {"schema": _TEXT}
+    failed = {"description": "Why not.", "content": {"application/json": {"schema": _reference("Error")}}}
+    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}, "4XX": failed, "5XX": failed}
+    if path == "/health":
+        answers["503"] = {"description": "It drains, or has failed.", "content": content}
+    found: dict[str, Any] = {"summary": summary, "responses": answers}
+    if body is not None:
+        schema = {"application/json": {"schema": _reference(body.__name__)}}
+        found["requestBody"] = {"required": True, "content": schema}
+    names = re.findall(r"{(\w+)}", path)
+    if names:
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    return found
+
+
+def describe(routes: Iterable[Route], name: str) -> dict[str, Any]:
+    """The description of `routes`, whose endpoints say in their first line what they do; `name`: of the model."""
+    kinds = list(dict.fromkeys(BODIES.values()))
+    _, schemas = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        summary = (route.endpoint.__doc__ or "").strip().partition("\n")[0]
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _operation(path, summary)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"mycli: {name}", "version": version()},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+async def description(service: Service, request: Request) -> Response:
+    """This description."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return JsonResponse(await off_loop(service, lambda: describe(routes, service.name)))
