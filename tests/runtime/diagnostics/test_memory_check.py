@@ -33,7 +33,13 @@ def plan(**changes: object) -> MemoryPlan:
     return replace(MemoryPlan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
 
 
-MEASURED = [("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "int8"), ("float32", 1, "bf16"), ("bfloat16", 1, "int4")]
+MEASURED = [
+    ("bfloat16", 1, "auto"),
+    ("float32", 2, "auto"),
+    ("bfloat16", 2, "int8"),
+    ("float32", 1, "bf16"),
+    ("bfloat16", 1, "int4"),
+]
 
 
 @pytest.mark.parametrize("dtype, batch, kv", MEASURED)

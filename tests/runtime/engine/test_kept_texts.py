@@ -63,6 +63,7 @@ CASES = [
     pytest.param(torch.float32, "auto", id="fp32"),
     pytest.param(torch.bfloat16, "auto", id="bf16", marks=pytest.mark.slow),
     pytest.param(torch.bfloat16, "int8", id="bf16-int8kv"),
+    pytest.param(torch.bfloat16, "int4", id="bf16-int4kv"),
 ]
 
 
