@@ -10,6 +10,8 @@ codes are used. Every vector is rounded by itself. The arithmetic is fp32 in a f
 bits (`attention_int4.h`). How the bytes lie is in `runtime.quantization.int4_vectors`. Does not know caches or blocks.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,10 @@ def hadamard(x: Tensor) -> Tensor:
     block = size & -size  # the largest power of two that divides it
     step, y = 1, x
     while step < block:
-        pairs = y.unflatten(-1, (size // (2 * step), 2, step))
-        first, second = pairs.select(-2, 0), pairs.select(-2, 1)
+        first, second = y.reshape(*x.shape[:-1], size // (2 * step), 2, step).unbind(-2)
         y = torch.stack((first + second, first - second), -2).flatten(-3)
         step *= 2
-    return y * block**-0.5
+    return y * (1 / math.sqrt(block))
 
 
 def pack_int4(values: Tensor) -> Tensor:
@@ -39,7 +40,8 @@ def pack_int4(values: Tensor) -> Tensor:
     *outer, head_dim = values.shape
     nbytes, groups = int4_bytes(head_dim), int4_groups(head_dim)
     rotated = hadamard(values.float())
-    padded = torch.nn.functional.pad(rotated, (0, groups * INT4_GROUP - head_dim)).unflatten(-1, (groups, INT4_GROUP))
+    whole = torch.nn.functional.pad(rotated, (0, groups * INT4_GROUP - head_dim))
+    padded = whole.view(*outer, groups, INT4_GROUP)
     low, high = padded.amin(-1), padded.amax(-1)
     extreme = torch.where(high > -low, high, low)
     scales = (extreme * -0.125).bfloat16()
@@ -47,9 +49,10 @@ def pack_int4(values: Tensor) -> Tensor:
     finite, tiny = extreme.isfinite(), steps.abs() < _SMALLEST
     scales = scales.masked_fill(tiny, 0).masked_fill(~finite, torch.nan)
     codes = (padded / steps.masked_fill(tiny, torch.inf).unsqueeze(-1)).round_().nan_to_num_(0).clamp_(-8, 7)
-    units = codes.flatten(-2)[..., :head_dim].to(torch.int8).view(torch.uint8).unflatten(-1, (-1, 2, UNIT // 2)) & 15
+    halves = codes.flatten(-2)[..., :head_dim].to(torch.int8).view(torch.uint8) & 15
+    lower, upper = halves.reshape(*outer, -1, 2, UNIT // 2).unbind(-2)
     packed = torch.empty(*outer, nbytes, dtype=torch.uint8, device=values.device)
-    packed[..., : head_dim // 2] = (units.select(-2, 0) | units.select(-2, 1) << 4).flatten(-2)
+    packed[..., : head_dim // 2] = (lower | upper << 4).flatten(-2)
     packed[..., head_dim // 2 :] = scales.view(torch.uint8)
     return packed
 
@@ -58,7 +61,7 @@ def unpack_int4(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """packed uint8 [..., bytes] as values [..., head_dim] in `dtype`, rotated back. Sums are fp32, or fp64 for that."""
     exact = torch.promote_types(dtype, torch.float32)
     head_dim = int4_head_dim(packed.shape[-1])
-    units = packed[..., : head_dim // 2].unflatten(-1, (-1, UNIT // 2))
+    units = packed[..., : head_dim // 2].reshape(*packed.shape[:-1], -1, UNIT // 2)
     codes = torch.stack((units << 4, units), -2).flatten(-3).view(torch.int8) >> 4  # the sign is the upper half's
     scales = packed[..., head_dim // 2 :].contiguous().view(torch.bfloat16).to(exact)
     return hadamard(codes.to(exact) * scales.repeat_interleave(INT4_GROUP, -1)[..., :head_dim]).to(dtype)

@@ -113,7 +113,8 @@ class Places(Protocol):
 class KVCache:
     """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
 
-    Of `PACKED` the last axis is the bytes of a vector; ModelError for heads that cannot be packed. Beside them `states`, in `slots`, of the layers that keep those instead.
+    Of `PACKED` the last axis is the bytes of a vector; ModelError for heads that cannot be packed. Beside them
+    `states`, in `slots`, of the layers that keep those instead.
 
     Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
     as the context for each sequence is a contiguous cache, which is read without being gathered.

@@ -236,8 +236,9 @@ def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
     """Attention of a ragged batch over blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
 
-    keys, values: [blocks, kv_heads, block_size, head_dim] (int4 vectors: bytes), query heads in groups of heads / kv_heads. Scores and sums
-    are fp32 (fp64 for a query of fp64), the result has the dtype of the query; one sequence after another.
+    keys, values: [blocks, kv_heads, block_size, head_dim] (of int4 vectors bytes), query heads in groups of heads /
+    kv_heads. Scores and sums are fp32 (fp64 for a query of fp64), the result has the dtype of the query; one sequence
+    after another.
     """
     starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
     out = torch.empty_like(query)

@@ -63,9 +63,8 @@ def main() -> None:
         for kv, median in medians.items():
             size = sum(replace(plan, kv=kv).token_bytes(layer) for layer in range(model.config.layers))
             gained = medians["bf16"] / median
-            print(
-                f"{depth:6} {kv}: {1 / median:7.2f} tokens/s, {gained:.2f} x, {size / 1024:.2f} KiB a token", flush=True
-            )
+            rate = f"{1 / median:7.2f} tokens/s, {gained:.2f} x"
+            print(f"{depth:6} {kv}: {rate}, {size / 1024:.2f} KiB a token", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from mycli.cli.options import parse_count
@@ -128,10 +127,9 @@ def main() -> None:
                 best = min(found["grouped"], found["repeated"])
                 flops = 4 * HEADS * asked.head_dim * found["tokens"] * (found["length"] - found["tokens"] / 2)
                 shape = f"{name:7} {found['dtype']:9} {found['tokens']:4} tokens at {found['length']:6}"
-                times = " ".join(
-                    f"{key} {found[key] * 1e3:9.3f}" for key in ("ours", "int8", "int4", "grouped", "repeated")
-                )
-                ratio = ", ".join(f"{best / found[key]:.2f}x {key}" for key in ("ours", "int8", "int4"))
+                ours = "ours", "int8", "int4"
+                times = " ".join(f"{key} {found[key] * 1e3:9.3f}" for key in (*ours, "grouped", "repeated"))
+                ratio = ", ".join(f"{best / found[key]:.2f}x {key}" for key in ours)
                 print(f"{shape}: {times} {ratio}, {flops / found['ours'] / 1e9:.0f} GFLOP/s", flush=True)
 
 

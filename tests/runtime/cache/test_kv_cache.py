@@ -82,9 +82,8 @@ def test_a_copied_block_is_what_its_source_was(kind: torch.dtype) -> None:
     write(cache, [(0, (0,), torch.zeros_like(text))])
     for layer in range(LAYERS):
         for found, expected in zip(cache.read(layer, (2,), 4), text[layer].transpose(1, 2), strict=True):
-            torch.testing.assert_close(
-                found.dense(torch.float32)[0], expected, atol=0.4 if kind == PACKED else 0.05, rtol=0
-            )
+            away = 0.4 if kind == PACKED else 0.05
+            torch.testing.assert_close(found.dense(torch.float32)[0], expected, atol=away, rtol=0)
         assert not cache.read(layer, (0,), 4)[0].dense(torch.float32).any()
 
 

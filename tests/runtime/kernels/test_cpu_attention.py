@@ -48,12 +48,7 @@ def stored(values: Tensor, dtype: torch.dtype) -> Stored:
     """A view of a larger cache, of which the rest is not a number."""
     *outer, length, head_dim = values.shape
     if dtype == PACKED:
-        return Stored(
-            torch.cat(
-                (pack_int4(values), pack_int4(torch.full_like(values[:, :, :1], torch.nan)).expand(-1, -1, SPARE, -1)),
-                2,
-            )[:, :, :length]
-        )
+        return Stored(pack_int4(torch.nn.functional.pad(values, (0, 0, 0, SPARE), value=torch.nan))[:, :, :length])
     data = torch.full((*outer, length + SPARE, head_dim), 127 if dtype == torch.int8 else torch.nan).to(dtype)
     if dtype != torch.int8:
         data[:, :, :length] = values.to(dtype)
