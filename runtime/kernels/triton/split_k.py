@@ -90,3 +90,16 @@ def add_parts(parts, place, count, stride, inside):
             source = parts + place + (first + part) * stride
             total += tl.load(source, mask=inside & (first + part < count), other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
+    """y[size] = sum of parts[count, size], fp32, in order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    source = parts + place
+    for _ in tl.range(count):
+        total += tl.load(source, mask=inside, other=0.0)
+        source += size
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
