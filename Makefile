@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all check fix docs wheel test-floor test-gpu first-gpu-call bench-gpu test-vllm clean
+.PHONY: demo test test-all check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -67,6 +67,10 @@ test-gpu: .links/mycli
 # What a GPU is asked first, within 9 minutes; each part's result is in $$OUT, else docs/results, as soon as it ends.
 first-gpu-call: .links/mycli
 	PYTHONPATH=.links $(PYTHON) -m tests.gpu.first_call
+
+# And next: what the sanitizers find, what ncu counts, other splits of K; as the first.
+second-gpu-call: .links/mycli
+	PYTHONPATH=.links $(PYTHON) -m tests.gpu.second_call
 
 # Files go to $$OUT, else docs/results; within 9 minutes, the least important measurements dropped.
 bench-gpu: .links/mycli

@@ -5,7 +5,7 @@ pass is asked for; tokens and lengths are written into its buffers before each r
 what a pass computes is in `runtime.engine.decode_step`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -214,10 +214,12 @@ def _unlike(found: Tensor, expected: Tensor) -> str | None:
 
 
 @torch.inference_mode()
-def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None) -> str | None:
-    """What is wrong with the logits of `step` for a token and for several, None if nothing is."""
+def difference(
+    model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
+) -> str | None:
+    """What is wrong with the logits of `step` for so many tokens, None if nothing is."""
     device, config = model.device, model.config
-    context, most = min(_CHECK_CONTEXT, config.max_context), 4
+    context, most = min(_CHECK_CONTEXT, config.max_context), max(counts)
     cache = KVCache(config, 1, context, device, cache_dtype(kv, model.dtype))
     rope = Rope(config, context, device, model.dtype)
     tables = rope.fixed(context)
@@ -231,7 +233,7 @@ def difference(model: Transformer, step: Step, kv: Kv = "auto", capture: Capture
         return logits
 
     plain(Chunk(tokens[:prefix], 0, (0,), 0))
-    for count in (1, most):
+    for count in counts:
         if not step.takes(1, count):
             continue
         drawn = tokens[prefix : prefix + count]

@@ -8,8 +8,8 @@ What the unpacking leaves in (bias, power of two) is taken off once per group:
 
 with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
 fits exactly; their sums come with them (`triton.activation`). Sums over K are fp32 and in a fixed order: parts of K are
-written apart, and added in turn by `reduce_kernel` or by the program that runs the `Epilogue`. Knows no tensors;
-`triton.linear` launches, and checks what is assumed here.
+written apart, and added in turn by a kernel or by the program that runs the `Epilogue` (`triton.split_k`). Knows no
+tensors; `triton.linear` launches, and checks what is assumed here.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -253,19 +253,6 @@ def multiply_kernel(
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
     if EPILOGUE:
         run_epilogue(epilogue, y, rows, n, BLOCK_N, BLOCK_M)
-
-
-@triton.jit(do_not_specialize=["count"])
-def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
-    """y[size] = sum of parts[count, size], fp32, in order."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    source = parts + place
-    for _ in tl.range(count):
-        total += tl.load(source, mask=inside, other=0.0)
-        source += size
-    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])

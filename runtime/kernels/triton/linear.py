@@ -130,7 +130,7 @@ def _check(x: Tensor, columns: int) -> None:
 
 def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """parts fp32 [count, rows, N], added in order, in `dtype`."""
-    from mycli.runtime.kernels.triton.gemm import reduce_kernel
+    from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     reduce_kernel[(-(-y.numel() // 1024),)](parts, y, parts.shape[0], y.numel(), BLOCK=1024)

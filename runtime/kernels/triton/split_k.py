@@ -78,10 +78,28 @@ def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def add_parts(parts, place, count, stride, inside):
-    """The sum of `count` parts `stride` apart, in order, at `place`; four loads are under way at a time."""
+    """The sum of `count` parts `stride` apart, in order, at `place` [a, b].
+
+    Each turn costs one latency of the L2 cache: where a thread has few numbers, up to 16 loads are under way.
+    """
+    FEW: tl.constexpr = 4096 // (place.shape[0] * place.shape[1])
+    LOADS: tl.constexpr = 16 if FEW >= 16 else (8 if FEW >= 8 else 4)
     total = tl.zeros(place.shape, tl.float32)
-    for first in tl.range(0, count, 4):
-        for part in tl.static_range(4):
+    for first in tl.range(0, count, LOADS):
+        for part in tl.static_range(LOADS):
             source = parts + place + (first + part) * stride
             total += tl.load(source, mask=inside & (first + part < count), other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
+    """y[size] = sum of parts[count, size], fp32, in order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    source = parts + place
+    for _ in tl.range(count):
+        total += tl.load(source, mask=inside, other=0.0)
+        source += size
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)

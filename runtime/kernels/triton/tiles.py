@@ -97,7 +97,11 @@ def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, 
     programs = -(-n // shape.block_n) * -(-rows // shape.block_m)
     slots = chip.processors * shape.blocks
     bound = max(1, k * packing.bits // (8 * 32 * rows))
+    return even_parts(shape, max(1, min(slots // programs, bound)), k, tile_k)
+
+
+def even_parts(shape: Tile, wanted: int, k: int, tile_k: int) -> tuple[int, int]:
+    """(parts, groups of `tile_k` a part) of K: `wanted` of them, or fewer where they would not be whole turns."""
     unroll, tiles = shape.unroll(tile_k, k), k // tile_k
-    wanted = max(1, min(slots // programs, bound))
     each = -(-tiles // (wanted * unroll)) * unroll
     return -(-tiles // each), each

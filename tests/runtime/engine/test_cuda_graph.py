@@ -304,6 +304,45 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
     assert len(warnings) == 1 and "shared memory" in warnings[0]
 
 
+class Wide(Sums):
+    """Right, but for passes of 12 tokens, where `wrong`; keeps what it did in what order."""
+
+    def __init__(self, log: list[str], wrong: bool = False) -> None:
+        super().__init__()
+        self.log, self.wrong = log, wrong
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        return True
+
+    def __call__(self, tokens: Tensor, *rest: object, **options: object) -> Tensor:
+        self.log.append(f"fused {tokens.numel()}")
+        return super().__call__(tokens, *rest, **options) + self.wrong * 50.0 * (tokens.numel() == 12)  # type: ignore[arg-type]  # passed on
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bool) -> None:
+    """Once for each shape, and before, so that the cache holds what the fused pass writes."""
+    log: list[str] = []
+    warnings: list[str] = []
+
+    def plain(batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
+        log.append(f"plain {batch.rows}")
+        tokens = batch.tokens.view(len(batch.spans), -1)
+        return (tokens * 100 + batch.lengths[:, None]).reshape(-1, 1).expand(-1, 3).float()
+
+    fast, (cache, rope) = Replay(Wide(log, wrong), recording, warnings.append, plain), session()
+    for new in (4, 12, 12, 10):
+        assert fast.trusts(1, new) is (new == 4 or (new == 12 and not wrong and "plain 12" in log))
+        found = fast(several([list(range(new))], 0, new), rope, cache)
+        assert (found is None) is (wrong and new == 12)
+    first = ["fused 4", "plain 12", "fused 12"]
+    assert log == [*first, *([] if wrong else ["fused 12"] * 2), "plain 10", "fused 10"], (
+        "a capture runs a pass as well"
+    )
+    assert len(warnings) == wrong and all("differ by" in warning for warning in warnings)
+    assert fast.trusts(1, 10)
+
+
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the log of a stub of torch's graphs: the first has a pool of its own, which the others are given."""
     log: list[tuple[str, object]] = []

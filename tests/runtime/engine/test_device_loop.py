@@ -140,6 +140,24 @@ def test_sequences_that_the_pass_does_not_take(interpret: Interpret) -> None:
     assert interpret(limits, "none", 32, 5) == 0
 
 
+def denied() -> tuple[int, int]:
+    """Passes of the loop for two sequences that are not trusted to it, and for one that is."""
+    calls = []
+    for sequences in (2, 1):
+        model = Sequences()
+        step = Step(model)
+        loop = DeviceLoop(step, None, trusts=lambda sequences, new: (sequences, new) == (1, 1))
+        engine = Engine(ModelRunner(model, fast=FastPaths(loop=loop)), CacheShape.lanes(32, sequences), VOCAB)
+        outcome(engine, PROMPT, 8)
+        calls.append(step.calls)
+    return calls[0], calls[1]
+
+
+def test_passes_that_nobody_has_compared_are_the_hosts(interpret: Interpret) -> None:
+    denied_calls, trusted = interpret(denied)  # type: ignore[misc]  # the pool carries any result
+    assert denied_calls == 0 and trusted > 0
+
+
 def ends(capture: str, sequences: int) -> int:
     """A stop token, or a consumer that leaves, at every place; then the next turn, which begins with what was said."""
     looped, plain, _ = engines(capture, 64, sequences)

@@ -1,0 +1,159 @@
+"""A call to a GPU: parts that run one after the other, each a process with a limit of its own, written as each ends.
+
+One that hangs or dies takes no other along. A part is a function that yields rows, or a command; `first_call` and
+`second_call` say which, and this knows none of them. A rehearsal runs kernels on the emulator (`tests.ptx.emulator`),
+which keeps what it compiles in its folder; what it cannot show is noted beside each part.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.gpu.bench.report import Report
+
+Rows = Iterator[dict[str, Any]]
+_ROW = "row: "  # before a line of a child that is a row of its part
+SLOWER = 10  # times a rehearsal may take: the emulator compiles each kernel once more, and is none too fast
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where parts run: on CUDA, or with `rehearse` on the emulator."""
+
+    rehearse: Path | None = None
+
+    def chip(self) -> Any:
+        """Of the device; the emulator is set up."""
+        import torch
+
+        from mycli.runtime.kernels.triton.linear import chip_of
+        from mycli.runtime.kernels.triton.tiles import Chip
+
+        if self.rehearse is None:
+            return chip_of(torch.device("cuda", 0))
+        from tests.ptx.emulator.device import Device
+
+        torch.set_num_threads(1)
+        os.environ["TRITON_CACHE_DIR"] = str(self.rehearse / "triton")
+        Device.set_up(self.rehearse, 90)
+        return Chip((9, 0), 132, pdl=True)
+
+    def device(self) -> Any:
+        """The torch device."""
+        import torch
+
+        return torch.device("cpu" if self.rehearse else "cuda")
+
+    def capture(self) -> Any:
+        """A graph, or what stands in for one."""
+        from mycli.runtime.engine.cuda_graph import GraphCapture
+
+        return (lambda work: work) if self.rehearse else GraphCapture()
+
+
+@dataclass(frozen=True)
+class Part:
+    """`run`: rows of a function in a process of its own, or a command. lacks: what its rehearsal does not show."""
+
+    name: str
+    seconds: int
+    run: Callable[[Asked], Rows] | Sequence[str]
+    lacks: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
+    """The exit status of a command, None where it was ended after `seconds` with all that it started; its output."""
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = child.communicate(timeout=seconds)
+        return child.returncode, said
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        return None, child.communicate()[0]
+
+
+def ask(report: Report, parts: Iterable[tuple[Part, Sequence[str]]], seconds: float) -> bool:
+    """Runs the parts, by these commands; whether all went well. What no longer fits is dropped, from the end."""
+    end, good = time.monotonic() + seconds, True
+    for part, command in parts:
+        left = end - time.monotonic()
+        if left < 5:
+            report.note(part.name, "", "dropped", "no time is left")
+            report.write()
+            continue
+        began = time.monotonic()
+        status, said = bounded(command, min(part.seconds, left), part.environment)
+        lines = said.splitlines()
+        rows = [json.loads(line.removeprefix(_ROW)) for line in lines if line.startswith(_ROW)]
+        took = time.monotonic() - began
+        last = lines[-1][:200] if lines else ""
+        report.rows[part.name] = rows or [{"exit": status, "seconds": took, "last line": last}]
+        wrong = [row for row in rows if not row.get("ok", True)]
+        if status != 0 or wrong:
+            good = False
+            text = "ended after its time" if status is None else "\n".join(lines[-30:])
+            report.note(part.name, "", "error", text if status != 0 else f"{len(wrong)} rows are wrong")
+        report.write()
+        print(f"{part.name}: {'well' if status == 0 and not wrong else 'see the report'}, {took:.0f} s", flush=True)
+    return good
+
+
+def main(
+    about: str,
+    module: str,
+    parts: Callable[[Asked, Path], Sequence[Part]],
+    minutes: float,
+    targets: Mapping[str, Callable[[Asked], Rows]] = MappingProxyType({}),
+) -> int:
+    """The command of a call: its exit status. about: what it does; module: how it is started; minutes: it may take.
+
+    targets: what parts start with `--part`, besides the parts themselves.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, help=f"it may take; {minutes:g}, a rehearsal {SLOWER} times that")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "docs/results"))
+    parser.add_argument("--rehearse", type=Path, help="no GPU: run the kernels on the emulator")
+    parser.add_argument("--only", action="append", default=[], help="this part; may be given several times")
+    parser.add_argument("--part", help="run one part in this process and print its rows")
+    given = parser.parse_args()
+    asked = Asked(given.rehearse)
+    known = {part.name: part for part in parts(asked, given.out)}
+    work = {name: part.run for name, part in known.items() if callable(part.run)} | dict(targets)
+    for name, choices in (*((name, known) for name in given.only), *([(given.part, work)] if given.part else [])):
+        if name not in choices:
+            parser.error(f"there is no part {name!r}: {', '.join(choices)}")
+    if given.part:
+        for row in work[given.part](asked):
+            print(_ROW + json.dumps(row), flush=True)
+        return 0
+    rehearsed = ["--rehearse", str(given.rehearse)] if given.rehearse else []
+    name = module.rpartition(".")[2].replace("_", "-")
+    facts = {"device": f"{name}, rehearsed" if given.rehearse else name, "date": datetime.date.today().isoformat()}
+    report = Report(facts, given.out / (f"{name}-rehearsal" if given.rehearse else name))
+    wanted = [part for part in known.values() if not given.only or part.name in given.only]
+    for part in wanted:
+        if given.rehearse and part.lacks:
+            report.note(part.name, "", "not rehearsed", part.lacks)
+    python = [sys.executable, "-m", module, "--part"]
+    commands = [(one, [*python, one.name, *rehearsed] if callable(one.run) else one.run) for one in wanted]
+    good = ask(report, commands, 60 * (given.minutes or minutes * (SLOWER if given.rehearse else 1)))
+    print(f"written: {report.target}.json and .md")
+    return 0 if good else 1

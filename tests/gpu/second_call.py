@@ -1,0 +1,202 @@
+"""What a GPU is asked next, once `first_call` went well: what is wrong that no result shows, and where the time goes.
+
+    PYTHONPATH=.links python -m tests.gpu.second_call [--minutes 9] [--out FOLDER]
+    PYTHONPATH=.links python -m tests.gpu.second_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
+
+The four tools of compute-sanitizer over small products and a fused pass; what ncu counts of O and of gate and up; and
+the products of a layer at other numbers of parts of K and with narrower tiles, beside what `bench.latency` predicts.
+A tool that is not there is said, and what it would have watched is run without it.
+"""
+
+import csv
+import io
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.gpu.call import SLOWER, Asked, Part, Rows, main
+
+CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
+METRICS = {  # of ncu, and what they are called here
+    "gpu__time_duration.sum": "time",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "% of memory",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": "% of issue",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "% of warps",
+    "lts__t_sector_hit_rate.pct": "% of sectors hit in L2",
+    "launch__registers_per_thread": "registers",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "warps that wait for memory",
+}
+FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/nsight-compute")
+
+
+def tool(name: str) -> str | None:
+    """Where a tool of the CUDA toolkit lies, None where it is not installed."""
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(FOLDERS))
+
+
+def _run(asked: Asked, before: Sequence[str], part: str, more: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status and output of a part of this module, with a tool's command before it."""
+    rehearsed = ["--rehearse", str(asked.rehearse)] if asked.rehearse else []
+    command = [*before, sys.executable, "-m", "tests.gpu.second_call", "--part", part, *rehearsed]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | more)
+    return done.returncode, done.stdout
+
+
+def watched(asked: Asked) -> Rows:
+    """What the sanitizers watch: a product for few rows and for more, and a fused pass launched once for either."""
+    from mycli.runtime.engine.cuda_graph import difference
+    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.kernels.triton.linear import small_product
+    from mycli.runtime.quantization.scheme import Packing
+    from tests.gpu.first_call import layers
+
+    chip = asked.chip()
+    errors = [small_product(asked.device(), Packing(4, 128), chip, rows) for rows in (1, 12)]
+    model = layers(asked, chip)
+    step = DecodeStep.make(model)
+    trouble = step if isinstance(step, str) else difference(model, step, counts=(1, 12))
+    yield {"errors": errors, "trouble": trouble or "", "ok": max(errors) < 5e-3 and trouble is None}
+
+
+def summary(output: str) -> int | None:
+    """Errors and hazards that compute-sanitizer counted; None where it gives no sum, so that none were looked for."""
+    sums = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
+    return int(sums[-1]) if sums else None
+
+
+def sanitized(asked: Asked) -> Rows:
+    """Each of the checks, until time is up; every allocation is the driver's own, so that its end is known."""
+    found = tool("compute-sanitizer")
+    for check in CHECKS if found else CHECKS[:1]:
+        before = [found, "--tool", check, "--kernel-name-exclude", "kns=at::native"] if found else []
+        status, said = _run(asked, before, "watched", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        count = summary(said) if found else 0
+        row = {"check": check, "errors": count, "ok": status == 0 and count == 0}
+        yield row if found else {**row, "check": "none: compute-sanitizer is not installed", "errors": None}
+        if not row["ok"]:
+            print(said[-4000:])
+
+
+def large(asked: Asked) -> Rows:
+    """O, and gate and up, of the 8B model with what follows each: twice, the first time to be compiled."""
+    import torch
+
+    from mycli.runtime.kernels.triton.gated_silu import activate
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.residual import add
+    from tests.gpu.bench.shapes import INT4
+    from tests.gpu.bench.weights import packed
+
+    chip, device = asked.chip(), asked.device()
+    hidden, wide = (128, 256) if asked.rehearse else (4096, 28672)
+    o, gate_up = (TritonMatmul(packed(n, hidden, INT4, device), chip) for n in (hidden, wide))
+    following = TritonMatmul(packed(hidden, wide // 2, INT4, device), chip)
+    counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    for rows in (1,) if asked.rehearse else (1, 8, 16, 64):
+        x = torch.randn(rows, hidden, device=device).bfloat16()
+        ready, stream = o.prepare(x), torch.zeros_like(x)
+        for _ in range(2):
+            add(ready, o, stream, None, counters)
+            made = activate(ready, gate_up, torch.bfloat16, following, counters)
+        yield {"rows": rows, "ok": bool(stream.isfinite().all() and made.values.isfinite().all())}
+
+
+def counted(output: str) -> list[dict[str, Any]]:
+    """The rows of `ncu --csv --page raw`: names, then units, then a line a launch; what stands around it is no part."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    table = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    if not table:
+        return []
+    units, launches = table[0], table[1:]
+    return [
+        {"kernel": one["Kernel Name"].split("(")[0], "grid": one["Grid Size"]}
+        | {title: f"{one[name]} {units[name]}".strip() for name, title in METRICS.items() if one.get(name)}
+        for one in launches
+    ]
+
+
+def profiled(asked: Asked) -> Rows:
+    """What ncu counts of each product's second launch."""
+    found = tool("ncu")
+    before = [found, "--csv", "--page", "raw", "--metrics", ",".join(METRICS), "-k", "multiply_kernel"] if found else []
+    status, said = _run(asked, before, "large", {})
+    if not found:
+        yield {"kernel": "none: ncu is not installed", "ok": status == 0}
+        return
+    rows = counted(said)
+    for place, row in enumerate(rows):
+        if place // 2 % 2:  # O, gate and up; then both again
+            yield row
+    if status or not rows:  # counters may be for administrators alone: it says so
+        print(said[-4000:])
+        yield {"kernel": "ncu counted nothing", "ok": False}
+
+
+def sweep(asked: Asked) -> Rows:
+    """Each product of a layer with an addition behind it, for other numbers of parts and narrower tiles; microseconds.
+
+    The first row of each is what the table of tiles chooses. All parts of one product are timed in turns.
+    """
+    import torch
+
+    from mycli.runtime.kernels.triton import tiles as triton_tiles
+    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.residual import add
+    from tests.gpu.bench.latency import cards, product_microseconds
+    from tests.gpu.bench.shapes import INT4
+    from tests.gpu.bench.timing import Context, copies, in_turns, replay
+    from tests.gpu.bench.weights import packed
+
+    chip, device = asked.chip(), asked.device()
+    context = Context(device, tiny=asked.rehearse is not None, rounds=1 if asked.rehearse else 5)
+    shapes = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096)}
+    card, counters = cards()["H200"], torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    for name, (n, k) in {"o": (128, 512)}.items() if asked.rehearse else shapes.items():
+        weights = [TritonMatmul(packed(n, k, INT4, device), chip) for _ in range(copies(INT4.bytes(n, k), context))]
+        for rows in (1,) if asked.rehearse else (1, 8, 16, 64):
+            x = weights[0].prepare(torch.randn(rows, k, device=device).bfloat16())
+            streams = torch.zeros(rows, n, device=device).bfloat16()
+            own = triton_tiles.parts(chip, x.tile, INT4, rows, n, k, x.tile_k)
+            tilings = {(x.tile, own)}
+            timed: dict[tuple[Any, tuple[int, int]], Callable[[], float]] = {}
+            narrow = replace(x.tile, block_n=x.tile.block_n // 2, warps=x.tile.warps // 2)
+            for tile in (x.tile, narrow):
+                for count in (1, 2, 4, 8, 16, 32):
+                    tilings.add((tile, triton_tiles.even_parts(tile, count, k, x.tile_k)))
+            for tile, parts in sorted(tilings, key=lambda one: (one != (x.tile, own), one[0].block_n, one[1])):
+                given = replace(x, tile=tile)
+                calls = [partial(add, given, weight, streams, None, counters) for weight in weights]
+                with patch.object(triton_tiles, "parts", lambda *_, parts=parts: parts):
+                    timed[tile, parts] = replay(calls, context)
+            for (tile, parts), samples in in_turns(timed, context.rounds).items():
+                predicted = product_microseconds(card, INT4, rows, n, k, tile, parts[0])
+                yield {
+                    "product": name, "rows": rows, "block": tile.block_n, "warps": tile.warps, "parts": parts[0],
+                    "us": statistics.median(samples) * 1e6, "predicted us, H200": predicted,
+                    "chosen": (tile, parts) == (x.tile, own),
+                }  # fmt: skip
+
+
+def parts(asked: Asked, out: Path) -> Sequence[Part]:
+    """Every part, in order."""
+    slower = SLOWER if asked.rehearse is not None else 1
+    return [
+        Part("compute-sanitizer", slower * 240, sanitized, "compute-sanitizer, and all of its checks but one"),
+        Part("ncu", slower * 90, profiled, "ncu: O and gate_up of small sizes run without it"),
+        Part("sweep of splits", slower * 180, sweep, "time: the emulator's says nothing"),
+    ]
+
+
+TARGETS = {"watched": watched, "large": large}  # what tools watch
+
+if __name__ == "__main__":
+    sys.exit(main(str(__doc__), "tests.gpu.second_call", parts, 9, TARGETS))
