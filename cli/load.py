@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
-from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.engine import Engine
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     """
     source = resolve(model, offline=call.offline)
     read_ahead(source.folder)  # before torch is imported, which takes as long
+    folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
+    check_context(folder, engine)
+    tokenizer = open_tokenizer(folder)
     import torch
 
     from mycli.runtime.engine.loader import out_of_memory, plan_memory
@@ -65,10 +69,8 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     if engine.draft not in (None, NGRAM, MTP):
         with about(call, engine.draft):
             draft = ModelFolder.open(resolve(engine.draft, offline=call.offline).folder)
-    folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
     if engine.draft == MTP:
         draft = find_predictor(folder)
-    check_context(folder, engine)
     placement = engine.place(folder.config)
     announce_placement(call, placement)
     planned = plan_memory(folder, placement, engine, draft)
@@ -78,7 +80,7 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     engine = replace(engine, context=planned.context, sequences=planned.batch)
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
-        opened = LoadedEngine(source, placement, *_load(call, folder, placement, engine, draft))
+        opened = LoadedEngine(source, placement, *_load(call, folder, tokenizer, placement, engine, draft))
         call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
         return opened
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
@@ -86,7 +88,12 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
 
 
 def _load(
-    call: Call, folder: ModelFolder, placement: "Placement", engine: EngineConfig, draft: ModelFolder | None
+    call: Call,
+    folder: ModelFolder,
+    tokenizer: "Tokenizer | None",
+    placement: "Placement",
+    engine: EngineConfig,
+    draft: ModelFolder | None,
 ) -> "tuple[LoadedModel, Engine]":
     """The model, and an engine that speculates with `draft`, a model or the head of this one, or by lookup, if asked.
 
@@ -104,7 +111,9 @@ def _load(
     assert engine.context is not None
     running = engine.running or engine.sequences
     shape = cache_shape(engine.context, engine.sequences, running, placement.device)
-    loaded = LoadedModel.load(folder, placement, allow_nonfinite=engine.allow_nonfinite, warn=call.out.warn)
+    loaded = LoadedModel.load(
+        folder, placement, allow_nonfinite=engine.allow_nonfinite, warn=call.out.warn, tokenizer=tokenizer
+    )
     speculator = None
     if engine.draft is not None:
         proposer: Proposer = PromptLookup()
@@ -205,6 +214,19 @@ def about(call: Call, model: str) -> Iterator[None]:
     before, call.out.subject = call.out.subject, subject_of(model)
     yield
     call.out.subject = before
+
+
+def open_tokenizer(folder: ModelFolder) -> "Tokenizer | None":
+    """The tokenizer, what renders its conversations being started beside what comes next.
+
+    None where it cannot be read: whoever needs it finds out why.
+    """
+    with suppress(UserError):
+        tokenizer = folder.tokenizer()
+        if tokenizer.template is not None:
+            tokenizer.template.start()
+        return tokenizer
+    return None
 
 
 def check_context(folder: ModelFolder, engine: EngineConfig) -> None:

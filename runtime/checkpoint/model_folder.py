@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
@@ -23,7 +22,8 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
-if TYPE_CHECKING:  # who only looks at a model needs neither
+if TYPE_CHECKING:  # who only looks at a model needs none of them
+    from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class ModelFolder:
     headers: Headers | None = None
     bare: bool = False
     part: TextPart | PredictorPart | None = None
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     opened: Manifest | None = None
 
     @classmethod
@@ -172,6 +172,8 @@ class ModelFolder:
         if self.packings:
             schemes = "+".join(sorted({packing.name for packing in self.packings.values()}))
             raise ModelError(f"the weights are packed ({schemes}), so nothing can be added to them", code="merge-first")
+        from mycli.runtime.checkpoint.adapter import Adapter
+
         return replace(self, adapter=Adapter.open(name, path, self.config, self.name_of))
 
     def name_of(self, stored: str) -> str | None:

@@ -50,13 +50,15 @@ class LoadedModel:
         *,
         allow_nonfinite: bool = False,
         warn: Callable[[str], None] = lambda text: None,
+        tokenizer: Tokenizer | None = None,
     ) -> "LoadedModel":
         """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
 
-        `warn` is told each of the `warnings` at once, and what goes wrong while the model is used.
+        `tokenizer` is the folder's where it is open already; `warn` is told each of the `warnings` at once, and what
+        goes wrong while the model is used.
         """
         config = folder.config
-        tokenizer = folder.tokenizer()
+        tokenizer = tokenizer or folder.tokenizer()
         defaults, dropped = folder.generation
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
         warnings: list[str] = []

@@ -27,8 +27,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotations that depend on how much the ca
 def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
     """SHA-256 over all that keys and values depend on beside the tokens.
 
-    The model's files and its adapter's; this program's sources, torch, and the native library; the device; number formats; the context,
-    where rotations depend on it. Reads the files whole, some 2 GB a second for each of them.
+    The model's files and its adapter's; this program's sources, torch, and the native library; the device; number
+    formats; the context, where rotations depend on it. Reads the files whole, some 2 GB a second for each of them.
     """
     sources = folder.source_files()
     with ThreadPoolExecutor() as pool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig, is_adapter
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError

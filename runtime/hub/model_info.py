@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header

@@ -4,7 +4,6 @@ Reads the cache as other tools write it: `models--org--name/{refs,blobs,snapshot
 `runtime.hub.client` and `download`) and no torch; importing it costs nothing worth measuring.
 """
 
-import difflib
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_base, is_adapter
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_base, is_adapter
 from mycli.runtime.checkpoint.gguf.files import part_names, part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
@@ -356,6 +355,8 @@ def _resolve_cached(model: str, offline: bool) -> Source:
 
 
 def _suggestion(model: str) -> str:
+    import difflib  # only for a name that is not there
+
     name = model.partition("@")[0]
     known = {known.lower(): known for known in local_names()}
     close = [known[one] for one in known if name.lower() in (one, one.rpartition("/")[2])]

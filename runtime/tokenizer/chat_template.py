@@ -116,6 +116,10 @@ class ChatTemplate:
         sources = _named_sources(settings)
         return cls(sources, token_texts(settings)) if sources else None
 
+    def start(self) -> None:
+        """Begin to start the helper process, which takes as long as a short reply; nothing is waited for."""
+        self._child.start()
+
     def source(self, tools: bool = False) -> str:
         """The template's text: of named ones "tool_use" when there are `tools`, otherwise "default"."""
         if tools and "tool_use" in self._sources:

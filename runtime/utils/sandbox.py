@@ -68,7 +68,7 @@ def _search_path() -> list[str]:
 
 
 class Child:
-    """One helper process serving `module`.handler, started at the first question; it ends with this object.
+    """One helper process serving `module`.handler, started at the first question or before; it ends with this object.
 
     `setup` is JSON that the handler is built from, `memory` the address space in bytes, `reply_bytes` the longest
     answer that is read. Safe to use from several threads; one question at a time.
@@ -79,7 +79,14 @@ class Child:
         self._first = json.dumps({"setup": setup, "memory": memory})
         self._reply_bytes = reply_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = False
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to start the helper: it comes up while its caller does something else. Nothing is waited for."""
+        with self._lock:
+            if self._process is None:
+                self._process = self._begin()
 
     def ask(self, request: object, seconds: float) -> Any:
         """The handler's answer to `request`.
@@ -87,15 +94,18 @@ class Child:
         Raises ChildError, after which the next question gets a new helper, and ResourceError where none can be started.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
+            if self._process is None or (not self._starting and self._process.poll() is not None):
+                self._process = self._begin()
+            if self._starting:
+                self._finish(self._process)
             line = json.dumps({"seconds": seconds, "request": request})
             reply = self._exchange(self._process, line, seconds)
         if "kind" in reply:
             raise ChildError(reply["kind"], reply["message"])
         return reply["answer"]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _begin(self) -> subprocess.Popen[bytes]:
+        """A helper that has been sent what it begins with, and has not answered yet."""
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         process = subprocess.Popen(
@@ -107,15 +117,27 @@ class Child:
             start_new_session=True,  # Ctrl-C is for the person's process, which then ends this one
         )
         weakref.finalize(self, _stop, process)
+        self._starting = True
+        assert process.stdin
+        with contextlib.suppress(OSError):  # it died at once: there will be no answer
+            process.stdin.write(f"{json.dumps([_search_path(), str(_HOME)])}\n{self._first}\n".encode())
+            process.stdin.flush()
+        return process
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until the helper has come up. Raises ResourceError where it does not."""
+        self._starting = False
         try:
-            self._exchange(process, json.dumps([_search_path(), str(_HOME)]) + "\n" + self._first, START_SECONDS)
+            self._exchange(process, "", START_SECONDS)
         except ChildError as error:  # no request was seen yet, so no model is to blame
             problem = f"the helper process for {self._module} did not start ({error.kind})"
             raise ResourceError(problem, "see whether memory is limited, or install this program again") from None
-        return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, Any]:
-        """Send a line, return the one that comes back; the pipes may block, so a timer ends the wait by killing."""
+        """Send a line, if there is one, and return the line that comes back.
+
+        The pipes may block, so a timer ends the wait by killing.
+        """
         assert process.stdin and process.stdout
         late = threading.Event()
 
@@ -128,8 +150,9 @@ class Child:
         timer.start()
         reply = b""
         try:
-            process.stdin.write(line.encode() + b"\n")
-            process.stdin.flush()
+            if line:
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
             reply = process.stdout.readline(self._reply_bytes)
         except OSError:
             pass  # it died with the request half written: the same as no reply

@@ -12,7 +12,8 @@ from torch import Tensor
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.quant.source_weights import SourceWeights
-from mycli.runtime.checkpoint.adapter import Adapter, AdapterConfig, is_adapter
+from mycli.runtime.checkpoint.adapter import Adapter
+from mycli.runtime.checkpoint.adapter_config import AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError

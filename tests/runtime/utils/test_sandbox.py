@@ -29,6 +29,25 @@ def test_answers_and_stays(child: Child) -> None:
     assert ask(child, "b") == ["b"] and child._process is process
 
 
+def test_one_that_was_started_before_answers_the_first_question(child: Child) -> None:
+    child.start()
+    process = child._process
+    assert process is not None and process.poll() is None
+    child.start()
+    assert ask(child, "{{ x }}") == ["é\ud800\n"] and child._process is process
+
+
+def test_one_that_died_before_it_was_asked_is_told(child: Child) -> None:
+    child.start()
+    process = child._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    with pytest.raises(ResourceError, match="did not start"):
+        ask(child, "a")
+    assert ask(child, "a") == ["a"] and child._process is not process
+
+
 def test_error_inside_keeps_the_process(child: Child) -> None:
     with pytest.raises(ChildError) as caught:
         ask(child, "{{ 1 // 0 }}")
