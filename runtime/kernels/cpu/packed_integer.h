@@ -19,6 +19,7 @@ struct Units {
     int32_t* sum;  // of the integers of the segment
     float* shift;  // their sum as a number: what an offset is multiplied by
     int64_t row, segment;
+    Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // without the rows before
 };
 
 // How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each

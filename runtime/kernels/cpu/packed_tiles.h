@@ -68,13 +68,12 @@ template <int B> void unpack_bytes(const uint8_t* block, int64_t count, U* to) {
     }
 }
 
-// Calls use(segments that are added up at a time, whether there are offsets), both as types. What is added up is whole blocks of
-// at most 128 inputs.
+// Calls use(segments that are added up at a time, whether there are offsets), both as types. They are whole blocks, of the inputs
+// of at most two tiles.
 template <class Use> void by_segment(const Weight& w, Use use) {
-    const int64_t segment = segment_of(w), segments = w.inputs / segment;
+    const int64_t segment = segment_of(w);
     const auto choose = [&](auto parts) { w.offsets ? use(parts, std::true_type()) : use(parts, std::false_type()); };
-    if (segment <= 32 && segments % 4 == 0) choose(std::integral_constant<int, 4>());
-    else if (segment <= 64 && segments % 2 == 0) choose(std::integral_constant<int, 2>());
+    if (segment <= 64 && w.inputs / segment % 2 == 0) choose(std::integral_constant<int, 2>());
     else choose(std::integral_constant<int, 1>());
 }
 
@@ -95,7 +94,7 @@ inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t 
     for (; t.row < last; t.row++) {
         float* total = t.total + t.row * TILE_BLOCKS * ROWS;
         Floats now = load_vector<Floats>(total);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int64_t j = 0; j < PARTS; j++) {
             now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], units, t.row + j * step, now);
             if (OFFSETS) now = shifted(t.offset[j], units, t.row + j * step, now);
@@ -104,69 +103,92 @@ inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t 
     }
 }
 
-// As multiply_panel, for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
-//
-// No more than four tiles are in use. A core whose other thread is busy has few to rename them to: with all eight, a tile is loaded
-// only once every product that reads what it held has retired, and products take four times as long.
-template <int PARTS, bool OFFSETS>
-void multiply_tiles(const Weight& w, void (*unpack)(const uint8_t*, int64_t, U*), int64_t row_block, const Tiling& tiling, int64_t first,
-                    int64_t last, const int8_t* x, const Units& units, float* total, uint16_t* y) {
-    const int64_t segment = segment_of(w), width = tile_width(w), groups = w.inputs / w.group, batch = PARTS * segment;
-    const int64_t row = tiling.first(first), count = std::min(TILE_BLOCKS, blocks_of(w.rows) - row_block);
-    const int64_t block_bytes = w.bits * 64, slots = 2 * batch / width;
-    alignas(64) U codes[2][TILE_BLOCKS][128 / 4];
-    alignas(64) Ints part[2][PARTS][2][ROWS];
-    Floats scale[2][TILE_BLOCKS][PARTS], offset[2][TILE_BLOCKS][PARTS];
-    memset(total, 0, size_t(tiling.first(last) - row) * TILE_BLOCKS * ROWS * sizeof *total);
-    const auto prepare = [&](int64_t i) {
-        const int64_t turn = i / batch % 2;
+typedef void Unpack(const uint8_t* block, int64_t count, U* to);
+
+// What a batch of inputs is multiplied by: signed codes, scales and offsets of the segments of each row block.
+template <int PARTS> struct alignas(64) Batch {
+    U codes[TILE_BLOCKS][128 / 4];
+    Floats scale[TILE_BLOCKS][PARTS], offset[TILE_BLOCKS][PARTS];
+
+    void read(const Weight& w, Unpack* unpack, int64_t row_block, int64_t count, int64_t input) {
+        const int64_t segment = segment_of(w), groups = w.inputs / w.group;
         for (int64_t n = 0; n < count; n++) {
-            unpack(w.codes + ((row_block + n) * w.inputs + i) / INPUTS * block_bytes, batch / INPUTS, codes[turn][n]);
+            unpack(w.codes + ((row_block + n) * w.inputs + input) / INPUTS * w.bits * 64, PARTS * segment / INPUTS, codes[n]);
             for (int64_t j = 0; j < PARTS; j++) {
-                const int64_t at = ((row_block + n) * groups + (i + j * segment) / w.group) * ROWS;
+                const int64_t at = ((row_block + n) * groups + (input + j * segment) / w.group) * ROWS;
                 alignas(64) float scales[ROWS];
                 load_scales(w, at, scales);
-                scale[turn][n][j] = load_vector<Floats>(scales);
-                if (OFFSETS) offset[turn][n][j] = load_vector<Floats>(w.offsets + at);
+                scale[n][j] = load_vector<Floats>(scales);
+                if (w.offsets) offset[n][j] = load_vector<Floats>(w.offsets + at);
             }
-        }
-    };
-    // What leaves the tiles can be read once it has retired: it is added while the next tiles are multiplied.
-    TileSums<PARTS> before{};
-    int64_t units_done = 0;
-    prepare(0);
-    for (int64_t i = 0; i < w.inputs; i += batch) {
-        const int64_t turn = i / batch % 2;
-        for (int64_t t = first; t < last; t++) {
-            const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-            for (int64_t n = 0; n < count; n++, units_done++) {
-                Ints (*sums)[2][ROWS] = part[units_done % 2];
-                for (int64_t j = 0; j < PARTS; j++) {
-                    const int8_t* at = x + 2 * (tiling.rows * (i + j * segment) + start * segment);
-                    TILE_ZERO(0);
-                    TILE_ZERO(1);
-                    for (int64_t k = 0; k < segment; k += width, at += 2 * high * width) {
-                        TILE_LOAD(6, codes[turn][n] + (j * segment + k) / 4, 64);
-                        TILE_LOAD(4, at, width);
-                        TILE_DOT_S8(0, 4, 6);
-                        add_rows<PARTS, OFFSETS>(before, units.segment, ROWS / slots);
-                        TILE_LOAD(4, at + high * width, width);
-                        TILE_DOT_S8(1, 4, 6);
-                        add_rows<PARTS, OFFSETS>(before, units.segment, ROWS / slots);
-                    }
-                    TILE_STORE(sums[j][0], 64, 0);
-                    TILE_STORE(sums[j][1], 64, 1);
-                }
-                add_rows<PARTS, OFFSETS>(before, units.segment, ROWS);
-                const int64_t place = start * units.row + i / segment * units.segment;
-                before = {sums, scale[turn][n], offset[turn][n], units.unit + place, units.shift + place,
-                          total + ((start - row) * TILE_BLOCKS + n) * ROWS, 0, high};
-            }
-            if (t == first && i + batch < w.inputs) prepare(i + batch);
         }
     }
-    add_rows<PARTS, OFFSETS>(before, units.segment, ROWS);
-    for (int64_t m = 0; m < tiling.first(last) - row; m++)
+};
+
+// As multiply_panel, for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
+//
+// Five tiles are in use: a core whose other thread is busy has few to rename them to, and with all eight each load waits until
+// every product that reads what the tile held has retired, which takes four times as long. The weight's stay for NEAR tiles of rows.
+template <int PARTS, bool OFFSETS>
+void multiply_tiles(const Weight& w, Unpack* unpack, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last,
+                    const int8_t* x, const Units& units, float* total, uint16_t* y) {
+    constexpr int64_t NEAR = 2;
+    const int64_t segment = segment_of(w), width = tile_width(w), inputs = PARTS * segment, row = tiling.first(first);
+    const int64_t count = std::min(TILE_BLOCKS, blocks_of(w.rows) - row_block), rows = tiling.first(last) - row;
+    const bool two = inputs > width;  // tiles of the weight
+    Batch<PARTS> batches[2];
+    alignas(64) Ints part[2][PARTS][2][ROWS];
+    TileSums<PARTS> before{};  // what leaves the tiles can be read once it has retired: it is added while the next are multiplied
+    const auto add = [&](int64_t most) { add_rows<PARTS, OFFSETS>(before, units.segment, most); };
+    const auto multiply = [&](int64_t input, int64_t n, int64_t t, const Batch<PARTS>& batch, Ints (*sums)[2][ROWS]) {
+        const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+        const int8_t* at = x + 2 * (tiling.rows * input + start * segment);
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_LOAD(4, at, width);
+        TILE_DOT_S8(0, 4, 6);
+        add(ROWS / 4);
+        TILE_LOAD(4, at + high * width, width);
+        TILE_DOT_S8(1, 4, 6);
+        add(ROWS / 4);
+        if (two) {
+            if (PARTS == 2) {
+                TILE_STORE(sums[0][0], 64, 0);
+                TILE_STORE(sums[0][1], 64, 1);
+                TILE_ZERO(0);
+                TILE_ZERO(1);
+            }
+            at += 2 * width * (PARTS == 2 ? tiling.rows : high);
+            TILE_LOAD(4, at, width);
+            TILE_DOT_S8(0, 4, 7);
+            add(ROWS / 4);
+            TILE_LOAD(4, at + high * width, width);
+            TILE_DOT_S8(1, 4, 7);
+        }
+        add(ROWS);
+        TILE_STORE(sums[PARTS - 1][0], 64, 0);
+        TILE_STORE(sums[PARTS - 1][1], 64, 1);
+        const int64_t place = start * units.row + input / segment * units.segment;
+        before = {sums, batch.scale[n], batch.offset[n], units.unit + place, units.shift + place,
+                  total + ((start - row) * TILE_BLOCKS + n) * ROWS, 0, high};
+    };
+    memset(total, 0, size_t(rows) * TILE_BLOCKS * ROWS * sizeof *total);
+    batches[0].read(w, unpack, row_block, count, 0);
+    int64_t done = 0;
+    for (int64_t input = 0; input < w.inputs; input += inputs) {
+        const Batch<PARTS>& batch = batches[input / inputs % 2];
+        for (int64_t near = first; near < last; near += NEAR) {
+            for (int64_t n = 0; n < count; n++) {
+                TILE_LOAD(6, batch.codes[n], 64);
+                if (two) TILE_LOAD(7, batch.codes[n] + width / 4, 64);
+                for (int64_t t = near; t < std::min(near + NEAR, last); t++) multiply(input, n, t, batch, part[done++ % 2]);
+            }
+            if (near == first && input + inputs < w.inputs)
+                batches[(input / inputs + 1) % 2].read(w, unpack, row_block, count, input + inputs);
+        }
+    }
+    add(ROWS);
+    for (int64_t m = 0; m < rows; m++)
         for (int64_t n = 0; n < count; n++)
             store_row(y, BF16, (row + m) * w.rows + (row_block + n) * ROWS, total + (m * TILE_BLOCKS + n) * ROWS,
                       std::min<int64_t>(ROWS, w.rows - (row_block + n) * ROWS));
