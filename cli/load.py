@@ -251,4 +251,5 @@ def announce_build(call: Call, placement: "Placement") -> None:
 
     if placement.device.type == "cpu" and must_be_built():
         call.out.note("building the CPU kernel, once")
-        native()
+        if isinstance(found := native(), str):
+            call.out.warn(f"it could not be built, so replies are slower: {found}")
