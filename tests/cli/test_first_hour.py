@@ -19,6 +19,7 @@ from mycli.cli.presets import apply_preset
 from mycli.cli.progress import reading
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.names import candidates, plain_name
+from mycli.runtime.kernels.cpu import build
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO
@@ -328,6 +329,13 @@ def test_tab_in_the_shell(line: str, offered: set[str], environment: dict[str, s
         [sys.executable, "-m", "mycli.cli"], env={**environment, **completing}, capture_output=True, text=True
     )
     assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_a_kernel_that_cannot_be_built_is_told(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "must_be_built", lambda: True)
+    monkeypatch.setattr(build, "native", lambda: "g++ failed: a.h:1: error")
+    done = mycli("run", str(PICO), "Hi", "-t", "0", "-n", "1", "--device", "cpu")
+    assert done.returncode == 0 and "replies are slower: g++ failed: a.h:1: error" in done.stderr
 
 
 def test_threads_are_told_to_torch_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
