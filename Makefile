@@ -28,7 +28,7 @@ test: check
 	$(TESTS)
 
 test-all: check
-	$(TESTS) -m "slow or not slow"
+	MYCLI_THOROUGH=1 $(TESTS) -m "slow or not slow"
 
 check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .

@@ -1,5 +1,9 @@
-"""Which cases of a grid the default run takes: one idiom for all."""
+"""How much of a grid or of a property the default run takes: one idiom for each.
 
+`make test-all` takes every case of a grid, and of a property as many examples as are worth a night.
+"""
+
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,3 +22,8 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.slow)
         for case in every
     ]
+
+
+def examples(quick: int, thorough: int) -> int:
+    """How many examples of a property to try; `thorough` where MYCLI_THOROUGH is set."""
+    return thorough if os.environ.get("MYCLI_THOROUGH") else quick

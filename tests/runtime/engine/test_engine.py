@@ -38,20 +38,20 @@ def paged(runner: ModelRunner, tokens: int, block_size: int = 4, running: int = 
     return Engine(runner, shape, runner.config.vocab_size, running=running, **options)
 
 
-def slow(runner: ModelRunner, prompt: list[int], limit: int = 12) -> list[int]:
-    """Without a cache: the whole sequence again for every token."""
-    tokens = list(prompt)
-    for _ in range(limit):
-        kind = cache_dtype(runner.kv, torch.float32)
-        tokens.append(int(whole(runner.model, torch.tensor([tokens]), kind=kind)[0, -1].argmax()))
-    return tokens[len(prompt) :]
+@pytest.fixture(scope="module")
+def expected(pico: ModelRunner) -> list[int]:
+    """The reply to PROMPT without a cache: the whole sequence again for every token."""
+    tokens, kind = list(PROMPT), cache_dtype(pico.kv, torch.float32)
+    for _ in range(12):
+        tokens.append(int(whole(pico.model, torch.tensor([tokens]), kind=kind)[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 512])
 @pytest.mark.parametrize("block_size", [64, 16, 3])
-def test_chunks_and_blocks_change_no_token(pico: ModelRunner, chunk: int, block_size: int) -> None:
+def test_chunks_and_blocks_change_no_token(pico: ModelRunner, expected: list[int], chunk: int, block_size: int) -> None:
     engine = paged(pico, 64, block_size, 1, chunk=chunk)
-    assert tokens_of(engine, PROMPT) == slow(pico, PROMPT)
+    assert tokens_of(engine, PROMPT) == expected
 
 
 def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(pico: ModelRunner) -> None:
@@ -143,10 +143,17 @@ MIXED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(pico: ModelRunner) -> list[list[int]]:
+    """The replies to MIXED, one by one."""
+    return [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
+
+
 @pytest.mark.parametrize("tokens, preempted", [(512, False), (68, True)], ids=["room", "preempted"])
-def test_replies_together_are_the_replies_alone(pico: ModelRunner, tokens: int, preempted: bool) -> None:
+def test_replies_together_are_the_replies_alone(
+    pico: ModelRunner, alone: list[list[int]], tokens: int, preempted: bool
+) -> None:
     """G22, G40, G43: greedy and seeded, with penalties, after prefix hits and preemptions."""
-    alone = [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
     engine = paged(pico, tokens)
     assert together(engine, MIXED) == alone
     assert together(engine, MIXED[::-1]) == alone[::-1]

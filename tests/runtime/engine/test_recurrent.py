@@ -23,6 +23,7 @@ from mycli.runtime.sampling.sampler import Sampler
 from tests.support.engines import drain, lanes, together, tokens_of
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
+from tests.support.grids import examples
 from tests.support.prefix_model import random_function
 from tests.support.stateful_model import StatefulModel
 
@@ -95,7 +96,7 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(24, 200), deadline=None)
 @given(
     seed=st.integers(0, 1 << 20),
     block_size=st.sampled_from([1, 3, 4, 8]),

@@ -22,6 +22,7 @@ from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLen
 from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import in_lane, kept, together
+from tests.support.grids import examples
 from tests.support.prefix_model import CPU, Function, PrefixModel, random_function
 from tests.support.speculation import PROMPT, VOCAB, plainly, proposers, reply, speculating, target_model
 
@@ -38,7 +39,7 @@ PAIRS = {"seed": st.integers(0, 10**6), "kind": st.sampled_from(["draft", "ngram
     penalty=st.sampled_from([1.0, 1.5]),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 def test_tokens_are_the_same_whatever_the_lengths(
     seed: int,
     length: int,
@@ -73,7 +74,7 @@ def test_tokens_are_the_same_whatever_the_lengths(
     blocks=st.integers(8, 30),
     draft_blocks=st.integers(1, 20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 100), deadline=None)
 def test_many_together_are_the_replies_alone(
     seed: int, length: int, kind: str, alike: bool, blocks: int, draft_blocks: int
 ) -> None:

@@ -14,6 +14,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 from tests.support.engines import drain
+from tests.support.grids import chosen
 from tests.support.prefix_model import Choose, ChoosingSampler, PrefixModel, all_outcomes
 from tests.support.speculation import PROMPT, VOCAB, proposers, speculating, target_model
 
@@ -54,8 +55,13 @@ def exact(model: PrefixModel, prompt: list[int], length: int, sampling: Sampling
     return found
 
 
-@pytest.mark.parametrize("kind", ["draft", "ngram"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    chosen(
+        [(name, kind) for name in SETTINGS for kind in ("draft", "ngram")],
+        quick=[*((name, "draft") for name in SETTINGS), ("plain", "ngram"), ("greedy-bias", "ngram"), ("all", "ngram")],
+    ),
+)
 def test_outputs_have_exactly_the_probabilities_of_the_target(name: str, kind: str) -> None:
     """Every random choice of the loop is enumerated: three tokens, the second and third speculated."""
     check_every_outcome(SETTINGS[name], kind, 3)

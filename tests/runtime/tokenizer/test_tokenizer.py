@@ -15,6 +15,7 @@ from mycli.runtime.tokenizer.backend import Pipeline
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.stream import StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.grids import examples
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared"
@@ -78,7 +79,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 @ALL
-@settings(max_examples=60)
+@settings(max_examples=examples(40, 200))
 @given(text=st.text() | hostile)
 def test_any_text_round_trips(pair: Pair, text: str) -> None:  # C12, C14
     ours, theirs = pair
@@ -88,7 +89,7 @@ def test_any_text_round_trips(pair: Pair, text: str) -> None:  # C12, C14
 
 
 @ALL
-@settings(max_examples=60)
+@settings(max_examples=examples(40, 200))
 @given(data=st.data())
 def test_stream_is_decode_is_the_library(pair: Pair, data: st.DataObject) -> None:  # C17, C18, C19
     ours, theirs = pair
@@ -98,7 +99,7 @@ def test_stream_is_decode_is_the_library(pair: Pair, data: st.DataObject) -> Non
 
 
 @ALL
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 200), deadline=None)
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=3),
     prompt=st.booleans(),
@@ -117,7 +118,8 @@ def control_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 @ALL
-@settings(max_examples=40, deadline=None)  # two conversations each, through the process that renders templates
+# Two conversations each, through the process that renders templates.
+@settings(max_examples=examples(20, 200), deadline=None)
 @given(text=hostile, system=hostile)
 def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, system: str) -> None:  # C12, C13
     ours, _ = pair
@@ -129,7 +131,7 @@ def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, syst
 
 
 @PICO
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 200), deadline=None)
 @given(text=hostile)
 def test_spelled_text_reaches_the_model_unchanged(pair: Pair, text: str) -> None:  # C12, C13: nothing is stripped
     ours, _ = pair
