@@ -205,7 +205,7 @@ def _notes(
         [] if work.stored is None else [f"made from weights of {work.stored}: what they had lost is not found again"]
     )
     if work.folder.predictor is not None:
-        notes.append("the head that predicts further tokens is copied as it is, not quantized")
+        notes.append("the head that predicts further tokens (mtp.*) is copied as it is")
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):

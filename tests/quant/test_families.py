@@ -26,6 +26,7 @@ from tests.support.engines import whole
 from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.prediction import make_with_head
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -187,6 +188,23 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
         assert not settled or torch.equal(state.streams[0], stream)
     kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
     assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, "every linear was looked at"
+
+
+def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
+    """Bit for bit, under names that no scheme of the copy covers; its parameters count where bits are divided."""
+    make_with_head(tmp_path / "source", "qwen3_5-delta", vocab_size=4096, intermediate_size=96)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, tmp_path / "source" / name)
+    work = plan_quantization(Source("random", tmp_path / "source"), Recipe("rtn", 4, 32), report="none")
+    quantize(work, tmp_path / "copy", CPU)
+    stored, copied = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "copy"))
+    heads = [{name: each for name, each in one.items() if name.startswith("mtp.")} for one in (stored, copied)]
+    assert heads[0].keys() == heads[1].keys() and len(heads[0]) == 15
+    assert all(torch.equal(each, heads[1][name]) for name, each in heads[0].items())
+    made = ModelFolder.open(tmp_path / "copy")
+    assert made.predictor is not None and not made.predictor.packings and made.packings
+    assert work.size.parameters == sum(each.numel() for each in stored.values())
+    assert work.size.bytes == sum(each.nbytes for each in copied.values())
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -258,6 +258,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
+        (["--draft", "mtp"], ExitCode.MODEL),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )

@@ -118,9 +118,9 @@ def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_published_model() -> None:
-    """Qwen3.5-27B: names and shapes of its 15 tensors, as its folder has them."""
-    head = published("Qwen3.5-27B").predictor
-    assert head is not None
+    """Qwen3.5-27B: names and shapes of its 15 tensors, as its folder has them; of 9B what it adds to the parameters."""
+    head, small = published("Qwen3.5-27B").predictor, published("Qwen3.5-9B").predictor
+    assert head is not None and small is not None and small.parameters() == 9197093888 - 8953803264
     layer = "model.layers.0"
     assert dict(head.tensors()) == {
         "fc.weight": (5120, 10240),
