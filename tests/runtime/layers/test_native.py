@@ -136,12 +136,13 @@ def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, m
 
 
 # Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
-# behind a gate; factors on what is added.
+# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights.
 EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
     "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
     "qwen2_moe-shared": ({}, ["experts"] * 3),
     "granitemoe-8top2": ({}, ["experts"] * 3),
+    "gemma4-8top2": ({"head_dim": 32, "global_head_dim": 64}, ["experts"] * 3),
 }
 
 
