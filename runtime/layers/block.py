@@ -20,7 +20,7 @@ from mycli.runtime.layers.experts import RoutedProduct
 from mycli.runtime.layers.linear import Changes, Linear, load_linears
 from mycli.runtime.layers.native import (
     Around,
-    ExpertLinears,
+    ExpertModules,
     NativePart,
     NativePass,
     attention_part,
@@ -296,13 +296,15 @@ class Experts(LayerPart):
         self.expert_output_norm = make_norm(spec.expert_output_norm)
         self._scales: Tensor | None = None
         self._activate = ACTIVATION[spec.activation]
-        norms = [norm for norm in (self.norm, self.output_norm) if norm is not None]
+        beside = (None, None) if self.shared is None else (self.shared.norm, self.shared.output_norm)
+        self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
+        norms = [norm for norm in (self.norm, self.output_norm, *self._inner_norms) if norm is not None]
         self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
 
     def _prepare(self) -> CExpertsPart:
         shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
-        linears = ExpertLinears(self.router, self._gate_up, self._down, shared, self.shared_gate)
-        return experts_part(self.spec, self._around(), linears)
+        products = self.router, self._gate_up, self._down, shared, self.shared_gate
+        return experts_part(self.spec, self._around(), ExpertModules(self._inner_norms, *products, self._scales))
 
     def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
         """As `LayerPart.run_native`."""

@@ -170,28 +170,33 @@ def _expert_product(linears: Sequence[Linear]) -> CExpertProduct:
 
 
 @dataclass(frozen=True)
-class ExpertLinears:
-    """The linears of a layer's experts; `shared`: gate and up, and down, of one that all tokens go through."""
+class ExpertModules:
+    """What a layer's experts are made of; `shared`: gate and up, and down, of one that all tokens go through.
 
+    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales`: fp32 [experts].
+    """
+
+    norms: tuple[RMSNorm | None, ...]
     router: Linear
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
     shared: tuple[Linear, Linear] | None
     shared_gate: Linear | None
+    scales: Tensor | None
 
 
-def experts_part(spec: ExpertsSpec, around: Around, linears: ExpertLinears) -> CExpertsPart:
+def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpertsPart:
     """Experts as experts_part.h has them. Raises NotNative."""
-    if spec.scales is not None or any(norm is not None for norm in spec.inner_norms()):
-        raise NotNative("takes experts that read what one norm makes, and weights of the router alone")
     return CExpertsPart(
         c_gain(around.norm),
-        c_linear(linears.router),
-        _expert_product(linears.gate_up),
-        _expert_product(linears.down),
-        CFeed() if spec.shared is None or linears.shared is None else _feed(spec.shared.mlp, *linears.shared),
-        CLinear() if linears.shared_gate is None else c_linear(linears.shared_gate),
+        *(c_gain(norm) for norm in own.norms),
+        c_linear(own.router),
+        _expert_product(own.gate_up),
+        _expert_product(own.down),
+        CFeed() if spec.shared is None or own.shared is None else _feed(spec.shared.mlp, *own.shared),
+        CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
         c_sum(around),
+        None if own.scales is None else own.scales.data_ptr(),
         len(spec.experts),
         spec.top_k,
         _multiple(spec.size, "an expert"),

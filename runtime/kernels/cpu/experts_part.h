@@ -14,12 +14,14 @@ struct ExpertProduct {
     int64_t dense;  // whether weights are bf16
 };
 struct ExpertsPart {
-    Gain norm;
+    Gain norm;  // of what all read that have no norm of their own below
+    Gain router_norm, expert_norm, expert_output_norm, shared_norm, shared_output_norm;
     Linear router;
     ExpertProduct gate_up, down;
     Feed shared;  // of no outputs: none
     Linear shared_gate;  // of one output, or none
     Sum sum;
+    const float* scales;  // [experts], of the weights, or null
     int64_t experts, top, size, gate_type, normalized;
 };
 
@@ -39,6 +41,7 @@ struct ExpertsRun {
         rowwise.each([&](int64_t row) {
             for (int64_t i = row * part.experts; i < (row + 1) * part.experts; i++) scores[i] = from_bf16(rounded[i]);
             choose_experts(r, row);
+            for (int64_t i = row * part.top; part.scales && i < (row + 1) * part.top; i++) r.weights[i] *= part.scales[r.chosen[i]];
         });
         return sort_pairs(r);
     }
@@ -51,10 +54,16 @@ struct ExpertsRun {
                                 product.inputs, product.outputs, BF16, int32_t(product.dense)}, rowwise.threads);
     }
 
+    // x [rows, hidden], or its norm in memory of `scratch`.
+    const uint16_t* normed(const Gain& gain, const uint16_t* x, Scratch& scratch) const {
+        return gain.gain ? rowwise.entering(gain, x, scratch.take(rowwise.rows * part.sum.hidden)) : x;
+    }
+
     // What the shared expert makes of x [rows, hidden], times the sigmoid of its gate where it has one; null: no memory.
     const uint16_t* beside(const uint16_t* x, Scratch& scratch) const {
         uint16_t* made = scratch.take(rowwise.rows * part.sum.hidden);
-        if (!feed_forward(part.shared, rowwise, x, scratch, made)) return nullptr;
+        if (!feed_forward(part.shared, rowwise, normed(part.shared_norm, x, scratch), scratch, made)) return nullptr;
+        if (part.shared_output_norm.gain) rowwise.norm(part.shared_output_norm, made, part.sum.hidden, part.sum.hidden, made);
         if (!part.shared_gate.outputs) return made;
         uint16_t *gate = scratch.take(rowwise.rows), *spare = scratch.take(rowwise.rows);
         if (!rowwise.multiply(part.shared_gate, x, gate, spare)) return nullptr;
@@ -68,17 +77,17 @@ struct ExpertsRun {
     // 0: done; 1: no memory.
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.top;
-        Scratch scratch(6 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
+        Scratch scratch(8 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
                         pairs * (part.gate_up.outputs + part.size + part.down.outputs));
         if (!scratch.at) return 1;
-        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
+        const uint16_t* entering = normed(part.norm, x, scratch);
         const uint16_t* shared = nullptr;
         if (part.shared.size && !(shared = beside(entering, scratch))) return 1;
         Routing r;
-        const int64_t hits = choose(entering, scratch, r);
+        const int64_t hits = choose(normed(part.router_norm, entering, scratch), scratch, r);
         if (hits < 0) return 1;
         uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
-        if (!multiply(part.gate_up, r, hits, r.pairs, entering, both)) return 1;
+        if (!multiply(part.gate_up, r, hits, r.pairs, normed(part.expert_norm, entering, scratch), both)) return 1;
         Rowwise{pairs, rowwise.threads}.each([&](int64_t pair) {
             gate_row(int32_t(part.gate_type), both + pair * 2 * part.size, part.size, activated + pair * part.size);
         });
@@ -87,6 +96,9 @@ struct ExpertsRun {
         const WeightedSum sum{each, r.places, r.weights, made, rows, part.top, part.sum.hidden, BF16};
         rowwise.each([&](int64_t row) {
             sum_token<uint16_t>(sum, row);
+        });
+        if (part.expert_output_norm.gain) rowwise.norm(part.expert_output_norm, made, sum.size, sum.size, made);
+        rowwise.each([&](int64_t row) {
             for (int64_t i = row * sum.size; shared && i < (row + 1) * sum.size; i += LANE)
                 store16(made + i, load16(made + i) + load16(shared + i));
         });

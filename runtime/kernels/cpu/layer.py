@@ -81,8 +81,10 @@ class CExpertsPart(ctypes.Structure):
     """`ExpertsPart` of experts_part.h."""
 
     _fields_ = [
-        *(("norm", CGain), ("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
-        *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum)),
+        *((name, CGain) for name in ("norm", "router_norm", "expert_norm", "expert_output_norm")),
+        *((name, CGain) for name in ("shared_norm", "shared_output_norm")),
+        *(("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
+        *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum), ("scales", c_void_p)),
         *((name, c_int64) for name in ("experts", "top", "size", "gate_type", "normalized")),
     ]
 

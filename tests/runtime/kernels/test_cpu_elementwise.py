@@ -18,12 +18,14 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
+    native_weigh_rows,
 )
 from mycli.runtime.kernels.reference import (
     gelu_multiply,
     rms_norm,
     rotate_heads,
     silu_multiply,
+    weigh_rows,
 )
 from mycli.runtime.layers.native import NATIVE_ROWS
 from tests.support.engines import whole
@@ -51,6 +53,24 @@ def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> N
     x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1)
     gain = gain.bfloat16() if gain_type is torch.bfloat16 else 1 + gain * 2**-6
     same(native_rms_norm(x, gain, 1e-5), rms_norm(x, gain, 1e-5), 0.002)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 16), (1, 5, 128), (1, 40, 48)], ids=str)
+def test_weights_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A row's bits are its own; what is not finite is seen in its row alone."""
+    x, gate = normal(*shape).to(dtype), (normal(*shape[:-1], 1, seed=1) * 6).to(dtype)
+    gate.view(-1)[-1] = torch.nan
+    found = native_weigh_rows(x, gate)
+    assert isinstance(found, Tensor)
+    assert found.view(-1, shape[-1])[-1].isnan().all()
+    expected = weigh_rows(x, gate)
+    if dtype == torch.bfloat16:
+        same(found.nan_to_num(3), expected.nan_to_num(3), 0.01)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+    last = native_weigh_rows(x[..., -1:, :], gate[..., -1:, :])
+    assert isinstance(last, Tensor) and torch.equal(last.nan_to_num(3), found[..., -1:, :].nan_to_num(3))
 
 
 @pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (1, 5, 512), (2, 40, 512), (2, 8, 22016)], ids=str)

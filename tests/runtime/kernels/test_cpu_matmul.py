@@ -1,5 +1,6 @@
 """Packed products on the CPU against fp64: every width, group, type and instruction set; the same bits every time."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -19,11 +20,18 @@ from torch import Tensor
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product, memory_bandwidth
+from mycli.runtime.kernels.cpu.matmul import (
+    CpuKernel,
+    CpuMatmul,
+    TorchInt4Kernel,
+    dense_product,
+    gather_codes,
+    memory_bandwidth,
+)
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.huge_pages import huge_empty
+from mycli.runtime.utils.huge_pages import HUGE, huge_empty
 from tests.support.compilers import copying_compiler, fake_compiler
 
 CPU = torch.device("cpu")
@@ -231,6 +239,19 @@ def test_no_second_copy() -> None:
     assert weight.offsets is not None
     held = weight.packed.nbytes + weight.scales.nbytes + weight.offsets.nbytes
     assert CpuKernel().prepare(weight, torch.bfloat16).nbytes == held
+
+
+def test_small_weights_lie_together(library: Native) -> None:
+    """Side by side on a huge page, with the products that they had; what is taken away of them is given back."""
+    weights = [CpuMatmul(library, packed_weight(8, (1024, 768), 64, seed=seed)) for seed in range(3)]
+    x = activations(2, 768, torch.bfloat16)
+    before, nbytes = [weight(x) for weight in weights], [weight.nbytes for weight in weights]
+    assert all(weight.small for weight in weights)
+    gather_codes(weights)
+    assert all(torch.equal(weight(x), y) for weight, y in zip(weights, before, strict=True))
+    places = [ctypes.cast(weight.address, ctypes.POINTER(build.CWeight))[0].codes for weight in weights]
+    assert places == [places[0] + index * 1024 * 768 for index in range(3)] and places[0] % HUGE == 0
+    assert nbytes == [weight.nbytes for weight in weights]
 
 
 def test_sorted_columns_take_their_inputs(library: Native) -> None:

@@ -21,7 +21,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.block import Attention, Mlp
+from mycli.runtime.layers.block import Attention, Experts, Mlp
 from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
@@ -136,12 +136,13 @@ def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, m
 
 
 # Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
-# behind a gate; factors on what is added.
+# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights.
 EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
     "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
     "qwen2_moe-shared": ({}, ["experts"] * 3),
     "granitemoe-8top2": ({}, ["experts"] * 3),
+    "gemma4-8top2": ({"head_dim": 32, "global_head_dim": 64}, ["experts"] * 3),
 }
 
 
@@ -227,10 +228,39 @@ def test_what_is_replaced_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     same_as_by_steps(runner, "bf16", monkeypatch)
 
 
-@pytest.mark.parametrize("kind", (Attention, Mlp))
-def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp], tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", ("expert", "router", "bias", "shape", "parts"))
+def test_experts_that_are_replaced_are_noticed(replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many: its new weights multiply, in one call where native code takes them, else step by step."""
+    model_type, changes = CASES["qwen2_moe-shared"]
+    make(tmp_path, model_type, {**WIDE, **changes, "num_hidden_layers": 1})
+    runner = load(tmp_path)
+    before = run(runner, "bf16")[0]
+    experts = next(runner.model.layers()).mlp
+    last = experts.products[-2]
+    weight = last.weight()
+    if replaced == "router":
+        experts.router.replace(experts.router.weight().flip(0).contiguous())
+    elif replaced == "bias":
+        for linear in experts.products[-1::-2]:
+            linear.bias = torch.ones(linear.out_features, dtype=torch.bfloat16)
+            linear.replace(linear.weight())
+    elif replaced == "shape":
+        pack_linear(last, 4, 32)
+    elif replaced == "parts":
+        last._multiply_by(tuple(dense_matmul(part.clone()) for part in (weight * 2).chunk(2)))
+    else:
+        last.replace(weight * 2)
+    assert not torch.equal(run(runner, "bf16")[0], before)
+    ran = same_as_by_steps(runner, "bf16", monkeypatch)
+    assert ran.count("experts") == (len(PASSES) if replaced in ("expert", "router") else 0)
+
+
+@pytest.mark.parametrize("kind", (Attention, Mlp, Experts))
+def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp] | type[Experts], tmp_path: Path) -> None:
     """At once, and its weights with it: of a model that is read layer by layer two would be in memory."""
-    runner = load(random_model(tmp_path / "model"))
+    model_type, changes = CASES["qwen3_moe-every-other-normalized-tied"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
+    runner = load(tmp_path)
     run(runner, "bf16")
     gone = [weakref.ref(part) for part in runner.model.modules() if isinstance(part, kind)]
     gc.disable()
