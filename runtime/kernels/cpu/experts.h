@@ -55,23 +55,24 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
     if (one) row_of.resize(1);
     const int64_t rows = int64_t(row_of.size()), room = rounded_up(rows * 2 * stride + 64), notes = rounded_up(rows * segments * 4);
     const int64_t own = rounded_up(2 * r.inputs);
-    const Memory memory(room + 2 * notes + threads * own);
+    const Memory memory(room + 3 * notes + threads * own);
     if (!memory.at) return false;
     int8_t* bytes = reinterpret_cast<int8_t*>(memory.at);
     float* unit = reinterpret_cast<float*>(memory.at + room);
     int32_t* sum = reinterpret_cast<int32_t*>(memory.at + room + notes);
+    float* shift = reinterpret_cast<float*>(memory.at + room + 2 * notes);
+    const Units units{unit, sum, shift, segments, 1};
     int next = 0;
 #pragma omp parallel num_threads(threads)
     {
         int self;
 #pragma omp atomic capture
         self = next++;
-        int16_t* integers = reinterpret_cast<int16_t*>(memory.at + room + 2 * notes + self * own);
+        int16_t* integers = reinterpret_cast<int16_t*>(memory.at + room + 3 * notes + self * own);
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < rows; m++) {
             const uint16_t* x = static_cast<const uint16_t*>(r.x) + row_of[size_t(m)] * r.inputs;
-            for (int64_t s = 0; s < segments; s++)
-                make_integers(x + s * segment, segment, integers + s * segment, unit + m * segments + s, sum + m * segments + s);
+            make_integers(x, r.inputs, segment, m, integers, units);
             cut_bytes(integers, r.inputs, bytes + m * 2 * stride, bytes + (m * 2 + 1) * stride);
         }
 #pragma omp for schedule(guided) nowait
@@ -79,7 +80,7 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
             const int64_t expert = few[size_t(i / blocks)], n = i % blocks, count = count_of(r, expert);
             const int64_t slot = one ? 0 : slots[size_t(i / blocks)];
             const Weight& w = packed_of(r, expert);
-            const Bytes row{bytes + slot * 2 * stride, stride, {unit + slot * segments, sum + slot * segments, segments}};
+            const Bytes row{bytes + slot * 2 * stride, stride, {unit + slot * segments, sum + slot * segments, shift + slot * segments, segments, 1}};
             float part[FEW][ROWS];
             by_bits(w.bits, [&](auto bits) { few_rows<bits.value>(w, n, row, count, part); });
             for (int64_t m = 0; m < count; m++)
