@@ -213,19 +213,19 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
         yield running
 
 
-def test_what_cannot_run_is_not_fetched(server: HubServer, mycli_process: Mycli) -> None:
-    refused = mycli_process("pull", "org/odd")
+def test_what_cannot_run_is_not_fetched(server: HubServer, mycli: Mycli) -> None:
+    refused = mycli("pull", "org/odd")
     assert refused.returncode == 3 and "'gpt2' is not supported" in refused.stderr and "--force" in refused.stderr
     assert not server.requests("storage:"), "no weights were asked for"
-    assert mycli_process("pull", "org/odd", "--dry-run").returncode == 3, "as the real run would"
-    assert mycli_process("pull", "org/odd", "--force").returncode == 0
-    models = json.loads(mycli_process("list", "--json").stdout)["models"]
+    assert mycli("pull", "org/odd", "--dry-run").returncode == 3, "as the real run would"
+    assert mycli("pull", "org/odd", "--force").returncode == 0
+    models = json.loads(mycli("list", "--json").stdout)["models"]
     (odd,) = [one for one in models if one["name"] == "org/odd"]
     assert not odd["usable"] and odd["problem"].startswith("unsupported: ")
 
 
-def test_search_says_what_runs_here(server: HubServer, mycli_process: Mycli) -> None:
-    done = mycli_process("search", "pico", "--json")
+def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
+    done = mycli("search", "pico", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["models"] == [
         {
@@ -237,7 +237,7 @@ def test_search_says_what_runs_here(server: HubServer, mycli_process: Mycli) -> 
             "supported": True,
         }
     ]
-    assert "| org/odd |" in mycli_process("search", "org/odd").stdout
+    assert "| org/odd |" in mycli("search", "org/odd").stdout
 
 
 # Refused before the work

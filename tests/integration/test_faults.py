@@ -131,7 +131,7 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
 
 @pytest.mark.parametrize("fault", ["D10-branch-moves"])
 def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
-    fault: str, server: HubServer, mycli_process: Mycli, monkeypatch: pytest.MonkeyPatch
+    fault: str, server: HubServer, mycli: Mycli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The branch moves as the first file is asked for; all files are of the commit before, and it is recorded."""
     before = server.add(REPO, FILES)
@@ -144,13 +144,13 @@ def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
         return take(host, path)
 
     monkeypatch.setattr(server, "take", moving)
-    pulled = mycli_process("pull", REPO)
+    pulled = mycli("pull", REPO)
     folder = Path(pulled.stdout.strip())
     assert pulled.returncode == 0 and after and folder.name == before
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
-    planned = json.loads(mycli_process("pull", REPO, "--dry-run", "--json").stdout)
+    planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)
     assert planned["new_bytes"] > 0, "the next pull is of the branch as it is now"
-    told = json.loads(mycli_process("show", REPO, "--offline", "--json").stdout)
+    told = json.loads(mycli("show", REPO, "--offline", "--json").stdout)
     assert (told["commit"], told["repo"]) == (before, REPO)
 
 

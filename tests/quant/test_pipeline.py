@@ -29,13 +29,18 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
 from mycli.runtime.quantization.scheme import BITS, Packing
-from tests.support.models import CPU, random_model, write_config
+from tests.support.models import CPU, random_model, shorten_report, write_config
 from tests.support.paths import DRAFT, PICO
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
 GROUP_32 = Recipe("rtn", group=32)
 DATA = Recipe("gptq", group=32, samples=8, seq=48)
+
+
+@pytest.fixture(autouse=True)
+def short_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_report(monkeypatch, 2048)
 
 
 @pytest.fixture

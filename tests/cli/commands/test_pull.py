@@ -1,4 +1,4 @@
-"""`mycli pull`, `list`, `show`, `verify` and `rm` as processes, against a server on loopback."""
+"""`mycli pull`, `list`, `show`, `verify` and `rm` against a server on loopback, as processes where that shows."""
 
 import json
 import signal
@@ -26,12 +26,6 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
         running.add(REPO, FILES)
         environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
         yield running
-
-
-@pytest.fixture
-def mycli(mycli_process: Mycli) -> Mycli:
-    """A process each: huggingface_hub reads the environment when it is imported."""
-    return mycli_process
 
 
 def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
@@ -107,10 +101,11 @@ def test_d11_errors_are_one_line_and_4(server: HubServer, mycli: Mycli) -> None:
     assert mycli("pull", REPO, env={"HF_ENDPOINT": "nonsense"}).returncode == 2
 
 
-def test_the_token_of_the_file_is_sent(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
+def test_the_token_of_the_file_is_sent(server: HubServer, mycli_process: Mycli, tmp_path: Path) -> None:
+    """A process: huggingface_hub reads where the file is when it is imported."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text("hf_fromfile\n")
-    assert mycli("pull", REPO).returncode == 0
+    assert mycli_process("pull", REPO).returncode == 0
     assert {r.headers.get("Authorization") for r in server.requests("hub:")} == {"Bearer hf_fromfile"}
 
 
@@ -185,12 +180,25 @@ def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) 
     assert mycli("show", "pico-rtn-int4-g32").returncode == 3
 
 
-@pytest.mark.parametrize("command", ["list", "show pico", "rm pico", "verify pico", "pull pico", "pull org/x"])
-def test_hub_commands_import_no_torch(command: str, environment: dict[str, str]) -> None:
-    code = (
-        "import sys, atexit\nheavy = {'torch', 'transformers', 'rich'}\n"
-        "atexit.register(lambda: print('LOADED', *heavy & sys.modules.keys()))\n"
-        f"from mycli.cli.main import main; main({command.split()!r})"
-    )
+def test_hub_commands_import_no_torch(environment: dict[str, str]) -> None:
+    """One after the other in one process: the first that loads something is named."""
+    code = """
+import sys
+from mycli.cli.main import main
+heavy = {"torch", "transformers", "rich"}
+for command in ("list", "show pico", "rm pico", "verify pico", "pull pico", "pull org/x"):
+    try:
+        main(command.split())
+    except SystemExit as end:
+        print("ENDED", command, end.code, *heavy & sys.modules.keys())
+"""
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "LOADED"
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ENDED")]
+    assert ended == [
+        "ENDED list 0",
+        "ENDED show pico 0",
+        "ENDED rm pico 2",
+        "ENDED verify pico 3",
+        "ENDED pull pico 0",
+        "ENDED pull org/x 4",
+    ]
