@@ -40,6 +40,9 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
     shorten_report(monkeypatch, 1024)
     monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all of them
+    config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("[quantize]\nseq = 128\n")  # shorter windows of calibration than no example speaks of
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,6 +1,7 @@
 """The shared memory of attention, as compiled, is what its launcher counts on: the stages that fit, and no fewer."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -16,6 +17,7 @@ from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (reason: as 
 )
 from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (reason: as above)
 from tests.ptx import builds  # noqa: E402  (reason: as above)
+from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
 GROUP = 4
 
@@ -34,19 +36,11 @@ def shared(capability: int, head_dim: int, tokens: int, int8: bool, stages: int)
     return int(compiled.metadata.shared)
 
 
-def cases() -> list[object]:
-    """Heads of 256 on a small chip, which three stages do not fit; the others are slow to compile."""
-    every = [
-        (capability, head_dim, tokens, int8)
-        for capability in (80, 89, 90, 100, 120)
-        for head_dim in (64, 128, 256)
-        for tokens in (1, 8, 16)
-        for int8 in (False, True)
-    ]
-    return [pytest.param(*case, marks=() if case == (89, 256, 1, False) else pytest.mark.slow) for case in every]
+EVERY = product((80, 89, 90, 100, 120), (64, 128, 256), (1, 8, 16), (False, True))
+QUICK = [(89, 256, 1, False)]  # heads of 256 on a small chip, which three stages do not fit; others are slow to compile
 
 
-@pytest.mark.parametrize(("capability", "head_dim", "tokens", "int8"), cases())
+@pytest.mark.parametrize(("capability", "head_dim", "tokens", "int8"), chosen(EVERY, QUICK))
 def test_the_stages_fit(capability: int, head_dim: int, tokens: int, int8: bool) -> None:
     chip = Chip(divmod(capability, 10), 132)
     stages = attend_stages(chip, head_dim, queries_of(tokens, GROUP), 1 if int8 else 2)

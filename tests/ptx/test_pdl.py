@@ -1,6 +1,7 @@
 """A launch that begins early: what it may not do before the launch before it has ended, read in the code for a GPU."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ptx import (
     builds,  # noqa: E402  (reason: as above)
     report,  # noqa: E402  (reason: as above)
 )
+from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
 MEMORY = r"\b(ld\.global|st\.global|atom\.|red\.|cp\.async(?!\.bulk\.prefetch))"
 ACCESS = r"\b(LDG|LDGSTS|STG|ATOMG?|RED|LD|ST|UTMALDG)\."
@@ -27,15 +29,11 @@ def places(pattern: str, text: str) -> list[int]:
     return [match.start() for match in re.finditer(pattern, text)]
 
 
-def cases() -> list[object]:
-    """Every kernel for Hopper; for what came after, one with weights to prefetch and one without, the rest slow."""
-    quick = {("rows 8 SiLU 8", 100), ("attend to 1", 120)}
-    quick |= {(name, 90) for name in KERNELS}
-    every = [(name, capability) for capability in (90, 100, 120) for name in KERNELS]
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
+# Every kernel for Hopper; for what came after, one with weights to prefetch and one without.
+QUICK = [*((name, 90) for name in KERNELS), ("rows 8 SiLU 8", 100), ("attend to 1", 120)]
 
 
-@pytest.mark.parametrize(("name", "capability"), cases())
+@pytest.mark.parametrize(("name", "capability"), chosen(product(KERNELS, (90, 100, 120)), QUICK))
 def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Path) -> None:
     assembly = build(name, capability).compile(GPUTarget("cuda", capability, 32)).asm
     ptx = assembly["ptx"][assembly["ptx"].index(".entry") :]

@@ -14,6 +14,7 @@ import pexpect
 import pytest
 
 from tests.support.command_line import Mycli
+from tests.support.grids import chosen
 from tests.support.paths import PICO, ROOT
 
 Terminal = Callable[..., "pexpect.spawn[str]"]
@@ -190,7 +191,7 @@ THOUGHT = "<think>\nLet me see 🤔\n</think>\n"
 SPLIT = "e\u0301 👩\u200d👩\u200d👧 🇯🇵 日本 a\u0308\u0323"
 
 
-@pytest.mark.parametrize("width", [80, 20])
+@pytest.mark.parametrize("width", chosen([80, 20], quick=[20]))
 def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
     """C17, C21: characters split over tokens stay whole, thoughts are dim, escape sequences are shown, not obeyed."""
     evil = "\x1b]52;c;aGk=\x07\x1b[2J\x9b1m\r\x08\u202e\x1b]8;;http://x\x1b\\done"

@@ -232,10 +232,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
     from mycli.runtime.diagnostics import memory_check as footprint
 
     monkeypatch.setattr(footprint, "cache_positions", lambda context: context + 512)
-    arguments = ("pico", "--verify", "--device", "cpu", "--ctx", "1k")
-    assert call(*arguments) == ExitCode.GATE
-    assert "cache +50.0%" in capsys.readouterr().err
-    assert call(*arguments, "--json") == ExitCode.GATE
+    assert call("pico", "--verify", "--device", "cpu", "--ctx", "1k", "--json") == ExitCode.GATE
     answer = json.loads(capsys.readouterr().out)
     assert answer["parts"] and "cache +50.0%" in answer["error"]["message"] and answer["error"]["exit_code"] == 6
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaCon
 
 from mycli.runtime.checkpoint.formats import quantizable, read_dense
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from tests.support.grids import chosen
 
 FLOAT: dict[str, Any] = {"num_bits": 8, "type": "float"}
 FOUR: dict[str, Any] = {"num_bits": 4, "type": "float"}
@@ -95,9 +96,7 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("activations", [None, DYNAMIC], ids=["weights-only", "activations-int8"])
-@pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", chosen(KINDS, QUICK))
 def test_weights_are_equal_and_activations_explain_the_rest(
     kind: str, activations: dict[str, Any] | None, tmp_path: Path
 ) -> None:

@@ -123,7 +123,7 @@ def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -
 
 
 SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
-ROWS = 30
+ROWS = 20
 DRAWN = {
     "min": SamplingParams(temperature=1.0, min_p=0.1),
     "all": SamplingParams(temperature=1.7, top_k=5, top_p=0.9, min_p=0.2),
@@ -142,7 +142,7 @@ def counts(sampling: SamplingParams, launches: int) -> list[int]:
     return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
 
 
-@pytest.mark.parametrize("launches", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launches", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DRAWN)
 def test_draws_are_distributed_as_on_the_host(name: str, launches: int, interpret: Interpret) -> None:
     found = torch.tensor(interpret(counts, DRAWN[name], launches)).double()
@@ -153,15 +153,15 @@ def test_draws_are_distributed_as_on_the_host(name: str, launches: int, interpre
     assert chisquare(found[allowed].numpy(), expected[allowed].numpy()).pvalue > 1e-4
 
 
-def spoiled(value: float) -> list[int]:
-    logits = torch.zeros(3, 3000)
+def spoiled() -> list[int]:
+    """The tokens of a sequence whose logits are fine, and of three with NaN, +inf and -inf among them."""
+    logits = torch.zeros(4, 3000)
     logits[:, 2000] = 9.0
-    logits[1, 5] = value
-    to, filters = settings(SamplingParams(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 3, 3000)
+    logits[1:, 5] = torch.tensor([math.nan, math.inf, -math.inf])
+    to, filters = settings(SamplingParams(temperature=0.1, top_k=3, top_p=0.5, min_p=0.1), 4, 3000)
     sample_tokens(logits, 3000, True, to, 0, filters)
     return to.chosen[0].tolist()  # type: ignore[no-any-return]  # torch's list
 
 
-@pytest.mark.parametrize(("value", "token"), [(math.nan, -1), (math.inf, -1), (-math.inf, 2000)])
-def test_logits_that_are_no_numbers_are_told_all_the_same(value: float, token: int, interpret: Interpret) -> None:
-    assert interpret(spoiled, value) == [2000, token, 2000]
+def test_logits_that_are_no_numbers_are_told_all_the_same(interpret: Interpret) -> None:
+    assert interpret(spoiled) == [2000, -1, -1, 2000]
