@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.system import give_back
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
@@ -155,5 +156,6 @@ def load_linears(
         small, held = small + found, held + sum(matmul.nbytes for matmul in found)
         if held >= GATHERED:
             gather_codes(small)
+            give_back()  # what they were read into: the next ones would be read into other pieces
             small, held = [], 0
     gather_codes(small)
