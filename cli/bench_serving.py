@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +54,9 @@ class ServingFlags:
     shared: Annotated[
         str, typer.Option("--shared", metavar="N", help="With --serve: tokens that all prompts begin with, of -p.")
     ] = "0"
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="With --serve: draw speed and times by load.")
+    ] = None
     slo: Annotated[
         str | None,
         typer.Option("--slo", metavar="ttft=500ms,tpot=50ms", help="The largest load that keeps it; 6 if none does."),

@@ -70,12 +70,12 @@ def draw(title: str, points: Sequence[Point]) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_LEFT, 22, f"{title}: error of each layer (disc) and with plain rounding (ring)", 15),
+        text_at(_LEFT, 22, f"{title}: error of each layer (disc) and with plain rounding (ring)", 15),
     ]
     for power in range(low, high + 1):
         at = y(10.0**power)
         lines.append(f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
-        lines.append(_text(_LEFT - 8, at + 4, f"{10.0**power:.0e}", 11, "end"))
+        lines.append(text_at(_LEFT - 8, at + 4, f"{10.0**power:.0e}", 11, "end"))
     previous = ""
     for index, point in enumerate(points):
         across, colour = x(index), colours[_kind(point.name)]
@@ -87,12 +87,12 @@ def draw(title: str, points: Sequence[Point]) -> str:
         lines.append(f'<circle cx="{across:.1f}" cy="{y(point.error):.1f}" r="3.5" fill="{colour}"/></g>')
         block = _block(point.name)
         if block != previous:
-            lines.append(_text(across, _HEIGHT - _BOTTOM + 16, block, 10))
+            lines.append(text_at(across, _HEIGHT - _BOTTOM + 16, block, 10))
             previous = block
     for index, (kind, colour) in enumerate(colours.items()):
         at = _LEFT + index * (_WIDTH - _LEFT - _RIGHT) / len(kinds)
         lines.append(f'<circle cx="{at:.1f}" cy="{_HEIGHT - 18}" r="4" fill="{colour}"/>')
-        lines.append(_text(at + 9, _HEIGHT - 14, kind, 11))
+        lines.append(text_at(at + 9, _HEIGHT - 14, kind, 11))
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -111,6 +111,7 @@ def _tell(point: Point) -> str:
     return f"{point.name}: {point.error:.3%}{rounding}"
 
 
-def _text(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
+def text_at(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
+    """A line of text; what it says cannot be taken for markup."""
     shown = escape(text, quote=False)
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{shown}</text>'

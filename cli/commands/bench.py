@@ -18,6 +18,8 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import LoadFlags
 from mycli.cli.load import about, adapted, announce_build, announce_placement
 from mycli.cli.progress import Neighbours
+from mycli.cli.serving_plot import write_plot
+from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
@@ -256,6 +258,8 @@ def bench(
         promises = serving.promises()
         loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
         _check_files(compare, save)
+        if serving.plot is not None:
+            require_svg(serving.plot)
         given = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
         given += [] if adapter is None else ["--adapter", adapter]
         rows = list[Row]()
@@ -267,10 +271,15 @@ def bench(
                 _print(call, rows, style)
             raise
         _keep(call, rows, style, compare, save, limit)
+        if serving.plot is not None:
+            write_plot(serving.plot, rows)
+            call.out.note(f"drawn in {serving.plot}")
         judge(call, rows, promises, serving.slo or "")
         return
     if serving.slo is not None:
         raise UsageError("--slo is a promise of a server", "add --serve")
+    if serving.plot is not None:
+        raise UsageError("--plot draws a server under load", "add --serve")
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "omit --save and --compare")

@@ -21,7 +21,8 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from tests.support.command_line import COMMAND
+from tests.support.command_line import COMMAND, INSTALLED
+from tests.support.paths import ROOT
 
 WORDS = (
     "the",
@@ -177,17 +178,16 @@ async def live(port: int, process: int, seconds: float, clients: int, sockets: i
     await asyncio.gather(*(client(port, seed, warm, Counter()) for seed in range(clients)))
     begun = {**await at_rest(port), **memory(process)}
     end = time.monotonic() + seconds
-    most = 0
+    resident: list[int] = []
 
     async def watch() -> None:
-        nonlocal most
         while time.monotonic() < end:
-            most = max(most, memory(process)["resident"])
-            await asyncio.sleep(1)
+            resident.append(memory(process)["resident"])
+            await asyncio.sleep(max(seconds / 20, 1))
 
     await asyncio.gather(watch(), *(client(port, 1000 + seed, end, told) for seed in range(clients)))
     ended = {**await at_rest(port), **memory(process)}
-    found = {"answers": dict(told), "begun": begun, "most_resident": most, "ended": ended}
+    found = {"answers": dict(told), "begun": begun, "resident": resident, "ended": ended}
     if sockets:
         found["idle"] = await idle(port, sockets)
         found["after_idle"] = {**await at_rest(port), **memory(process)}
@@ -207,6 +207,7 @@ def main() -> int:
         stdout=subprocess.PIPE,
         text=True,
         cwd=tempfile.gettempdir(),
+        env={**os.environ, **({} if INSTALLED else {"PYTHONPATH": str(ROOT / ".links")})},
     )
     assert server.stdout is not None
     try:

@@ -5,7 +5,7 @@ and Anthropic's interfaces, whose descriptions say more of them.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -72,12 +72,15 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     return found
 
 
-def describe(routes: Iterable[Route], name: str) -> dict[str, Any]:
-    """The description of `routes`, whose endpoints say in their first line what they do; `name`: of the model."""
+def describe(routes: Iterable[Route], names: Sequence[str]) -> dict[str, Any]:
+    """The description of `routes`, whose endpoints say in their first line what they do; `names`: of the model."""
     kinds = list(dict.fromkeys(BODIES.values()))
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
+    for schema in schemas["$defs"].values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [*names, None]}
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -86,7 +89,7 @@ def describe(routes: Iterable[Route], name: str) -> dict[str, Any]:
             paths.setdefault(path, {})[method.lower()] = _operation(path, summary)
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"mycli: {name}", "version": version()},
+        "info": {"title": f"mycli: {names[0]}", "version": version()},
         "paths": paths,
         "components": {
             "schemas": {**schemas["$defs"], "Error": _ERROR},
@@ -99,4 +102,4 @@ def describe(routes: Iterable[Route], name: str) -> dict[str, Any]:
 async def description(service: Service, request: Request) -> Response:
     """This description."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return JsonResponse(await off_loop(service, lambda: describe(routes, service.name)))
+    return JsonResponse(await off_loop(service, lambda: describe(routes, service.settings.names)))

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from mycli.cli.bench_results import Row
 from mycli.cli.bench_serving import keeps
 from mycli.cli.main import main
+from mycli.cli.serving_plot import draw
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 
@@ -51,6 +54,32 @@ def test_records_hold_every_number_and_can_be_compared(capsys: pytest.CaptureFix
     assert all(len(row["change_95"]) == 2 for row in again)
 
 
+def test_a_picture_has_a_line_for_every_server_and_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "load.svg"
+    with scripted() as one, scripted() as other:
+        assert call(one.url, other.url, *LOAD, "--plot", str(path)) == ExitCode.OK
+    assert f"drawn in {path}" in capsys.readouterr().err
+    picture = ElementTree.fromstring(path.read_text())
+    lines = [found for found in picture.iter() if found.tag.endswith("polyline")]
+    assert len(lines) == 2 * 5 and {len(found.attrib["points"].split()) for found in lines} == {2}
+    titles = [found.text or "" for found in picture.iter() if found.tag.endswith("title")]
+    assert sum(title.startswith(f"it at {one.url}, c2 p12 n3: ") for title in titles) == 5
+
+
+def test_more_is_higher_and_names_cannot_break_the_picture() -> None:
+    times = {f"{field}_p{share}_seconds": None for field in ("ttft", "tpot") for share in (50, 95)}
+    rows: list[Row] = [
+        {"model": "<script>&", "test": f"c{count} p1 n1", "tokens_per_second": 10.0 * count, **times}
+        for count in (1, 4)
+    ]
+    picture = ElementTree.fromstring(draw(rows))
+    (line,) = (found for found in picture.iter() if found.tag.endswith("polyline"))
+    (low_x, low_y), (high_x, high_y) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+    assert low_x < high_x and low_y > high_y
+    words = [found.text for found in picture.iter() if found.tag.endswith("text")]
+    assert "<script>&" in words and words.count("not measured") == 2
+
+
 def test_a_promise_that_no_load_keeps_ends_with_6(capsys: pytest.CaptureFixture[str]) -> None:
     with scripted() as server:
         assert call(server.url, *LOAD, "--slo", "ttft=600s,tpot=600s") == ExitCode.OK
@@ -76,6 +105,8 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
     ("arguments", "problem"),
     [
         (("pico", "--slo", "ttft=1s"), "--serve"),
+        (("pico", "--plot", "x.svg"), "--serve"),
+        (("pico", "--serve", "--plot", "x.png"), "only .svg is drawn"),
         (("pico", "--serve", "--slo", "ttft=1"), "no limit"),
         (("pico", "--serve", "--clients", "0"), "1 to 1024"),
         (("pico", "--serve", "--rate", "nan"), "requests per second"),

@@ -26,6 +26,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request
 from mycli.runtime.engine.sequence import Sequence as Sequence_
+from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
@@ -41,8 +42,8 @@ exact = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's prod
 class Watched(ModelRunner):
     """Keeps the logits of every pass, and counts the tokens it reads."""
 
-    def run(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-        logits = super().run(chunks, cache)
+    def run(self, chunks: Sequence[Chunk], cache: KVCache, listener: Listener | None = None) -> Tensor:
+        logits = super().run(chunks, cache, listener)
         self.seen.append(logits.clone())
         self.tokens += sum(len(chunk.tokens) for chunk in chunks)
         return logits

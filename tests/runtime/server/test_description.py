@@ -52,6 +52,9 @@ def test_a_request_that_is_answered_is_one_of_the_description_and_a_refused_one_
     assert served.ask("POST", "/v1/chat/completions", good).status == 200
     for bad in ({**good, "temperature": 3}, {**good, "messages": 1}, {"model": "pico"}, {**good, "stream": "yes"}):
         assert not check.is_valid(bad) and served.ask("POST", "/v1/chat/completions", bad).status == 400
+    check.validate({**good, "model": "alias/of-it"})
+    other = {**good, "model": "other"}
+    assert not check.is_valid(other) and served.ask("POST", "/v1/chat/completions", other).status == 404
 
 
 # What the services themselves send although their descriptions have no null there.
