@@ -22,13 +22,13 @@ from tests.support.engines import drain, kept, lanes, together, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.prefix_model import PrefixModel, random_function
 
-KINDS: tuple[Kv, ...] = ("auto", "int8", "int4")
+KINDS: tuple[Kv, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, pytest.param("int4", marks=pytest.mark.slow)])
 def pico(request: pytest.FixtureRequest) -> ModelRunner:
     return load_model(ModelFolder.open(PICO), Placement(CPU, torch.float32, kv=request.param))
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pytest
 import torch
@@ -96,21 +97,28 @@ class Pool:
         order = list(range(len(lengths) * wide + 3))  # three that nobody uses
         random.Random(shuffle).shuffle(order)
         table = torch.tensor(order[: len(lengths) * wide], dtype=torch.int32).view(len(lengths), wide)
-        shape = (len(order), case.kv_heads, block_size, case.head_dim)
+        shape = (len(order), case.kv_heads, block_size)
 
-        def stored(all_values: tuple[Tensor, ...]) -> Stored:
-            empty = Stored.of(torch.full(shape, torch.nan), dtype)
-            data, scales = empty.data, empty.scales
+        def stored(held: tuple[Stored, ...]) -> Stored:
+            beside = Stored.of(torch.full((case.head_dim,), torch.nan), dtype)
+            data = beside.data.expand(*shape, -1).clone()
+            scales = None if beside.scales is None else beside.scales.expand(shape).clone()
             for s, length in enumerate(lengths):
                 at = torch.arange(length)
                 block, inside = table[s, at // block_size].long(), at % block_size
-                new = Stored.of(all_values[s][:, :length].transpose(0, 1), dtype)
-                data[block, :, inside] = new.data
-                if scales is not None and new.scales is not None:
-                    scales[block, :, inside] = new.scales
+                one = held[s]
+                data[block, :, inside] = one.data[:, :length].transpose(0, 1)
+                if scales is not None and one.scales is not None:
+                    scales[block, :, inside] = one.scales[:, :length].transpose(0, 1)
             return Stored(data, scales)
 
-        return stored(self.keys), stored(self.values), table
+        return stored(self._held[0]), stored(self._held[1]), table
+
+    @cached_property
+    def _held(self) -> tuple[tuple[Stored, ...], tuple[Stored, ...]]:
+        """Keys and values as the cache holds them, of all sequences."""
+        dtype = KINDS[self.kind]
+        return tuple(Stored.of(one, dtype) for one in self.keys), tuple(Stored.of(one, dtype) for one in self.values)
 
     def inputs(self, **changed: int) -> tuple[Tensor, Stored, Stored, Ragged, Scoring]:
         """All sequences in one batch."""

@@ -84,7 +84,7 @@ def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[
 
 
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_greedy_tokens_are_the_same(kind: str, kv: Kv) -> None:
     """F16."""
     assert differences(4, kind, range(2, 9, 5), kv) == []
