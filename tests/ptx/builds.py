@@ -168,10 +168,10 @@ def sample_builds() -> Iterator[Build]:
 def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     """What follows the products of a layer: name, whether x came from a norm, and the epilogue."""
     tiles = max(1, tile.block_n // 128)
-    rows = tile.rows_at_once(rows, 128 * tiles)
+    rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
     normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
-    gated = Gated("i32", _OPERAND, rows, tiles, tl.bfloat16)
+    gated = Gated("i32", _OPERAND, both, tiles, tl.bfloat16)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (("rotate", "*bf16", None), ("rotate int8", "*i8", "*fp32")):
         tables = ("*bf16", "*bf16", "*i32", "*bf16")
@@ -211,7 +211,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
             }
             attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND, "tokens": "i32"}
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
-            flags = {**sizes, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
+            flags = {**sizes, "LOTS": False, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
             warps = attend_warps(max(8, 4 * tokens))
             flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel

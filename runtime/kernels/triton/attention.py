@@ -94,6 +94,7 @@ def attend_kernel(
     into,  # `Operand` of the product that follows
     tokens,  # new ones of a sequence
     TOKENS: tl.constexpr,  # of a lot: TOKENS of them, the last lot what is left
+    LOTS: tl.constexpr,  # whether a sequence may be several
     GROUP: tl.constexpr,  # heads that share a key-value head
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -112,14 +113,17 @@ def attend_kernel(
         pdl_wait()
     split, kv_head, lot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
-    lots = tl.cdiv(tokens, TOKENS)
-    sequence, begun = lot // lots, lot % lots * TOKENS
-    here = tl.minimum(TOKENS, tokens - begun)
-    length = tl.load(lengths + sequence) - tokens + begun + here  # keys that the last token here may see
+    if LOTS:
+        lots = tl.cdiv(tokens, TOKENS)
+        sequence, begun = lot // lots, lot % lots * TOKENS
+        here, row = tl.minimum(TOKENS, tokens - begun), sequence * tokens + begun
+        length = tl.load(lengths + sequence) - tokens + begun + here  # keys that the last token here may see
+    else:
+        sequence, here, row = lot, TOKENS, lot * TOKENS
+        length = tl.load(lengths + sequence)
     column = tl.arange(0, BLOCK_Q)
     token, lane = column // GROUP, tl.arange(0, BLOCK_D)
     position = length - here + token
-    row = sequence * tokens + begun
     head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
     q_mask = (column[:, None] < here * GROUP) & (lane[None, :] < HEAD_DIM)
     q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
@@ -284,8 +288,8 @@ def decode_attention(
     attend_kernel[(parts, kv_heads, lots)](
         query, cache.keys, cache.values, cache.key_scales, cache.value_scales, lengths, outputs, stats,
         *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
-        tokens, TOKENS=each, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q,
-        BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
+        tokens, TOKENS=each, LOTS=each < tokens, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
         **combination(each, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
         PDL=product.chip.pdl, launch_pdl=product.chip.pdl,
         num_warps=attend_warps(block_q), num_stages=stages,

@@ -51,7 +51,7 @@ def activate(
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
     rounded = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-    constants = x.tile.rows_at_once(rows, span), span // into.tile_k, rounded
+    constants = x.tile.rows_at_once(rows, 2 * span), span // into.tile_k, rounded
     given = Gated(product.n // 2, into.operand(), *(constexpr(constant) for constant in constants))
     product.partial(x, epilogue=Epilogue(silu_epilogue, counters, given, constexpr(span), constexpr(2)))
     return into
