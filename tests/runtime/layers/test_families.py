@@ -1,9 +1,12 @@
 """Every family against transformers in fp32, from the same files: in one go, in chunks, and token by token."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 
 from mycli.runtime.cache.block_table import Chunk
@@ -15,6 +18,7 @@ from mycli.runtime.models.config import families
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
 from tests.support.family_parts import SMALL
+from tests.support.grids import chosen
 
 WAYS: dict[str, list[int]] = {
     "prefill": [TOKENS],
@@ -25,11 +29,25 @@ WAYS: dict[str, list[int]] = {
 }
 
 
+Made = Callable[[str], tuple[transformers.PreTrainedModel, Path]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The reference of a case and the folder it was saved to, made once for all tests: nobody writes to either."""
+
+    @cache
+    def make_once(case: str) -> tuple[transformers.PreTrainedModel, Path]:
+        folder = tmp_path_factory.mktemp("family")
+        return make(folder, *CASES[case]), folder
+
+    return make_once
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
-    model_type, changes = CASES[case]
-    reference = make(tmp_path, model_type, changes)
-    model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+def test_logits_equal_transformers(case: str, made: Made) -> None:
+    reference, folder = made(case)
+    model = load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
@@ -43,7 +61,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
     """Keys keep the rotation they were stored with, in transformers' cache and in ours."""
-    reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])
+    reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies move with what it has read
     model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     past, parts = None, []
@@ -56,12 +74,12 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tensors_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
+def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
     """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
-    reference = make(tmp_path, *CASES[case])
-    config = ModelFolder.open(tmp_path).config
+    reference, folder = made(case)
+    config = ModelFolder.open(folder).config
     tied = "lm_head.weight" if config.tie_embeddings else None
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:  # experts have names of their own in files
+    with safe_open(folder / "model.safetensors", "pt") as file:  # experts have names of their own in files
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # not a dict
     ours = dict(config.tensors())
     if not config.stacks.keys().isdisjoint(stored):  # one tensor of all experts: reading them is what compares
@@ -79,11 +97,7 @@ REPLIES = ("gemma2-mqa-low-caps-untied", "gemma4-told-lent-double", "cohere2-win
 LENGTHS = ("llama-rope-dynamic-beyond", "phi3-longrope-beyond-tied", "phi3-longrope-within-partial")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in REPLIES else pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in LENGTHS],
-    ids=str,
-)
+@pytest.mark.parametrize("case", chosen((case for case in CASES if case not in LENGTHS), quick=REPLIES), ids=str)
 def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
     """64 steps, each from the cache; where two tokens are as good as equal the comparison ends."""
     reference = make(tmp_path, *CASES[case])
