@@ -5,6 +5,7 @@ token meets, likewise, with the embeddings unless `embeddings` is false.
 """
 
 import json
+from functools import cache
 from typing import Any
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -15,6 +16,7 @@ from tests.support.paths import ROOT
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_models.json").read_text())
 
 
+@cache
 def published(name: str) -> ModelConfig:
-    """The configuration of the model of that name."""
+    """The configuration of the model of that name; one of many experts takes a moment."""
     return ModelFolder.of(Fields(PUBLISHED[name]["config"], "config.json")).config
