@@ -72,7 +72,7 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     return found
 
 
-def describe(routes: Iterable[Route], names: Sequence[str]) -> dict[str, Any]:
+def openapi_of(routes: Iterable[Route], names: Sequence[str]) -> dict[str, Any]:
     """The description of `routes`, whose endpoints say in their first line what they do; `names`: of the model."""
     kinds = list(dict.fromkeys(BODIES.values()))
     _, schemas = models_json_schema(
@@ -102,4 +102,4 @@ def describe(routes: Iterable[Route], names: Sequence[str]) -> dict[str, Any]:
 async def description(service: Service, request: Request) -> Response:
     """This description."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return JsonResponse(await off_loop(service, lambda: describe(routes, service.settings.names)))
+    return JsonResponse(await off_loop(service, lambda: openapi_of(routes, service.settings.names)))
