@@ -17,7 +17,7 @@ _COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#
 _TIMES = (("ttft", "time to the first token, ms"), ("tpot", "time per token after it, ms"))
 
 
-def draw(rows: Sequence[Row]) -> str:
+def draw_loads(rows: Sequence[Row]) -> str:
     """Tokens per second, and p50 (a line) and p95 (dashes) of both times, over the loads in the order measured."""
     tests = list(dict.fromkeys(row["test"] for row in rows))
     servers = list(dict.fromkeys(row["model"] for row in rows))
@@ -99,4 +99,4 @@ def _panel(
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
     """Draw into a file. Raises what `disk_errors` raises."""
     with disk_errors(path):
-        path.write_text(draw(rows), encoding="utf-8")
+        path.write_text(draw_loads(rows), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from mycli.cli.bench_results import Row
 from mycli.cli.bench_serving import keeps
 from mycli.cli.main import main
-from mycli.cli.serving_plot import draw
+from mycli.cli.serving_plot import draw_loads
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 
@@ -72,7 +72,7 @@ def test_more_is_higher_and_names_cannot_break_the_picture() -> None:
         {"model": "<script>&", "test": f"c{count} p1 n1", "tokens_per_second": 10.0 * count, **times}
         for count in (1, 4)
     ]
-    picture = ElementTree.fromstring(draw(rows))
+    picture = ElementTree.fromstring(draw_loads(rows))
     (line,) = (found for found in picture.iter() if found.tag.endswith("polyline"))
     (low_x, low_y), (high_x, high_y) = (map(float, point.split(",")) for point in line.attrib["points"].split())
     assert low_x < high_x and low_y > high_y
