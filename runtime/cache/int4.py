@@ -50,7 +50,7 @@ def pack_int4(values: Tensor) -> Tensor:
     scales = scales.masked_fill(tiny, 0).masked_fill(~finite, torch.nan)
     codes = (padded / steps.masked_fill(tiny, torch.inf).unsqueeze(-1)).round_().nan_to_num_(0).clamp_(-8, 7)
     halves = codes.flatten(-2)[..., :head_dim].to(torch.int8).view(torch.uint8) & 15
-    lower, upper = halves.reshape(*outer, -1, 2, UNIT // 2).unbind(-2)
+    lower, upper = halves.reshape(*outer, head_dim // UNIT, 2, UNIT // 2).unbind(-2)
     packed = torch.empty(*outer, nbytes, dtype=torch.uint8, device=values.device)
     packed[..., : head_dim // 2] = (lower | upper << 4).flatten(-2)
     packed[..., head_dim // 2 :] = scales.view(torch.uint8)
@@ -61,7 +61,7 @@ def unpack_int4(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """packed uint8 [..., bytes] as values [..., head_dim] in `dtype`, rotated back. Sums are fp32, or fp64 for that."""
     exact = torch.promote_types(dtype, torch.float32)
     head_dim = int4_head_dim(packed.shape[-1])
-    units = packed[..., : head_dim // 2].reshape(*packed.shape[:-1], -1, UNIT // 2)
+    units = packed[..., : head_dim // 2].reshape(*packed.shape[:-1], head_dim // UNIT, UNIT // 2)
     codes = torch.stack((units << 4, units), -2).flatten(-3).view(torch.int8) >> 4  # the sign is the upper half's
     scales = packed[..., head_dim // 2 :].contiguous().view(torch.bfloat16).to(exact)
     return hadamard(codes.to(exact) * scales.repeat_interleave(INT4_GROUP, -1)[..., :head_dim]).to(dtype)

@@ -101,5 +101,10 @@ def test_what_is_not_finite_is_not_hidden_by_rounding() -> None:
     assert int(found.sum()) == 64
 
 
+def test_no_vectors_are_no_bytes() -> None:
+    assert pack_int4(torch.zeros(3, 0, 80)).shape == (3, 0, 46)
+    assert unpack_int4(torch.zeros(0, 46, dtype=torch.uint8), torch.float32).shape == (0, 80)
+
+
 def test_what_is_smaller_than_any_scale_is_nothing() -> None:
     assert not pack_int4(torch.full((64,), 1e-39)).any()
