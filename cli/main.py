@@ -5,6 +5,7 @@ Only the module of the command that is called is imported, so that help and ligh
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from mycli.cli.command import guarded, print_version
 from mycli.cli.config_file import config_path, option_key, read_presets, read_settings
+from mycli.cli.mistakes import as_typed, foreign_command, reworded
 from mycli.cli.output import Output
 from mycli.cli.presets import apply_preset
 from mycli.cli.streams import prepare_streams
@@ -126,8 +128,10 @@ def _mistake(error: Any, command: str | None) -> UsageError:
     option: Any = getattr(error, "param", None)
     hint = f"{context.command_path if context else f'mycli {command}' if command else 'mycli'} --help"
     if option is None or not error.message:  # not about a value that was given
-        text = str(error.format_message()).rstrip(".")
-        return UsageError(text[:1].lower() + text[1:], hint)
+        typed = re.match(r"No such command '(\S+)'", str(error.format_message()))
+        if typed and (ours := foreign_command(typed[1])):
+            return UsageError(f"no such command '{typed[1]}'", ours)
+        return UsageError(reworded(str(error.format_message())), hint)
     source = getattr(context.get_parameter_source(option.name), "name", "")
     if source == "ENVIRONMENT":
         where = next(name for name in option.envvar if os.environ.get(name))
@@ -135,7 +139,7 @@ def _mistake(error: Any, command: str | None) -> UsageError:
         where = f"{config_path()}: {option_key(option.opts)}"
     else:
         where = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
-    return UsageError(f"{where}: {error.message}", hint)
+    return UsageError(f"{where}: {reworded(error.message)}", hint)
 
 
 def reorder(arguments: Sequence[str]) -> list[str]:
@@ -194,5 +198,5 @@ def main(arguments: list[str] | None = None) -> None:
     # only for some 50 microseconds. Whoever waits longer takes the core that a thread with work needs, where another
     # program has one of them: a reply was twenty times slower with a millisecond. It reads this as it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    words = sys.argv[1:] if arguments is None else arguments
+    words = [as_typed(word) for word in sys.argv[1:]] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

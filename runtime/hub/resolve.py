@@ -248,6 +248,8 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
 
     Raises what `resolve` raises, and ModelError for what is no adapter.
     """
+    if is_path(name) and (file := Path(name).expanduser()).exists() and not file.is_dir():
+        raise ModelError(f"{name}: a file, but an adapter is a folder", f"give its folder: {file.parent}")
     try:
         source = _find(name, offline)
     except NotFoundError as error:

@@ -1,11 +1,14 @@
 """Beside llama.cpp on the same cores in the same minutes: prompt and reply rates of both, and their ratios.
 
     PYTHONPATH=.links python -m tests.benchmarks.llama_bench MODEL GGUF [--llama-bench PATH]
-        [--rounds 5] [--prefix WORDS]
+        [--rounds 5] [--prefix WORDS] [--busy N]
 
 The path of llama-bench may also stand in $LLAMA_BENCH; without one there is nothing to compare, and that is said. Each
 round runs both programs once, one after the other, so that a busy neighbour hits both; a figure is the median of its
 rounds, a ratio that of the round's own two figures. docs/cpu.md has the results and how the models were made.
+
+With --busy each round is run twice, alone and beside N processes of the same priority that compute without pause: what
+each program keeps of its rate is printed too.
 """
 
 import argparse
@@ -15,8 +18,11 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+Pair = tuple[float, float]  # tokens per second: llama.cpp's, ours
 
 
 def _run(command: Sequence[str]) -> Any:
@@ -37,6 +43,33 @@ def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> 
     return [float(row["tokens_per_second"]) for row in found["results"]]
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Within it so many processes compute without pause."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _report(name: str, alone: Sequence[Pair], beside: Sequence[Pair]) -> None:
+    """The medians of one test's figures, llama.cpp's and ours of each round; `beside` may hold none."""
+    for where, pairs in (("", alone), (" beside the busy", beside)):
+        if pairs:
+            them, us = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+            ratio = statistics.median(ours / peer for peer, ours in pairs)
+            print(f"{name}{where}: mycli {us:.1f}, llama.cpp {them:.1f} tokens/s, ratio {ratio:.2f}")
+    if beside:
+        them, us = (
+            statistics.median(second[side] / first[side] for first, second in zip(alone, beside, strict=True))
+            for side in (0, 1)
+        )
+        print(f"{name} kept beside the busy: mycli {us:.0%}, llama.cpp {them:.0%}")
+
+
 def main() -> None:
     """Print one line a round and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,22 +80,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside, in half of the runs")
     parser.add_argument("--prefix", type=shlex.split, default=[], help="put before both commands")
     given = parser.parse_args()
     if not given.llama_bench:
         print("skipped: no llama-bench (give --llama-bench or set LLAMA_BENCH)")
         return
     sizes = given.prompt, given.generate
-    rounds = []
+    found: dict[int, list[list[Pair]]] = {0: [], given.busy: []}
     for index in range(given.rounds):
-        peer = peer_rates(given.llama_bench, given.gguf, given.threads, *sizes, given.prefix)
-        ours = our_rates(given.model, *sizes, given.prefix)
-        rounds.append((peer, ours))
-        print(f"round {index + 1}: " + "   ".join(f"{o:.1f} / {p:.1f}" for o, p in zip(ours, peer, strict=True)))
+        for processes, rounds in found.items():
+            with busy(processes):
+                peer = peer_rates(given.llama_bench, given.gguf, given.threads, *sizes, given.prefix)
+                ours = our_rates(given.model, *sizes, given.prefix)
+            rounds.append(list(zip(peer, ours, strict=True)))
+            shown = "   ".join(f"{o:.1f} / {p:.1f}" for p, o in rounds[-1])
+            print(f"round {index + 1}{f', beside {processes}' * bool(processes)}: {shown}")
     for test, name in enumerate((f"pp{given.prompt}", f"tg{given.generate}")):
-        us, them = (statistics.median(one[side][test] for one in rounds) for side in (1, 0))
-        ratio = statistics.median(ours[test] / peer[test] for peer, ours in rounds)
-        print(f"{name}: mycli {us:.1f}, llama.cpp {them:.1f} tokens/s, ratio {ratio:.2f}")
+        alone, beside = ([pairs[test] for pairs in found[processes]] for processes in (0, given.busy))
+        _report(name, alone, beside if given.busy else [])
 
 
 if __name__ == "__main__":

@@ -76,5 +76,9 @@ def test_one_that_is_cut_off_says_what_it_lacks(server: HubServer, files: dict[s
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pico: no LoRA adapter"):
         resolve_adapter("pico")
+    file = write_adapter(tmp_path / "a", {}) / "adapter_model.safetensors"
+    with pytest.raises(ModelError, match="a file, but an adapter is a folder") as caught:
+        resolve_adapter(str(file))
+    assert caught.value.hint == f"give its folder: {file.parent}"
     with pytest.raises(NotFoundError, match="no such folder"):
         resolve_adapter(str(tmp_path / "nowhere"))

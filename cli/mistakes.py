@@ -1,0 +1,62 @@
+"""Mistakes on the command line in our words: what is wrong with a value, and which command of ours a foreign one means.
+
+Knows the sentences of the parser, and the verbs of other programs. Does not know options or where a value came from.
+"""
+
+import os
+import re
+
+# What is typed by those who know another program: how the same is asked for here.
+_FOREIGN = {
+    "ask": "mycli run",
+    "convert": "mycli export",
+    "cp": "mycli list, which says where models lie: copy the folder",
+    "create": "mycli quantize, or a preset in config.toml",
+    "delete": "mycli rm",
+    "download": "mycli pull",
+    "generate": "mycli run",
+    "help": "mycli COMMAND --help",
+    "info": "mycli show",
+    "ls": "mycli list",
+    "perplexity": "mycli eval",
+    "ppl": "mycli eval",
+    "ps": "nothing: no model is kept in memory between commands but by mycli serve",
+    "remove": "mycli rm",
+    "server": "mycli serve",
+    "stop": "nothing: no model is kept in memory between commands but by mycli serve, which Ctrl-C ends",
+    "version": "mycli --version",
+}
+# The parser's sentences about values, and ours.
+_SENTENCES = (
+    (r"input should be a valid number.*", "not a number"),
+    (r"input should be a valid integer.*", "not a whole number"),
+    (r"input should be a valid boolean.*", "not true or false"),
+    (r"input should be greater than or equal to (\S+)", r"less than \1"),
+    (r"input should be less than or equal to (\S+)", r"more than \1"),
+    (r"input should be greater than (\S+)", r"not above \1"),
+    (r"input should be less than (\S+)", r"not below \1"),
+    (r"no such option: (\S+) \(possible options: (.*)\)", r"no such option: \1; did you mean \2?"),
+)
+
+
+def reworded(sentence: str) -> str:
+    """The parser's `sentence` without a full stop, in our words where we have any."""
+    sentence = sentence.rstrip(".")
+    for pattern, ours in _SENTENCES:
+        if match := re.fullmatch(pattern, sentence, re.IGNORECASE | re.DOTALL):
+            return match.expand(ours)
+    return sentence[:1].lower() + sentence[1:]
+
+
+def foreign_command(word: str) -> str:
+    """How what `word` does in another program is asked for here; "" for a word that none has."""
+    return _FOREIGN.get(word, "")
+
+
+def as_typed(word: str) -> str:
+    """`word` of a command line as UTF-8, where the locale could not decode what was typed."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(word).decode("utf-8", "surrogateescape")
+    return word
