@@ -145,15 +145,20 @@ inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, 
         if (t == 0)  // what has been read once lies in the second cache
             for (int n = 0; n < TILE_OUTPUTS; n++)
                 _mm_prefetch(reinterpret_cast<const char*>(upper + n * d.inputs + k) + AHEAD / 4, _MM_HINT_T1);
+        // Six tiles are used, and one operand is loaded twice: see packed_tiles.h.
         TILE_LOAD(4, upper + k, stride);
         TILE_LOAD(6, first + k / 2 * across, 4 * across);
         TILE_DOT_BF16(0, 4, 6);
-        TILE_LOAD(5, lower + k, stride);
-        TILE_DOT_BF16(1, 5, 6);
-        if (!beside) continue;
-        TILE_LOAD(7, second + k / 2 * beside, 4 * beside);
-        TILE_DOT_BF16(2, 4, 7);
-        TILE_DOT_BF16(3, 5, 7);
+        if (beside) {
+            TILE_LOAD(6, second + k / 2 * beside, 4 * beside);
+            TILE_DOT_BF16(2, 4, 6);
+        }
+        TILE_LOAD(4, lower + k, stride);
+        if (beside) {
+            TILE_DOT_BF16(3, 4, 6);
+            TILE_LOAD(6, first + k / 2 * across, 4 * across);
+        }
+        TILE_DOT_BF16(1, 4, 6);
     }
     TILE_STORE(part[0], 64, 0);
     TILE_STORE(part[1], 64, 1);
