@@ -183,7 +183,10 @@ def test_families_have_the_bits_of_their_steps(
     """Whatever of them is run natively, beside what is not."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes})
-    same_as_by_steps(load(tmp_path, kv), kv, monkeypatch)
+    runner = load(tmp_path, kv)
+    if kv == "int4" and any(runner.config.cached(layer)[1] % 16 for layer in range(runner.config.layers)):
+        pytest.skip("an int4 cache takes no such heads")
+    same_as_by_steps(runner, kv, monkeypatch)
 
 
 @pytest.mark.parametrize("kv", ("int8", "int4"))
