@@ -116,9 +116,9 @@ template <typename T> struct FloatPath {
     // taken apart afterwards: bf16 takes half the shuffles, int8 a fourth.
     static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         if constexpr (ROTATED) pack_codes(a, chunk, first, panel);
-        else pack_values(a, chunk, first, panel);
+        else pack_whole(a, chunk, first, panel);
     }
-    static void pack_values(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+    static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
         const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
@@ -143,6 +143,7 @@ template <typename T> struct FloatPath {
             }
         }
     }
+    // As `pack_whole`, of words of eight codes, times their scales.
     static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         const int64_t words = a.head_dim / 8;
         for (int64_t p = first; p < first + PANEL; p += WIDE)
