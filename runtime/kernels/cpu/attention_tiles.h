@@ -31,9 +31,8 @@ template <typename T> struct TilePath {
         uint16_t* to = reinterpret_cast<uint16_t*>(room.query);
         for (int64_t r = 0; r < count; r++)
             for (int64_t d = 0; d < size(a); d += 32, to += 32) {
-                const int64_t at = rows.at(a, row + r) + d;
-                if constexpr (ROTATED) _mm512_store_si512(to, rounded(static_cast<const float*>(a.query) + at, mask_of(a, d)));
-                else _mm512_store_si512(to, some(static_cast<const uint16_t*>(a.query) + at, 0, mask_of(a, d)));
+                if constexpr (ROTATED) _mm512_store_si512(to, rounded(static_cast<const float*>(a.query) + rows.at(a, row + r) + d, mask_of(a, d)));
+                else _mm512_store_si512(to, some(static_cast<const uint16_t*>(a.query) + rows.at(a, row + r), d, mask_of(a, d)));
             }
     }
     static auto keep(const Room& room, int64_t row) {
@@ -91,8 +90,7 @@ template <typename T> struct TilePath {
         uint16_t* out = static_cast<uint16_t*>(a.out) + to;
         for (int64_t d = 0; d < a.head_dim; d += 32) {
             const Wide low = wide(sums + d), high = wide(sums + d + 16);
-            put(sums + d, _mm512_permutex2var_ps(low, first, high));
-            put(sums + d + 16, _mm512_permutex2var_ps(low, second, high));
+            put(sums + d, _mm512_permutex2var_ps(low, first, high)), put(sums + d + 16, _mm512_permutex2var_ps(low, second, high));
         }
         if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
         for (int64_t d = 0; d < a.head_dim; d += 32) {
@@ -110,9 +108,7 @@ template <typename T> struct TilePath {
     static __m512i some(const int8_t* at, int64_t d, __mmask32 mask) { return bf16_of(_mm256_maskz_loadu_epi8(mask, at + d)); }
     static __m512i some(Int4Vector at, int64_t d) { return int4_bf16(at, d, true); }
     static __m512i some(Int4Vector at, int64_t d, __mmask32 mask) { return mask ? int4_bf16(at, d, mask >> 16) : __m512i{}; }
-    static __m512i rounded(const float* at, __mmask32 mask) {
-        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(__mmask16(mask >> 16), at + 16), _mm512_loadu_ps(at));
-    }
+    static __m512i rounded(const float* at, __mmask32 mask) { return (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(__mmask16(mask >> 16), at + 16), _mm512_loadu_ps(at)); }
     // A code is exact in the upper half of an fp32, so halves are moved and not rounded: even ones down, odd ones kept.
     static __m512i bf16_of(__m256i codes) {
         const __m512i words = _mm512_cvtepi8_epi16(codes);
