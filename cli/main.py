@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import guarded, print_version
-from mycli.cli.config_file import config_path, option_key, read_presets, read_settings
+from mycli.cli.flags.config_file import config_path, option_key, read_presets, read_settings
+from mycli.cli.flags.presets import apply_preset
 from mycli.cli.mistakes import as_typed, foreign_command, reworded
 from mycli.cli.output import Output
-from mycli.cli.presets import apply_preset
-from mycli.cli.streams import prepare_streams
+from mycli.cli.text.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
 
 # name -> (file and function, one line for the list of commands), in the order a newcomer needs them

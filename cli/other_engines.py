@@ -19,8 +19,8 @@ from typing import Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call
+from mycli.cli.flags import options
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.nvml import Gpu, gpus
 from mycli.runtime.diagnostics.vllm_tp import obstacles

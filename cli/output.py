@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from mycli.cli.json_lines import error_fields, json_line
-from mycli.cli.layout import WordWrap, fitting, pad, table_lines, table_width, width
-from mycli.cli.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.cli.remedies import Subject, remedy
+from mycli.cli.text.json_lines import error_fields, json_line
+from mycli.cli.text.layout import WordWrap, fitting, pad, table_lines, table_width, width
+from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 

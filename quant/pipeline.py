@@ -23,7 +23,7 @@ from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, allocate, low_width, measure_shares
 from mycli.quant.model_card import Layer, Size, Tuning
-from mycli.quant.planning import (
+from mycli.quant.planning.plan import (
     QUICK_TOKENS,
     REPORT_CONTEXT,
     QuantizationPlan,

@@ -9,7 +9,7 @@ import torch
 
 from mycli.quant import solvers
 from mycli.quant.model_card import Layer
-from mycli.quant.planning import QuantizationPlan
+from mycli.quant.planning.plan import QuantizationPlan
 from mycli.quant.progress import ReportProgress
 from mycli.quant.rounding.grid import Grid, Quantized, relative_error
 from mycli.quant.source_weights import SourceWeights

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation
 from mycli.cli.command import Call
-from mycli.cli.format import compact, speculation
 from mycli.cli.generation import describe
 from mycli.cli.load import LoadedEngine
-from mycli.cli.progress import LiveMarkdown
+from mycli.cli.text.format import compact, speculation
+from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mycli.cli.chat.session import Chat, thinking
-from mycli.cli.input import read_document
+from mycli.cli.text.input import read_document
 from mycli.runtime.errors import UsageError
 
 FENCE = '"""'

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mycli.cli import options
-from mycli.cli.bench_results import Row, check_save, compare_results, read_results, save_results
-from mycli.cli.bench_serving import ServingFlags, bench_serving, judge, serving_table
-from mycli.cli.bench_speculative import bench_draft
+from mycli.cli.bench.plot import write_plot
+from mycli.cli.bench.results import Row, check_save, compare_results, read_results, save_results
+from mycli.cli.bench.serving import ServingFlags, bench_serving, judge, serving_table
+from mycli.cli.bench.speculative import bench_draft
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags
+from mycli.cli.flags import options
+from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import about, adapted, announce_build, announce_placement
-from mycli.cli.progress import Neighbours
-from mycli.cli.serving_plot import write_plot
+from mycli.cli.text.progress import Neighbours
 from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig

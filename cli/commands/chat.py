@@ -5,13 +5,13 @@ from typing import Annotated, get_args
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.chat.history import Conversation, require_conversation
 from mycli.cli.chat.session import Chat, Overflow, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
-from mycli.cli.flags import KeepFlags, LoadFlags, SamplingFlags
+from mycli.cli.flags import options
+from mycli.cli.flags.records import KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.resolve import state

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.bandwidth import datasheet

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags
-from mycli.cli.format import active
+from mycli.cli.flags import options
+from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import adapted, announce_placement, check_context, find_predictor, open_config
 from mycli.cli.other_engines import RANKS, beyond_one_gpu
+from mycli.cli.text.format import active
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import KV, LoadFlags
-from mycli.cli.format import quality
+from mycli.cli.flags import options
+from mycli.cli.flags.records import KV, LoadFlags
 from mycli.cli.load import adapted, announce_build, announce_placement
-from mycli.cli.progress import stages
+from mycli.cli.text.format import quality
+from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.cli.load import adapted
-from mycli.cli.progress import stages
+from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.utils.units import human_bytes

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.format import quality
+from mycli.cli.flags import options
+from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import adapted, announce_placement
-from mycli.cli.progress import stages
-from mycli.cli.recipe_flags import RecipeFlags
+from mycli.cli.text.format import quality
+from mycli.cli.text.progress import stages
 from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
@@ -29,7 +29,7 @@ from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
-    from mycli.quant.planning import QuantizationPlan, Report
+    from mycli.quant.planning.plan import QuantizationPlan, Report
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -192,7 +192,8 @@ def quantize(
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
     its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
     """
-    from mycli.quant import pipeline, planning
+    from mycli.quant import pipeline
+    from mycli.quant.planning import plan as planning
 
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "omit --report none")
@@ -227,7 +228,7 @@ def quantize(
         with stages(call.out.progress) as progress:
             work = plan(pipeline.allocated(work, placement, target, progress))
     if dry_run:
-        from mycli.quant.pace import expected_seconds
+        from mycli.quant.planning.pace import expected_seconds
 
         _show_plan(call, work, target, expected_seconds(work, placement))
         return

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.local import plan_removal, remove
 from mycli.runtime.utils.units import human_bytes

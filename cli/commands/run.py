@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.batch_file import check_batch, run_batch
 from mycli.cli.command import Call, command
-from mycli.cli.flags import FULL_LENGTH, KeepFlags, LoadFlags, SamplingFlags
-from mycli.cli.format import speculation
+from mycli.cli.flags import options
+from mycli.cli.flags.records import FULL_LENGTH, KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
-from mycli.cli.input import read_file, read_prompt
 from mycli.cli.load import load_engine
-from mycli.cli.progress import Neighbours
+from mycli.cli.text.format import speculation
+from mycli.cli.text.input import read_file, read_prompt
+from mycli.cli.text.progress import Neighbours
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 
 if TYPE_CHECKING:

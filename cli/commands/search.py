@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from mycli.cli.command import Call, command
-from mycli.cli.format import compact
+from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.search import FoundModel, search_models

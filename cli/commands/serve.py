@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import FULL_LENGTH, KeepFlags, LoadFlags
+from mycli.cli.flags import options
+from mycli.cli.flags.records import FULL_LENGTH, KeepFlags, LoadFlags
 from mycli.cli.load import load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.engine.config import EngineConfig

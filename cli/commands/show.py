@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.format import active
+from mycli.cli.flags import options
+from mycli.cli.text.format import active
 from mycli.quant.plot import Point, require_svg, write
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub

@@ -1,7 +1,7 @@
 """`mycli spec check`: can one model draft for another?"""
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies

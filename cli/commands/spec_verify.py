@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
-from mycli.cli.flags import LoadFlags
-from mycli.cli.input import read_file
+from mycli.cli.flags import options
+from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import load_engine
+from mycli.cli.text.input import read_file
 from mycli.runtime.errors import GateError, UsageError
 
 EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from mycli.cli import options
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.runtime.errors import GateError
 from mycli.runtime.hub.local import drop_damaged, files_to_verify, find_local, verify_files
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mycli.quant import model_card
 from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
 from mycli.quant.export._weights import Weights, lost_by_scales
-from mycli.quant.planning import check_target
+from mycli.quant.planning.plan import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import CheckpointWriter

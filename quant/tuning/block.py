@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel, restore
-from mycli.quant.memory import BATCH
+from mycli.quant.planning.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE
 from mycli.quant.layer_streaming import StreamedModel, restore
-from mycli.quant.memory import BATCH
 from mycli.quant.model_card import Tuning
+from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.tuning.loop import train

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD, rough_products
-from mycli.quant.memory import BATCH
 from mycli.quant.model_card import Tuning
+from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.tuning.adam import Adam
 from mycli.runtime.device.system import trim

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.cli.options import parse_count
+from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder

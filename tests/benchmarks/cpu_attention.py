@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from mycli.cli.options import parse_count
+from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.kernels.cpu import attention, build
 from mycli.runtime.kernels.paged import Ragged, Scoring

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.cli.options import parse_count
+from mycli.cli.flags.options import parse_count
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.model_folder import ModelFolder

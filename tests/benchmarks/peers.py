@@ -26,7 +26,7 @@ from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import allocated, quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.checkpoint.model_folder import ModelFolder

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Head, Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import Source

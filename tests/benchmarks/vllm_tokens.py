@@ -22,7 +22,7 @@ from mycli.quant.evaluate import held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.chat.slash_commands import complete_path
-from mycli.cli.layout import WordWrap, fitting, width
+from mycli.cli.flags.presets import apply_preset
 from mycli.cli.main import main
 from mycli.cli.output import Output
-from mycli.cli.presets import apply_preset
-from mycli.cli.progress import reading
+from mycli.cli.text.layout import WordWrap, fitting, width
+from mycli.cli.text.progress import reading
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.names import candidates, plain_name
 from mycli.runtime.kernels.cpu import build

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mycli.cli.output import Output
-from mycli.cli.progress import stages
+from mycli.cli.text.progress import stages
 
 
 class Recorded(Output):

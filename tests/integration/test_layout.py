@@ -18,10 +18,10 @@ MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"},
 PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
-    "cli/progress.py": "the printer's bar",
-    "cli/streams.py": "opens those that are closed",
+    "cli/text/progress.py": "the printer's bar",
+    "cli/text/streams.py": "opens those that are closed",
     "cli/batch_file.py": "reads prompts from standard input",
-    "cli/input.py": "reads the prompt from standard input",
+    "cli/text/input.py": "reads the prompt from standard input",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }
 MOST_ROOMS, MOST_FLOORS = 18, 9

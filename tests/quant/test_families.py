@@ -17,7 +17,7 @@ from mycli.quant.blockwise import UNSEEN
 from mycli.quant.calibration.hessian import BlockState, inputs
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model

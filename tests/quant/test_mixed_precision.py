@@ -14,7 +14,7 @@ from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.mixed_precision import Share
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError

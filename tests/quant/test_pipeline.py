@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mycli.quant import blockwise, pipeline, planning
 from mycli.quant import model_card as record
-from mycli.quant.memory import Need
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import QuantizationPlan, plan_quantization
+from mycli.quant.planning.memory import Need
+from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn

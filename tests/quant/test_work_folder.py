@@ -21,7 +21,7 @@ from mycli.quant import blockwise, pipeline
 from mycli.quant import model_card as record
 from mycli.quant.model_card import Layer
 from mycli.quant.pipeline import default_work_folder, quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized

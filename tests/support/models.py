@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mycli.quant import pipeline, planning
+from mycli.quant import pipeline
+from mycli.quant.planning import plan as planning
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from tests.support.paths import PICO

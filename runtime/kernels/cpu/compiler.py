@@ -10,35 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 
 # And the compiler's options for each: what rounds as torch does rounds every operation on its own.
 SOURCES: Mapping[str, tuple[str, ...]] = {"packed_cpu.cpp": (), "quantize_cpu.cpp": ("-ffp-contract=off",)}
-HEADERS = (
-    "attention.h",
-    "attention_float.h",
-    "attention_int4.h",
-    "attention_task.h",
-    "attention_tiles.h",
-    "dense.h",
-    "draw.h",
-    "experts.h",
-    "experts_part.h",
-    "layer.h",
-    "packed_integer.h",
-    "packed_layout.h",
-    "packed_panels.h",
-    "packed_repack.h",
-    "packed_tiles.h",
-    "recurrent.h",
-    "steps.h",
-    "table.h",
-    "vectors.h",
-)
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
 
 
@@ -72,9 +50,10 @@ def torch_openmp() -> str:
 
 
 def read_sources() -> dict[str, bytes]:
-    """What the library is made of, by file name."""
-    package = files("mycli.runtime.kernels.cpu")
-    return {name: package.joinpath(name).read_bytes() for name in (*SOURCES, *HEADERS)}
+    """What the library is made of, by its path in the folder `native`."""
+    root = Path(__file__).parent / "native"
+    found = sorted(path for path in root.rglob("*") if path.suffix in (".cpp", ".h"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
 def digest(sources: Mapping[str, bytes], *depends: str) -> str:
@@ -90,6 +69,7 @@ def compile_sources(
     objects = [f"{name}.o" for name in SOURCES]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
         for name, text in sources.items():
+            (Path(work) / name).parent.mkdir(exist_ok=True)
             (Path(work) / name).write_bytes(text)
         for command in (
             *([compiler, *flags, *own, "-c", name, "-o", f"{name}.o"] for name, own in SOURCES.items()),

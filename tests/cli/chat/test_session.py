@@ -10,9 +10,9 @@ import torch
 from mycli.cli.chat.history import Conversation
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.command import Call
-from mycli.cli.format import compact
 from mycli.cli.load import LoadedEngine
 from mycli.cli.output import Output
+from mycli.cli.text.format import compact
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion, LoadedModel

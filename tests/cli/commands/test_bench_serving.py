@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.bench_results import Row
-from mycli.cli.bench_serving import keeps
+from mycli.cli.bench.plot import draw_loads
+from mycli.cli.bench.results import Row
+from mycli.cli.bench.serving import keeps
 from mycli.cli.main import main
-from mycli.cli.serving_plot import draw_loads
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 

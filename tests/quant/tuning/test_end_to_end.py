@@ -9,7 +9,7 @@ import torch
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
-from mycli.quant.planning import plan_quantization
+from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
 from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales

@@ -1,0 +1,1 @@
+"""What a quantization will need before it begins: work, memory and time."""

@@ -1,0 +1,195 @@
+// The products of attention in fp32, for every kind of cache and every machine: a dot product adds up over the dimensions one
+// by one, a weighted sum over the positions one by one, in one accumulator each.
+
+#pragma once
+
+#include "attention/attention_task.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int COLUMNS = 4;  // vectors of the result held in registers, for 6 rows
+#else
+constexpr int COLUMNS = 2;
+#endif
+
+// c [M][N vectors] = a [M][from..to) times b [from..to)[N vectors], which `load(k, n)` gives.
+template <int M, int N, class Load>
+inline void product(const float* a, int64_t a_row, int64_t from, int64_t to, Load load, float* c, int64_t c_row) {
+    Wide sum[M][N] = {};
+    for (int64_t k = from; k < to; k++) {
+        Wide b[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) b[n] = load(k, n);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const Wide x = spread(a[m * a_row + k]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) sum[m][n] = multiply_add(x, b[n], sum[m][n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) put(c + m * c_row + n * WIDE, sum[m][n]);
+}
+template <int N, class Load>
+inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t from, int64_t to, Load load, float* c, int64_t c_row) {
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6) product<6, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row);
+    if (r + 4 <= rows) product<4, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row), r += 4;
+    if (r + 2 <= rows) product<2, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row), r += 2;
+    if (r < rows) product<1, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row);
+}
+
+// A way to multiply: what `attend` in attention.h asks for. Sizes are in floats.
+template <typename T> struct FloatPath {
+    static constexpr bool ROTATED = std::is_same_v<T, Int4>;
+    static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
+
+    struct Setup {  // what products of weights of so many rows and values need for as long as they last
+        explicit Setup(int64_t) {}
+    };
+
+    static int64_t size(const Attention& a) { return a.head_dim; }  // of a row's weighted values
+    static int64_t query_size(const Attention& a) { return a.head_dim; }  // of a row
+    static int64_t weights_size() { return 0; }  // of a row: they replace the scores
+    static int64_t panel_size(const Attention& a) { return PANEL * a.head_dim; }
+    static int64_t packed_size(const Attention& a) { return 2 * CHUNK * a.head_dim; }
+
+    static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
+        for (int64_t r = 0; r < count; r++)
+            widen(a.query, a.query_type, rows.at(a, row + r), a.head_dim, room.query + r * a.head_dim);
+    }
+    static auto keep(const Room& room, int64_t row) {
+        return [to = room.scores + row * CHUNK](int64_t p, Wide weight) { put(to + p, weight); };
+    }
+
+    // A chunk that many rows read: packed once, keys in panels, then values.
+    static void pack(const Attention& a, const Chunk& chunk, float* packed) {
+        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_panel(a, chunk, p, packed + p * a.head_dim);
+        float* values = packed + CHUNK * a.head_dim;
+        for (int64_t p = 0; p < chunk.count; p++)
+            for (int64_t d = 0; d < a.head_dim; d += WIDE)
+                put(values + p * a.head_dim + d, values_at(vector_of<T>(a, a.values, chunk.at[p]), d));
+    }
+    static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
+        for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL)
+            score_panel(a, room, rows, packed + p * a.head_dim, p);
+    }
+    static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* packed) {
+        const float* values = packed + CHUNK * a.head_dim;
+        const int64_t dim = a.head_dim;
+        mix_with(a, room, 0, rows, span.low, std::min(span.high, count), [=](int64_t p, int64_t d) { return wide(values + p * dim + d); });
+    }
+
+    // A chunk that few rows read: a panel of keys at a time, values where they lie.
+    static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
+        for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
+            pack_panel(a, chunk, p, room.panel);
+            score_panel(a, room, rows, room.panel, p);
+        }
+    }
+    static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
+        mix_from(a, room, 0, rows, span.low, std::min(span.high, chunk.count), chunk);
+    }
+    // Row `row` alone, over [from, to) alone.
+    static void mix_row(const Attention& a, const Room& room, int64_t row, int64_t from, int64_t to, const Chunk& chunk) {
+        mix_from(a, room, row, 1, from, to, chunk);
+    }
+
+    static void write(const Attention& a, float* sums, float share, int64_t to) {
+        if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
+        for (int64_t d = 0; d < a.head_dim; d += WIDE) {
+            const Wide v = wide(sums + d) * share;
+            if (a.out_type == F32) {
+                put(static_cast<float*>(a.out) + to + d, v);
+            } else {
+                const WideHalf half = to_bf16(v);
+                memcpy(static_cast<uint16_t*>(a.out) + to + d, &half, sizeof half);
+            }
+        }
+    }
+
+  private:
+    template <typename U> static Wide values_at(const U* vector, int64_t d) { return wide(vector + d); }
+    static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
+    // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are turned whole and
+    // taken apart afterwards: bf16 takes half the shuffles, int8 a fourth.
+    static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        if constexpr (ROTATED) pack_codes(a, chunk, first, panel);
+        else pack_whole(a, chunk, first, panel);
+    }
+    static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; of a vector of words
+        const T* keys = static_cast<const T*>(a.keys);
+        const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
+        for (int64_t p = first; p < first + PANEL; p += WIDE) {
+            float* to = panel + p - first;
+            Wide v[WIDE];
+            for (int64_t d = 0; d < whole; d += STEP) {
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++)
+                    v[i] = p + i < chunk.count ? wide(reinterpret_cast<const float*>(keys + chunk.at[p + i] + d)) : Wide{};
+                transpose(v);
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++)
+                    for (int64_t part = 0; part < EACH; part++) put(to + (d + i * EACH + part) * PANEL, value_of(v[i], part));
+            }
+            for (int64_t d = whole; d < a.head_dim; d += WIDE) {
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys + chunk.at[p + i] + d) : Wide{};
+                transpose(v);
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++) put(to + (d + i) * PANEL, v[i]);
+            }
+        }
+    }
+    // As `pack_whole`, of words of eight codes, times their scales.
+    static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+        const int64_t words = a.head_dim / 8;
+        for (int64_t p = first; p < first + PANEL; p += WIDE)
+            for (int64_t w = 0; w < words; w += WIDE) {
+                Wide v[WIDE];
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDE; i++)
+                    v[i] = p + i < chunk.count ? words_of(vector_of<T>(a, a.keys, chunk.at[p + i]).codes + w * 4, words - w) : Wide{};
+                transpose(v);
+                Wide scale = {};
+                for (int64_t i = 0; i < WIDE && w + i < words; i++) {
+                    const int64_t d = (w + i) / 2 * UNIT + (w + i) % 2 * 4;  // of the word's first code
+                    if (d % INT4_GROUP == 0)
+                        for (int j = 0; j < WIDE; j++)
+                            scale[j] = p + j < chunk.count ? vector_of<T>(a, a.keys, chunk.at[p + j]).scale(d) : 0;
+                    float* to = panel + d * PANEL + p - first;
+#pragma GCC unroll 8
+                    for (int place = 0; place < 8; place++)
+                        put(to + (place % 4 + place / 4 * 8) * PANEL, code_of((WideBits)v[i], place) * scale);
+                }
+            }
+    }
+    // The values at place `part` of every word.
+    static Wide value_of(Wide words, int64_t part) {
+        if constexpr (std::is_same_v<T, float>) return words;
+        else if constexpr (std::is_same_v<T, uint16_t>) return (Wide)(part ? (WideBits)words & 0xffff0000 : (WideBits)words << 16);
+        else return __builtin_convertvector((WideInt)((WideBits)words << (24 - 8 * part)) >> 24, Wide);
+    }
+    static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p) {
+        const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
+        product_of_rows<COLUMNS>(rows, room.query, a.head_dim, 0, a.head_dim, load, room.scores + p, CHUNK);
+    }
+    static void mix_from(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const Chunk& chunk) {
+        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(vector_of<T>(a, a.values, chunk.at[p]), d); });
+    }
+    template <class Load>
+    static void mix_with(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, Load load) {
+        const int64_t step = sums_of(a.head_dim);
+        const auto some = [&](auto columns, int64_t d) {
+            const auto at = [=](int64_t p, int n) { return load(p, d + n * WIDE); };
+            product_of_rows<columns>(rows, room.scores + row * CHUNK, CHUNK, from, to, at, room.sums + row * step + d, step);
+        };
+        int64_t d = 0;
+        for (; d + COLUMNS * WIDE <= a.head_dim; d += COLUMNS * WIDE) some(std::integral_constant<int, COLUMNS>(), d);
+        for (; d < a.head_dim; d += WIDE) some(std::integral_constant<int, 1>(), d);
+    }
+};
+
+}  // namespace

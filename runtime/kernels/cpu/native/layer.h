@@ -1,0 +1,280 @@
+// A part of a layer on few rows of bf16, whole: from the residual stream to the residual stream.
+//
+// What runtime/layers/block.py does product by product, in the same operations, rounded in the same places: the bits are the
+// same. Beside the products of one token, calling each of these steps by itself took a quarter of the time.
+
+#pragma once
+
+#include <math.h>
+
+#include "attention/attention.h"
+#include "products/packed_layout.h"
+#include "products/packed_tiles.h"
+#include "steps.h"
+
+// Defined in packed_cpu.cpp.
+EXPORT int packed_matmul(const Weight*, const void*, int32_t, int64_t, void*, int);
+EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int);
+
+namespace {
+
+// The structures are mirrored by layer.py.
+struct Product {
+    const Weight* packed;  // or null
+    const uint16_t* dense;  // else [outputs, inputs]
+    int64_t outputs, inputs;
+};
+constexpr int64_t MOST_PARTS = 3;
+struct Linear {
+    Product parts[MOST_PARTS];  // their outputs side by side
+    int64_t count, outputs;
+    const uint16_t* bias;  // [outputs], or null
+};
+struct Gain {  // of a norm over `size` values
+    const void* gain;  // null: no norm
+    int64_t size;
+    float eps;
+    int32_t type;
+};
+struct Sum {  // how what a part has made joins the stream
+    Gain norm;
+    const uint16_t* scalar;  // [1], multiplies the sum; or null
+    int64_t hidden;
+    float residual;
+};
+struct AttentionPart {
+    Gain norm, q_norm, k_norm, v_norm;
+    Linear qkv, o;
+    Sum sum;
+    int64_t heads, kv_heads, head_dim, half, window;  // half: pairs of a head that are turned, 0 for none
+    float scale, softcap;
+    int32_t interleaved, norms_rotated, makes_keys, makes_values;
+};
+struct Feed {  // an MLP by itself
+    Linear gate_up, down;
+    int64_t size;
+    int64_t gate_type;
+};
+struct MlpPart {
+    Gain norm;
+    Feed feed;
+    Sum sum;
+};
+struct PassRows {  // of one pass; see Attention
+    const int32_t *starts, *lengths, *table;
+    int64_t rows, sequences, table_width;
+};
+struct Place {  // cosines and sines [rows, half], and the cache of a layer
+    const uint16_t *cos, *sin;
+    void *keys, *values;
+    float *key_scales, *value_scales;
+    int64_t blocks, block_size, block_stride, head_stride;
+    int64_t cache_type;
+};
+
+constexpr int64_t ALONE = 16;  // rows up to which one thread has done a step before others are awake
+
+// Memory of one part, taken piece by piece, given back at its end.
+struct Scratch {
+    char *at, *next;
+    explicit Scratch(int64_t values) : at(static_cast<char*>(aligned_alloc(64, size_t(values * 2 + 64 * 32 + 63) & ~size_t(63)))), next(at) {}
+    ~Scratch() { free(at); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    uint16_t* take(int64_t values) {
+        uint16_t* found = reinterpret_cast<uint16_t*>(next);
+        next += (values * 2 + 63) / 64 * 64;
+        return found;
+    }
+};
+
+struct Rowwise {
+    int64_t rows;
+    int threads;
+
+    template <class Each> void each(Each each_row) const {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > ALONE && threads > 1)
+        for (int64_t row = 0; row < rows; row++) each_row(row);
+    }
+
+    // y [rows, outputs]; `spare` as large, for products of several parts. False: no memory.
+    bool multiply(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
+        int64_t column = 0;
+        for (int64_t i = 0; i < linear.count; i++) {
+            const Product& one = linear.parts[i];
+            const bool direct = linear.count == 1 || rows == 1;
+            uint16_t* to = direct ? y + column : spare;
+            if (one.packed ? packed_matmul(one.packed, x, BF16, rows, to, threads)
+                           : dense_matmul(BF16, one.dense, one.outputs, one.inputs, x, rows, to, threads))
+                return false;
+            if (!direct)
+                for (int64_t row = 0; row < rows; row++)
+                    memcpy(y + row * linear.outputs + column, to + row * one.outputs, size_t(one.outputs) * 2);
+            column += one.outputs;
+        }
+        if (linear.bias)
+            each([&](int64_t row) {
+                uint16_t* at = y + row * linear.outputs;
+                for (int64_t i = 0; i < linear.outputs; i += LANE) store16(at + i, load16(at + i) + load16(linear.bias + i));
+            });
+        return true;
+    }
+
+    // Rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values normed by itself.
+    void norm(const Gain& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
+        each([&](int64_t row) {
+            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type};
+            for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
+        });
+    }
+    // What enters the products of a part: the stream x, or its norm in y.
+    const uint16_t* entering(const Gain& gain, const uint16_t* x, uint16_t* y) const {
+        if (!gain.gain) return x;
+        norm(gain, x, gain.size, gain.size, y);
+        return y;
+    }
+
+    // out = the stream x and what a part made of it, `made`, each [rows, hidden].
+    void add(const Sum& sum, const uint16_t* x, const uint16_t* made, uint16_t* spare, uint16_t* out) const {
+        const uint16_t* given = entering(sum.norm, made, spare);
+        each([&](int64_t row) {
+            for (int64_t i = row * sum.hidden; i < (row + 1) * sum.hidden; i += LANE) {
+                V16 more = load16(given + i);
+                if (sum.residual != 1) more = rounded(more * sum.residual);
+                V16 all = rounded(load16(x + i) + more);
+                if (sum.scalar) all *= from_bf16(*sum.scalar);
+                store16(out + i, all);
+            }
+        });
+    }
+};
+
+struct AttentionRun {
+    const AttentionPart& part;
+    const PassRows& pass;
+    const Place& place;
+    const Rowwise rowwise;
+
+    // `count` heads of each row of the first product, from `x` on, normed and turned: [rows, count, head_dim].
+    const uint16_t* turned(const uint16_t* x, int64_t count, const Gain& gain, Scratch& scratch) const {
+        const int64_t width = count * part.head_dim;
+        int64_t stride = part.qkv.outputs;
+        const auto normed = [&] {
+            uint16_t* to = scratch.take(rowwise.rows * width);
+            rowwise.norm(gain, x, width, stride, to);
+            x = to, stride = width;
+        };
+        if (gain.gain && !part.norms_rotated) normed();
+        if (part.half) {
+            uint16_t* to = scratch.take(rowwise.rows * width);
+            const Rotation r{x, place.cos, place.sin, to, 1, rowwise.rows, count, part.head_dim, part.half, 0, stride, part.interleaved};
+            rowwise.each([&](int64_t row) { rotate_token(r, 0, row); });
+            x = to, stride = width;
+        }
+        if (gain.gain && part.norms_rotated) normed();
+        if (stride == width) return x;
+        uint16_t* to = scratch.take(rowwise.rows * width);
+        for (int64_t row = 0; row < rowwise.rows; row++) memcpy(to + row * width, x + row * stride, size_t(width) * 2);
+        return to;
+    }
+
+    // A vector of one head as int8 codes and their scale, as runtime/cache/kv_cache.py rounds it.
+    static float make_codes(const uint16_t* x, int64_t size, int8_t* codes) {
+        float most = 0;
+        bool number = true;
+        for (int64_t i = 0; i < size; i++) {
+            const float one = fabsf(from_bf16(x[i]));
+            most = std::max(most, one);
+            number &= one <= __FLT_MAX__;
+        }
+        if (!number) {
+            memset(codes, 0, size_t(size));
+            return __builtin_nanf("");
+        }
+        const float scale = most / 127, step = std::max(scale, __FLT_MIN__);
+        for (int64_t i = 0; i < size; i++)
+            codes[i] = int8_t(std::min(std::max(rintf(from_bf16(x[i]) / step), -127.0f), 127.0f));
+        return scale;
+    }
+
+    // x: heads of each row, rows `stride` apart, to where the cache has them. vector: room for one head.
+    void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) const {
+        const int64_t step = vector_size(a);
+        for (int64_t s = 0; s < a.sequences; s++)
+            for (int64_t row = a.starts[s]; row < a.starts[s + 1]; row++) {
+                const int64_t position = a.lengths[s] - a.starts[s + 1] + row;
+                const int64_t block = a.table[s * a.table_width + position / a.block_size];
+                for (int64_t head = 0; head < a.kv_heads; head++) {
+                    const int64_t at = block * a.block_stride + head * a.head_stride + position % a.block_size * step;
+                    const uint16_t* from = x + row * stride + head * a.head_dim;
+                    if (a.cache_type == CACHE_INT4) {
+                        widen(from, BF16, 0, a.head_dim, vector);
+                        pack_vector(vector, a.head_dim, static_cast<uint8_t*>(data) + at);
+                    } else if (scales) scales[at / a.head_dim] = make_codes(from, a.head_dim, static_cast<int8_t*>(data) + at);
+                    else memcpy(static_cast<uint16_t*>(data) + at, from, size_t(a.head_dim) * 2);
+                }
+            }
+    }
+
+    // 0: done; 1: no memory; 2: lengths or blocks that cannot be.
+    int run(const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
+        const int64_t hidden = part.sum.hidden, widest = std::max(part.qkv.outputs, hidden);
+        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries) + 2 * part.head_dim);
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
+        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
+        if (!rowwise.multiply(part.qkv, entering, projected, spare)) return 1;
+        uint16_t* attended = scratch.take(rows * queries);
+        const Attention a{turned(projected, part.heads, part.q_norm, scratch), place.keys, place.values, place.key_scales,
+                          place.value_scales, nullptr, attended, pass.starts, pass.lengths, pass.table, pass.sequences,
+                          pass.table_width, place.blocks, place.block_size, place.block_stride, place.head_stride,
+                          part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale, part.softcap,
+                          BF16, int32_t(place.cache_type), BF16};
+        if (!is_sound(a)) return 2;
+        if (part.makes_keys) {
+            const uint16_t *key = projected + queries, *value = part.makes_values ? key + keys : key;
+            int64_t stride = part.qkv.outputs;
+            float* vector = reinterpret_cast<float*>(scratch.take(2 * part.head_dim));
+            store(a, turned(key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
+            if (part.v_norm.gain) {
+                uint16_t* normed = scratch.take(rows * keys);
+                rowwise.norm(part.v_norm, value, keys, stride, normed);
+                value = normed, stride = keys;
+            }
+            store(a, value, stride, place.values, place.value_scales, vector);
+        }
+        if (const int failed = attend_any(a, rowwise.threads, have_amx())) return failed;
+        uint16_t* made = scratch.take(rows * hidden);
+        if (!rowwise.multiply(part.o, attended, made, spare)) return 1;
+        rowwise.add(part.sum, x, made, spare, out);
+        return 0;
+    }
+};
+
+inline int64_t feed_values(const Feed& f, int64_t rows) {
+    return rows * (std::max(f.gate_up.outputs, f.down.outputs) + f.gate_up.outputs + f.size);
+}
+// x [rows, inputs] through an MLP to `made`, with `feed_values` of `scratch`. False: no memory.
+inline bool feed_forward(const Feed& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
+    const int64_t rows = rowwise.rows;
+    uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
+    uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
+    if (!rowwise.multiply(f.gate_up, x, both, spare)) return false;
+    rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * 2 * f.size, f.size, activated + row * f.size); });
+    return rowwise.multiply(f.down, activated, made, spare);
+}
+
+// 0: done; 1: no memory.
+inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
+    const int64_t values = rowwise.rows * part.sum.hidden;
+    Scratch scratch(feed_values(part.feed, rowwise.rows) + 3 * values);
+    if (!scratch.at) return 1;
+    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
+    uint16_t *made = scratch.take(values), *spare = scratch.take(values);
+    if (!feed_forward(part.feed, rowwise, entering, scratch, made)) return 1;
+    rowwise.add(part.sum, x, made, spare, out);
+    return 0;
+}
+
+}  // namespace

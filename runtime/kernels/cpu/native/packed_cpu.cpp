@@ -1,0 +1,323 @@
+// Products of bf16 or fp32 activations with weights on a CPU: packed ones of 2, 3, 4, 5, 6 or 8 bits, and dense ones of bf16.
+//
+// Built at first use by build.py for the machine at hand, called through ctypes by matmul.py. Knows nothing of Python
+// or torch: plain pointers, and as many OpenMP threads as the caller says.
+//
+// Arithmetic. bf16 activations become integers of 16 bits in units of a power of two for each segment of 16 to 128 inputs: what
+// lies within 1/128 of the largest of its segment keeps all its bits. The products of a segment with the codes are summed
+// exactly, then scaled and added up in fp32, segment by segment. fp32 activations: exact codes, fp32 sums of a segment, input by
+// input, scaled and added up likewise. Sums of integers are the same whatever multiplies them, so few rows (bytes, unpacked in
+// registers), many rows (words, unpacked to a panel) and AMX (bytes, in tiles) are one arithmetic: the bits of a row depend on
+// neither the rows beside it nor the number of threads. The layout is in packed_layout.h.
+
+#include <cmath>
+#include <vector>
+
+#include "attention/attention.h"
+#include "products/dense.h"
+#include "draw.h"
+#include "layer.h"
+#include "products/packed_repack.h"
+#include "recurrent.h"
+#include "steps.h"
+#include "products/table.h"
+
+namespace {
+
+// Memory of one call, given back at its end.
+struct Memory {
+    char* at;
+    explicit Memory(int64_t bytes) : at(static_cast<char*>(aligned_alloc(64, size_t(bytes + 63) & ~size_t(63)))) {}
+    ~Memory() { free(at); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+};
+
+inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
+#if WIDTH == 64 || (WIDTH && defined(__AVXVNNI__))
+constexpr int64_t FEW = 4;
+#elif WIDTH
+constexpr int64_t FEW = 2;
+#else
+constexpr int64_t FEW = 0;
+#endif
+#if WIDTH
+template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if (rows == 1) return rows_bytes<B, 1>(w, row_block, x, y);
+    if (rows == 2) return rows_bytes<B, 2>(w, row_block, x, y);
+    if constexpr (FEW > 2) {
+        if (rows == 3) return rows_bytes<B, 3>(w, row_block, x, y);
+        rows_bytes<B, 4>(w, row_block, x, y);
+    }
+}
+#endif
+constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
+
+enum class Path { BYTES, WORDS, TILES };
+
+inline Path path_of(const Weight& w, int64_t rows) {
+    if (rows <= FEW && segment_of(w) >= INPUTS) return Path::BYTES;
+    // Sums leave the tiles at the end of each segment: of the shortest that is worth it from two whole tiles on.
+    return rows >= (segment_of(w) < INPUTS ? 2 * ROWS : TILED) && have_amx() ? Path::TILES : Path::WORDS;
+}
+
+// False: no memory.
+template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+    const Path path = path_of(w, rows);
+    const int64_t segment = segment_of(w), segments = w.inputs / segment, stride = w.inputs + 64, steps = w.inputs / 2;
+    const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);
+    // A row has 2 bytes an input; a tile may be read as if it had one row more.
+    const int64_t room = rounded_up((path == Path::BYTES ? rows * 2 * stride : (rows + 1) * 2 * w.inputs) + 64);
+    const int64_t notes = rounded_up(rows * segments * 4), own = rounded_up(2 * w.inputs);
+    const int64_t totals = rounded_up(tiling.together(2 * w.inputs) * tiling.high * 2 * ROWS * 4);
+    const Memory memory(room + 3 * notes + threads * (own + totals));
+    if (!memory.at) return false;
+    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
+                      reinterpret_cast<float*>(memory.at + room + 2 * notes), 1, rows};
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+        char* mine = memory.at + room + 3 * notes + self * (own + totals);
+        int16_t* integers = reinterpret_cast<int16_t*>(mine);
+        float* total = reinterpret_cast<float*>(mine + own);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < rows; m++) {
+            make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
+            if (path == Path::WORDS) place_row(tiling, m, steps, integers, reinterpret_cast<int32_t*>(memory.at));
+            int8_t* bytes = reinterpret_cast<int8_t*>(memory.at) + m * 2 * stride;
+            if (path == Path::BYTES) cut_bytes(integers, w.inputs, bytes, bytes + stride);
+#if AMX
+            if (path == Path::TILES)
+                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+#endif
+        }
+        if (path == Path::WORDS)
+            each_panel(w, tiling, 2 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
+                multiply_panel<WordPanel, B>(w, row_block, tiling, first, last, reinterpret_cast<const int32_t*>(memory.at),
+                                                units, total, y, BF16);
+            });
+#if AMX
+        if (path == Path::TILES) {
+            const Tiles tiles((rows + tiling.tiles - 1) / tiling.tiles, tile_width(w), 64);
+            each_panel(w, tiling, 2 * w.inputs, TILE_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
+                by_segment(w, [&](auto parts, auto offsets) {
+                    multiply_tiles<parts.value, offsets.value>(w, unpack_bytes<B>, row_block, tiling, first, last,
+                                                               reinterpret_cast<const int8_t*>(memory.at), units, total, y);
+                });
+            });
+        }
+#endif
+#if WIDTH
+        if (path == Path::BYTES) {
+            const Bytes bytes{reinterpret_cast<const int8_t*>(memory.at), stride, units};
+#pragma omp for schedule(guided) nowait
+            for (int64_t n = 0; n < blocks_of(w.rows); n++) {
+                float part[FEW][ROWS];
+                few_rows<B>(w, n, bytes, rows, part);
+                for (int64_t m = 0; m < rows; m++)
+                    store_row(y, BF16, m * w.rows + n * ROWS, part[m], std::min<int64_t>(ROWS, w.rows - n * ROWS));
+            }
+        }
+#endif
+    }
+    return true;
+}
+
+template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, float* y, int threads) {
+    const int64_t segment = segment_of(w), segments = w.inputs / segment;
+    const Tiling tiling(rows, HIGH);
+    const int64_t room = rounded_up(rows * w.inputs * 4), notes = rounded_up(rows * segments * 4);
+    const int64_t totals = rounded_up(tiling.together(4 * w.inputs) * HIGH * PANEL * 4);
+    const Memory memory(room + notes + threads * totals);
+    if (!memory.at) return false;
+    int32_t* placed = reinterpret_cast<int32_t*>(memory.at);
+    const Units units{nullptr, nullptr, reinterpret_cast<float*>(memory.at + room), 1, rows};
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < rows; m++) {
+            for (int64_t s = 0; s < segments; s++) {
+                float sum = 0;
+                for (int64_t i = 0; i < segment; i++) sum += x[m * w.inputs + s * segment + i];
+                units.shift[m * units.row + s * units.segment] = sum;
+            }
+            place_row(tiling, m, w.inputs, x + m * w.inputs, placed);
+        }
+        float* total = reinterpret_cast<float*>(memory.at + room + notes + self * totals);
+        each_panel(w, tiling, 4 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
+            multiply_panel<FloatPanel, B>(w, row_block, tiling, first, last, placed, units, total, y, F32);
+        });
+    }
+    return true;
+}
+
+// Calls use(number of bits as a type) for the width of the weight.
+template <class Use> auto by_bits(int32_t bits, Use use) {
+    switch (bits) {
+        case 2: return use(std::integral_constant<int, 2>());
+        case 3: return use(std::integral_constant<int, 3>());
+        case 4: return use(std::integral_constant<int, 4>());
+        case 5: return use(std::integral_constant<int, 5>());
+        case 6: return use(std::integral_constant<int, 6>());
+        default: return use(std::integral_constant<int, 8>());
+    }
+}
+
+inline bool dense_any(const Dense<uint16_t>& d, int threads) {
+#if AMX
+    if (have_amx() && d.outputs >= TILE_OUTPUTS) return dense_amx(d, threads);
+#endif
+    return dense_vectors(d, threads);
+}
+
+}  // namespace
+
+#include "products/experts.h"
+#include "experts_part.h"
+
+// The instructions used for products of integers.
+EXPORT const char* packed_isa() {
+#if defined(__AVX512VNNI__) && VECTOR == 64
+    return have_amx() ? "amx" : "avx512vnni";
+#elif VECTOR == 64
+    return "avx512";
+#elif VECTOR == 32 && defined(__AVXVNNI__)
+    return "avxvnni";
+#elif VECTOR == 32
+    return "avx2";
+#else
+    return "plain";
+#endif
+}
+
+// From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
+EXPORT void packed_repack(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
+    by_bits(w->bits, [&](auto bits) { repack_all<bits.value>(packed, words, *w, threads); });
+}
+
+// The weight to out [rows, inputs] of `type`, rounded as the reference does.
+EXPORT void packed_dequantize(const Weight* w, void* out, int32_t type, int threads) {
+    by_bits(w->bits, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
+}
+
+// x [rows, inputs] to y [rows, w->rows], both of `type`, F32 or BF16. 0: done; 1: no memory for rearranged activations.
+EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
+    return by_bits(w->bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if (type == F32) return matmul_f32<B>(*w, static_cast<const float*>(x), rows, static_cast<float*>(y), threads) ? 0 : 1;
+        return matmul_bf16<B>(*w, static_cast<const uint16_t*>(x), rows, static_cast<uint16_t*>(y), threads) ? 0 : 1;
+    });
+}
+
+// Weight [outputs, inputs] as torch has it times rows x, both of `type`, F32 or BF16; inputs a multiple of 32. 0: done; 1: no
+// memory.
+EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t inputs, const void* x, int64_t rows, void* y,
+                        int threads) {
+    if (type == F32) {
+        const Dense<float> d{static_cast<const float*>(w), static_cast<const float*>(x), outputs, inputs, rows, static_cast<float*>(y)};
+        return dense_vectors(d, threads) ? 0 : 1;
+    }
+    return dense_any({static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)},
+                     threads) ? 0 : 1;
+}
+
+// As multiply_routed, choose_experts with sort_pairs, and sum_token in experts.h, for all tokens. 0: done; 1: no memory.
+EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
+EXPORT int64_t experts_route(const Routing* r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < r->tokens; token++) choose_experts(*r, token);
+    return sort_pairs(*r);
+}
+EXPORT void experts_sum(const WeightedSum* s, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t token = 0; token < s->tokens; token++)
+        s->type == F32 ? sum_token<float>(*s, token) : sum_token<uint16_t>(*s, token);
+}
+
+// A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no
+// memory; 2: lengths or blocks that cannot be.
+EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads, have_amx()); }
+
+// Vectors x [vectors, head_dim] of F32 or BF16, contiguous, as an int4 cache holds them; head_dim is a multiple of 16. 0: done;
+// 1: no memory.
+EXPORT int pack_int4(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* to, int threads) {
+    return pack_vectors(x, type, vectors, head_dim, to, threads) ? 0 : 1;
+}
+
+// As softmax_draw in draw.h.
+EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
+
+// As norm_row, gate_row, weigh_row and rotate_token in steps.h, for all rows and tokens.
+EXPORT void norm(const Norm* n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < n->rows; row++) norm_row(*n, row);
+}
+EXPORT void gate(int32_t gate_type, int32_t type, const void* x, int64_t rows, int64_t size, void* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) gate_row(gate_type, type, x, row, size, y);
+}
+EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, int64_t size, void* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) weigh_row(type, x, gates, row, size, y);
+}
+EXPORT void rotate(const Rotation* r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
+}
+
+// The stream x [rows, hidden] to out, through a part of a layer; see layer.h. 0: done; 1: no memory; 2: lengths or blocks that
+// cannot be.
+EXPORT int attention_part(const AttentionPart* part, const PassRows* pass, const Place* place, const uint16_t* x, uint16_t* out,
+                          int threads) {
+    return AttentionRun{*part, *pass, *place, {pass->rows, threads}}.run(x, out);
+}
+EXPORT int mlp_part(const MlpPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
+    return run_mlp(*part, {rows, threads}, x, out);
+}
+EXPORT int experts_part(const ExpertsPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
+    return ExpertsRun{*part, {rows, threads}}.run(x, out);
+}
+
+// As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.
+EXPORT void convolve(const Runs* r, const Convolution* c, int threads) {
+    r->type == F32 ? convolve_rows<float>(*r, *c, threads) : convolve_rows<uint16_t>(*r, *c, threads);
+}
+EXPORT void delta_rule(const Runs* r, const Delta* d, int threads) {
+    r->type == F32 ? delta_rows<float>(*r, *d, threads) : delta_rows<uint16_t>(*r, *d, threads);
+}
+EXPORT void gated_norm(const GatedNorm* n, int32_t type, int threads) {
+    type == F32 ? gated_norm_rows<float>(*n, threads) : gated_norm_rows<uint16_t>(*n, threads);
+}
+
+// As table_product and table_unpack in table.h.
+EXPORT void table_matmul(const TableWeight* t, const float* x, int64_t rows, float* y, int threads) {
+    table_product(*t, x, rows, y, threads);
+}
+EXPORT void table_dequantize(const TableWeight* t, int64_t first, int64_t count, void* out, int32_t type, int threads) {
+    table_unpack(*t, first, count, out, type, threads);
+}
+
+// Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
+EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {
+    int64_t total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
+    for (int64_t page = 0; page < bytes; page += 1 << 16) {
+        Ints sum[64 / VECTOR] = {};
+        for (int64_t i = page; i < std::min<int64_t>(page + (1 << 16), bytes); i += 64) {
+            __builtin_prefetch(at + i + AHEAD);
+            for (int v = 0; v < 64 / VECTOR; v++) sum[v] += load_vector<Ints>(at + i + v * VECTOR);
+        }
+        for (const Ints& one : sum)
+            for (int lane = 0; lane < LANES; lane++) total += one[lane];
+    }
+    return total;
+}

@@ -1,0 +1,201 @@
+// A weight [outputs, inputs] of bf16 or fp32 as it lies in memory, times any number of rows of its type, with fp32 sums. Each
+// output is summed in one order, whatever the rows beside it: in AMX tiles (bf16), or lane by lane of a vector and then over
+// the lanes.
+
+#pragma once
+
+#include "products/packed_tiles.h"
+
+namespace {
+
+template <class T> struct Dense {  // T: uint16_t, which is bf16, or float
+    const T *w, *x;
+    int64_t outputs, inputs, rows;  // inputs: a multiple of 32
+    T* y;
+};
+
+// ---- Vectors: a register tile is up to DENSE_HIGH rows times DENSE_ACROSS outputs ----
+
+constexpr int DENSE_ACROSS = 4, DENSE_HIGH = VECTOR == 64 ? 6 : 3;
+
+// How a type is multiplied: a vector of weights, STEP of them, times the activations they meet, which `expand` lays out.
+template <class T> struct Element;
+template <> struct Element<uint16_t> {
+    static constexpr int STEP = 2 * LANES;
+    static void store(uint16_t* to, float value) { *to = to_bf16(value); }
+#if defined(BF16_DOT) && defined(__AVX512BF16__) && VECTOR == 64
+    // bf16 dot products: for processors on which they are faster than converting.
+    typedef uint16_t Activation;
+    static void expand(const uint16_t* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
+    struct Weights {
+        Ints pairs;
+        explicit Weights(const uint16_t* w) : pairs(load_vector<Ints>(w)) {}
+        Floats add(Floats sum, const Activation* x) const {
+            return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)load_vector<Ints>(x));
+        }
+    };
+#else
+    // Exact products in fp32: the even inputs of a vector, then the odd ones.
+    typedef float Activation;
+    static void expand(const uint16_t* x, int64_t inputs, Activation* to) {
+        for (int64_t i = 0; i < inputs; i += STEP)
+            for (int64_t j = 0; j < LANES; j++)
+                to[i + j] = from_bf16(x[i + 2 * j]), to[i + LANES + j] = from_bf16(x[i + 2 * j + 1]);
+    }
+    struct Weights {
+        Floats even, odd;
+        explicit Weights(const uint16_t* w) {
+            const Ints pairs = load_vector<Ints>(w);
+            even = (Floats)(pairs << 16), odd = (Floats)(pairs & int32_t(0xffff0000));
+        }
+        Floats add(Floats sum, const Activation* x) const {
+            return fused(odd, load_vector<Floats>(x + LANES), fused(even, load_vector<Floats>(x), sum));
+        }
+    };
+#endif
+};
+template <> struct Element<float> {
+    static constexpr int STEP = LANES;
+    typedef float Activation;
+    static void store(float* to, float value) { *to = value; }
+    static void expand(const float* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
+    struct Weights {
+        Floats values;
+        explicit Weights(const float* w) : values(load_vector<Floats>(w)) {}
+        Floats add(Floats sum, const Activation* x) const { return fused(values, load_vector<Floats>(x), sum); }
+    };
+};
+template <class T> using Activation = typename Element<T>::Activation;
+
+inline float sum_lanes(Floats v) {
+    float lane[LANES];
+    memcpy(lane, &v, sizeof lane);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+    return lane[0];
+}
+
+// M rows of x times DENSE_ACROSS outputs from `output` on, of which those past the last repeat it.
+template <int M, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
+    const T* row[DENSE_ACROSS];
+    for (int n = 0; n < DENSE_ACROSS; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
+    Floats sum[M][DENSE_ACROSS] = {};
+    for (int64_t k = 0; k < d.inputs; k += Element<T>::STEP)
+#pragma GCC unroll 4
+        for (int n = 0; n < DENSE_ACROSS; n++) {
+            const typename Element<T>::Weights w(row[n] + k);
+            if (M <= 2) __builtin_prefetch(reinterpret_cast<const uint8_t*>(row[n] + k) + AHEAD / 2);
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * d.inputs + k);
+        }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n++)
+            Element<T>::store(y + m * d.outputs + output + n, sum_lanes(sum[m][n]));
+}
+
+template <class T> void dense_rows(const Dense<T>& d, int64_t rows, int64_t output, const Activation<T>* x, T* y) {
+    switch (rows) {
+        case 1: return dense_tile<1>(d, output, x, y);
+        case 2: return dense_tile<2>(d, output, x, y);
+        case 3: return dense_tile<3>(d, output, x, y);
+        case 4: return dense_tile<std::min(DENSE_HIGH, 4)>(d, output, x, y);
+        case 5: return dense_tile<std::min(DENSE_HIGH, 5)>(d, output, x, y);
+        default: return dense_tile<DENSE_HIGH>(d, output, x, y);
+    }
+}
+
+template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
+    Activation<T>* x = static_cast<Activation<T>*>(aligned_alloc(64, size_t(d.rows * d.inputs) * sizeof(Activation<T>)));
+    if (!x) return false;
+    const Tiling tiling(d.rows, DENSE_HIGH);
+    const int64_t together = tiling.together(d.inputs * int64_t(sizeof *x)), parts = (tiling.tiles + together - 1) / together;
+    const int64_t panels = (d.outputs + DENSE_ACROSS - 1) / DENSE_ACROSS;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < d.rows; m++) Element<T>::expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs);
+#pragma omp for schedule(guided)
+        for (int64_t i = 0; i < parts * panels; i++)
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
+                const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+                dense_rows(d, high, i % panels * DENSE_ACROSS, x + start * d.inputs, d.y + start * d.outputs);
+            }
+    }
+    free(x);
+    return true;
+}
+
+// ---- AMX: rows of the weight are rows of a tile, as they lie; rows of x its columns ----
+
+#if AMX
+constexpr int64_t TILE_OUTPUTS = 2 * ROWS;
+
+// Tiles t and, before `last`, t + 1 of rows times 32 outputs from `output` on, of which `skip` have been done.
+inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
+    alignas(64) float part[4][ROWS][ROWS];
+    const int64_t pairs = d.inputs / 2, stride = 2 * d.inputs, start = tiling.first(t), across = tiling.first(t + 1) - start;
+    const int64_t beside = t + 1 < last ? tiling.first(t + 2) - start - across : 0;
+    const uint16_t *upper = d.w + output * d.inputs, *lower = upper + ROWS * d.inputs;
+    const int32_t *first = x + start * pairs, *second = first + across * pairs;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t k = 0; k < d.inputs; k += INPUTS) {
+        if (t == 0)  // what has been read once lies in the second cache
+            for (int n = 0; n < TILE_OUTPUTS; n++)
+                _mm_prefetch(reinterpret_cast<const char*>(upper + n * d.inputs + k) + AHEAD / 4, _MM_HINT_T1);
+        // Six tiles are used, and one operand is loaded twice: see packed_tiles.h.
+        TILE_LOAD(4, upper + k, stride);
+        TILE_LOAD(6, first + k / 2 * across, 4 * across);
+        TILE_DOT_BF16(0, 4, 6);
+        if (beside) {
+            TILE_LOAD(6, second + k / 2 * beside, 4 * beside);
+            TILE_DOT_BF16(2, 4, 6);
+        }
+        TILE_LOAD(4, lower + k, stride);
+        if (beside) {
+            TILE_DOT_BF16(3, 4, 6);
+            TILE_LOAD(6, first + k / 2 * across, 4 * across);
+        }
+        TILE_DOT_BF16(1, 4, 6);
+    }
+    TILE_STORE(part[0], 64, 0);
+    TILE_STORE(part[1], 64, 1);
+    TILE_STORE(part[2], 64, 2);
+    TILE_STORE(part[3], 64, 3);
+    for (int64_t m = 0; m < across + beside; m++) {
+        const auto* from = m < across ? part : part + 2;
+        const int64_t column = m < across ? m : m - across;
+        float row[TILE_OUTPUTS];
+        for (int n = 0; n < TILE_OUTPUTS; n++) row[n] = from[n / ROWS][n % ROWS][column];
+        store_row(d.y, BF16, (start + m) * d.outputs + output + skip, row + skip, TILE_OUTPUTS - skip);
+    }
+}
+
+// Needs TILE_OUTPUTS outputs.
+inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
+    const Tiling tiling(d.rows, ROWS);
+    const int64_t pairs = d.inputs / 2, high = (d.rows + tiling.tiles - 1) / tiling.tiles;
+    int32_t* x = static_cast<int32_t*>(aligned_alloc(64, size_t(d.rows * pairs * 4 + 127) & ~size_t(63)));  // a column is read past the end
+    if (!x) return false;
+    const int64_t together = tiling.together(2 * d.inputs), parts = (tiling.tiles + together - 1) / together;
+    const int64_t panels = (d.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < d.rows; m++) place_row(tiling, m, pairs, d.x + m * d.inputs, x);
+        const Tiles tiles(ROWS, 64, 4 * high);
+#pragma omp for schedule(guided)
+        for (int64_t i = 0; i < parts * panels; i++) {
+            const int64_t wanted = i % panels * TILE_OUTPUTS, output = std::min(wanted, d.outputs - TILE_OUTPUTS);
+            const int64_t last = tiling.tiles * (i / panels + 1) / parts;
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles(d, output, wanted - output, tiling, t, last, x);
+        }
+    }
+    free(x);
+    return true;
+}
+#endif
+
+}  // namespace

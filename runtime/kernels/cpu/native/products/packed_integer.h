@@ -1,0 +1,186 @@
+// Rows of bf16 as 16-bit integers, and few rows of them times a weight: exact sums of bytes with AVX-512 VNNI, AVX-VNNI or AVX2.
+
+#pragma once
+
+#include "products/packed_layout.h"
+
+namespace {
+
+inline float power_of_two(int exponent) {
+    const uint32_t word = uint32_t(127 + exponent) << 23;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+// What rows of activations are in units of, segment by segment. Those of a row and a segment lie at row * `row` + segment * `segment`.
+struct Units {
+    float* unit;   // a power of two; NaN where an activation is not finite
+    int32_t* sum;  // of the integers of the segment
+    float* shift;  // their sum as a number: what an offset is multiplied by
+    int64_t row, segment;
+    Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // without the rows before
+};
+
+// How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each
+// rounded once. `at` is the row's segment.
+inline Floats scaled(Ints sum, Floats scale, const Units& units, int64_t at, Floats total) {
+    return fused(__builtin_convertvector(sum, Floats), scale * units.unit[at], total);
+}
+inline Floats shifted(Floats offset, const Units& units, int64_t at, Floats total) {
+    return fused(offset, Floats{} + units.shift[at], total);
+}
+
+// Integers [SEGMENT] of activations [SEGMENT], rounded to units, which go to place `at`. What is within 1/128 of the segment's
+// largest keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
+template <int SEGMENT> void segment_integers(const uint16_t* x, int16_t* to, const Units& units, int64_t at) {
+    uint16_t largest = 0;
+    for (int i = 0; i < SEGMENT; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
+    const int exponent = std::max((largest + 1) / 128 - 127, -100);
+    const float scale = power_of_two(14 - exponent);
+    uint32_t total = 0;
+    if (largest >= 0x7f80) {  // every product is NaN: the integers do not matter
+        memset(to, 0, SEGMENT * sizeof *to);
+    } else {
+        constexpr float MAGIC = 12582912.0f;  // added, it rounds to the nearest integer, ties to even, and leaves it in the low bits
+        for (int i = 0; i < SEGMENT; i++) {
+            const float rounded = from_bf16(x[i]) * scale + MAGIC;
+            uint32_t word;
+            memcpy(&word, &rounded, 4);
+            to[i] = int16_t(word);
+            total += word;
+        }
+        total -= uint32_t(SEGMENT) * 0x4b400000;  // the bits of MAGIC
+    }
+    const float unit = largest >= 0x7f80 ? from_bf16(0x7fc0) : power_of_two(exponent - 14);
+    units.unit[at] = unit;
+    units.sum[at] = int32_t(total);
+    units.shift[at] = float(int32_t(total)) * unit;
+}
+
+// A row of activations [inputs], whose number is `row`, in segments.
+inline void make_integers(const uint16_t* x, int64_t inputs, int64_t segment, int64_t row, int16_t* to, const Units& units) {
+    for (int64_t i = 0, at = row * units.row; i < inputs; i += segment, at += units.segment) switch (segment) {
+            case 16: segment_integers<16>(x + i, to + i, units, at); break;
+            case 32: segment_integers<32>(x + i, to + i, units, at); break;
+            case 64: segment_integers<64>(x + i, to + i, units, at); break;
+            default: segment_integers<128>(x + i, to + i, units, at);
+        }
+}
+
+// Two bytes to an integer, v = 256 * high + low, in the order of the fours: byte i of four q is input 4q + 2 * (i % 2) + i / 2.
+// `count` is a multiple of 16.
+inline void cut_bytes(const int16_t* v, int64_t count, int8_t* high, int8_t* low) {
+    typedef int16_t Sixteen __attribute__((vector_size(32)));
+    typedef int8_t Cut __attribute__((vector_size(16)));
+    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    for (int64_t i = 0; i < count; i += 16) {
+        Sixteen all;
+        memcpy(&all, v + i, sizeof all);
+        all = __builtin_shuffle(all, order);
+        const Cut upper = __builtin_convertvector((all + 128) >> 8, Cut), lower = __builtin_convertvector(all, Cut);
+        memcpy(high + i, &upper, sizeof upper);
+        memcpy(low + i, &lower, sizeof lower);
+    }
+}
+
+#if WIDTH
+
+typedef uint16_t U __attribute__((vector_size(WIDTH), aligned(WIDTH)));
+typedef int32_t I __attribute__((vector_size(WIDTH), aligned(WIDTH)));
+constexpr int HALVES = 64 / WIDTH;
+
+// sum + codes * four, for four codes and four activations of each row.
+template <int B> inline I dot(I sum, U codes, int32_t four) {
+#if WIDTH == 64
+    return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
+#else
+    const __m256i x = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
+    const auto add = [&](__m256i part, int weight) {
+        sum += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(part, x), _mm256_set1_epi16(int16_t(weight)));
+    };
+    // Wide codes in halves: a sum of two products must fit 16 bits.
+    if (B > 6) add((__m256i)(codes >> 4) & nibble, 16);
+    add(B > 6 ? (__m256i)codes & nibble : (__m256i)codes, 1);
+    return sum;
+#endif
+}
+
+// Codes of four q of a block in the bytes of a lane, of the rows of one half.
+template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
+    U code = {};
+    each_field<B>([&](auto bits, int first, int place) {
+        constexpr int P = bits.value;
+        const U v = load_vector<U>(block + 64 * (first + q * P / 8) + WIDTH * half);
+        const int shift = P * (q % (8 / P));
+        const U moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
+        code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
+    });
+    return code;
+}
+
+// Integers in bytes: [rows][high, low][stride].
+struct Bytes {
+    const int8_t* bytes;
+    int64_t stride;  // inputs and a cache line: rows a power of two apart would share a few lines of the cache
+    Units units;
+};
+
+// y[m][0..15] of one row block for M rows of integers. Segments are whole blocks.
+template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
+    constexpr int ZERO = 1 << (B - 1);
+    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, segments = w.inputs / segment;
+    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
+    Floats total[PARTS][M] = {};
+    for (int64_t s = 0; s < segments; s++, block += steps * B * 64) {
+        alignas(64) float scales[ROWS];
+        const int64_t at_scale = (row_block * groups + s * segment / w.group) * ROWS;
+        load_scales(w, at_scale, scales);
+        alignas(64) int32_t sums[M][ROWS];
+#pragma GCC unroll 2
+        for (int half = 0; half < HALVES; half++) {
+            I high[M][CHAINS] = {}, low[M][CHAINS] = {};
+            for (int64_t b = 0; b < steps; b++) {
+                const int8_t* at = x.bytes + s * segment + b * INPUTS;
+                if (half == 0) prefetch_twice<B>(block + b * B * 64);
+#pragma GCC unroll 8
+                for (int q = 0; q < FOURS; q++) {
+                    const U codes = four_of<B>(block + b * B * 64, q, half);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) {
+                        int32_t two[2];
+                        memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
+                        memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
+                        high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
+                        low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+                    }
+                }
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
+                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * x.units.row + s * x.units.segment];
+                memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++)
+                total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), load_vector<Floats>(scales + part * LANES),
+                                        x.units, m * x.units.row + s * x.units.segment, total[part][m]);
+        if (w.offsets)
+            for (int m = 0; m < M; m++)
+                for (int part = 0; part < PARTS; part++)
+                    total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES), x.units,
+                                             m * x.units.row + s * x.units.segment, total[part][m]);
+    }
+    for (int m = 0; m < M; m++)
+        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,72 @@
+// From the words on disk to the layout, and from the layout to a dense weight.
+
+#pragma once
+
+#include "products/packed_layout.h"
+
+namespace {
+
+template <int B> void repack_block(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint16_t* out) {
+    for (int64_t k = 0; k < steps; k++, out += B * INPUTS) {
+        memset(out, 0, B * 64);
+        for (int64_t j = 0; j < rows; j++) {
+            const uint32_t* in = packed + j * words + k * B;
+#pragma GCC unroll 32
+            for (int i = 0; i < INPUTS; i++) {
+                const int at = i * B % 32, q = i / 4, h = i / 2 % 2;
+                uint32_t code = in[i * B / 32] >> at;
+                if (at + B > 32) code |= in[i * B / 32 + 1] << (32 - at);
+                each_field<B>([&](auto bits, int first, int place) {
+                    constexpr int P = bits.value;
+                    const uint32_t field = (code >> place) & field_mask<P>;
+                    out[(first + q * P / 8) * INPUTS + 2 * j + i % 2] |= uint16_t(field << (8 * h + P * (q % (8 / P))));
+                });
+            }
+        }
+    }
+}
+
+template <int B> void repack_all(const uint32_t* packed, int64_t words, const Weight& w, int threads) {
+    const int64_t steps = w.inputs / INPUTS;
+    uint16_t* out = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(w.codes));
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < blocks_of(w.rows); n++)
+        repack_block<B>(packed + n * ROWS * words, words, std::min<int64_t>(ROWS, w.rows - n * ROWS), steps,
+                         out + n * steps * B * INPUTS);
+}
+
+// Codes of a block as signed floats, [inputs][rows].
+template <int B> void block_floats(const uint8_t* block, float (*to)[ROWS]) {
+    for (int r = 0; r < PAIRS; r++)
+        for (int part = 0; part < PARTS; part++) {
+            const Ints codes = (Ints)pair_of<B>(block, r, part);
+            const Floats even = __builtin_convertvector((codes & 0xffff) - (1 << (B - 1)), Floats);
+            const Floats odd = __builtin_convertvector((codes >> 16) - (1 << (B - 1)), Floats);
+            memcpy(to[2 * r] + part * LANES, &even, sizeof even);
+            memcpy(to[2 * r + 1] + part * LANES, &odd, sizeof odd);
+        }
+}
+
+template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, int threads) {
+    const int64_t steps = w.inputs / INPUTS, groups = w.inputs / w.group;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < blocks_of(w.rows); n++)
+        for (int64_t k = 0; k < steps; k++) {
+            alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
+            block_floats<B>(w.codes + (n * steps + k) * B * 64, values);
+            for (int i = 0; i < INPUTS; i++) {
+                const int64_t at = (n * groups + (k * INPUTS + i) / w.group) * ROWS;
+                float scales[ROWS];
+                load_scales(w, at, scales);
+                for (int j = 0; j < ROWS; j++) {
+                    float value = values[i][j] * scales[j];
+                    asm("" : "+m"(value));  // the reference rounds the product before it adds: no fused addition
+                    turned[j][i] = w.offsets ? value + w.offsets[at + j] : value;
+                }
+            }
+            for (int64_t j = 0; j < std::min<int64_t>(ROWS, w.rows - n * ROWS); j++)
+                store_row(out, type, (n * ROWS + j) * w.inputs + k * INPUTS, turned[j], INPUTS);
+        }
+}
+
+}  // namespace

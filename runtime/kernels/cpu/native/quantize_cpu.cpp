@@ -1,0 +1,287 @@
+// Rounding weights to a symmetric grid: the search for scales, the codes, their words, and what was lost, in one pass.
+//
+// The twin of quant/rounding/grid.py, bit by bit: its operations in its order, each rounded on its own (compiled with
+// -ffp-contract=off), its sums in the order of torch's. Called through ctypes by rounding.py. A row knows nothing of the
+// others, so threads change nothing.
+
+#include "products/packed_layout.h"
+
+namespace {
+
+struct Rounding {  // mirrored by build.py
+    const void* weight;       // [rows, inputs] of weight_type
+    const float* importance;  // [inputs], or null
+    const float* factors;     // scales to try are these times the largest weight of a group
+    void* scales;             // [rows, inputs / group] of scale_type: found, or given
+    uint8_t* codes;           // [rows, inputs], or null
+    double* sums;             // [rows, 2]: of squares of what was lost and of the weights; or null
+    int64_t rows, inputs, group, factor_count, refits;
+    int32_t weight_type, scale_type, bits, search;
+    float divisor;            // of the first scale: the largest weight (ABSMAX: its magnitude) by this
+    float smallest, largest;  // magnitude of a scale
+    float limit;              // of a weight
+};
+enum Search : int32_t { GIVEN = 0, ABSMAX = 1, LEAST_SQUARES = 2 };
+
+typedef float Sixteen __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef uint8_t Codes __attribute__((vector_size(16)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(128)));
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to the even one
+
+// The same for a vector and for a number.
+template <class V> inline V read(const float* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V> inline V spread_to(float x) { return V{} + x; }
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
+template <class V> inline V smaller(V a, V b) { return a < b ? a : b; }
+
+// The sum of term(i, V()) over n numbers, V holding those from i on, in torch's order: vectors of 8 lanes in turn to four
+// sums, those summed 16 at a time and again 16 of these, then the four, then lane after lane.
+template <class Term> inline float sum_as_torch(int64_t n, Term term) {
+    const int64_t steps = n / 32;
+    Sixteen levels[4][2] = {};
+    int64_t i = 0;
+    while (i + 16 <= steps) {
+        for (int64_t j = 0; j < 16; j++, i++) {
+            levels[0][0] += term(i * 32, Sixteen());
+            levels[0][1] += term(i * 32 + 16, Sixteen());
+        }
+        for (int64_t j = 1; j < 4; j++) {
+            for (int k = 0; k < 2; k++) levels[j][k] += levels[j - 1][k], levels[j - 1][k] = Sixteen{};
+            if (i & (int64_t(15) << (4 * j))) break;
+        }
+    }
+    for (; i < steps; i++) {
+        levels[0][0] += term(i * 32, Sixteen());
+        levels[0][1] += term(i * 32 + 16, Sixteen());
+    }
+    for (int j = 1; j < 4; j++)
+        for (int k = 0; k < 2; k++) levels[0][k] += levels[j][k];
+    Eight four[4];
+    memcpy(four, levels[0], sizeof four);
+    int64_t done = steps * 32;
+    for (; done + 8 <= n; done += 8) four[0] += term(done, Eight());
+    const Eight all = ((four[0] + four[1]) + four[2]) + four[3];
+    float total = 0;
+    for (; done < n; done++) total += term(done, float());
+    for (int lane = 0; lane < 8; lane++) total += all[lane];
+    return total;
+}
+
+// A group of weights, and how a scale's levels are found: by a division, or by a product where no level is near a tie.
+struct Group {
+    const float* x;
+    const float* importance;
+    int64_t size;
+    float half;
+
+    template <class V> V clamped(V ratio) const { return smaller(larger(ratio, spread_to<V>(-half)), spread_to<V>(half - 1)); }
+    template <class V> V level(V value, V scale) const { return (clamped<V>(value / scale) + MAGIC) - MAGIC; }
+};
+
+template <class V> inline V weighed(V term, const Group& g, int64_t i) { return g.importance ? term * read<V>(g.importance + i) : term; }
+
+// Size, where it is not 0, is that of the group.
+template <int64_t Size> float error_exact(const Group& g, float scale) {
+    return sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
+        using V = decltype(kind);
+        const V x = read<V>(g.x + i), s = spread_to<V>(scale), lost = g.level<V>(x, s) * s - x;
+        return weighed<V>(lost * lost, g, i);
+    });
+}
+
+template <int64_t Size> float error_of(const Group& g, float scale) {
+    const float magnitude = scale < 0 ? -scale : scale;
+    if (!(magnitude > 0x1p-100f && magnitude < 0x1p100f) || g.size % 32) return error_exact<Size>(g, scale);
+    // The product differs from the quotient by less than 2^-22 of it: only beside a tie may its level be another.
+    const Sixteen inverse = spread_to<Sixteen>(1 / scale), s = spread_to<Sixteen>(scale);
+    Sixteen worst = {};
+    const float found = sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
+        using V = decltype(kind);
+        if constexpr (sizeof(V) == 64) {
+            const V x = read<V>(g.x + i), ratio = g.clamped<V>(x * inverse), level = (ratio + MAGIC) - MAGIC;
+            const V away = ratio - level, lost = level * s - x;
+            worst = larger(worst, larger(away, -away));
+            return weighed<V>(lost * lost, g, i);
+        } else {
+            return V{};
+        }
+    });
+    const float tie = 0.5f - g.half * 0x1p-21f;
+    const Integers near = worst > tie;
+    int32_t any = 0;
+    for (int lane = 0; lane < 16; lane++) any |= near[lane];
+    return any ? error_exact<Size>(g, scale) : found;
+}
+
+// The scale of least error for the levels that `scale` gives.
+float refitted(const Group& g, float scale) {
+    auto part = [&](auto combine) {
+        return sum_as_torch(g.size, [&](int64_t i, auto kind) {
+            using V = decltype(kind);
+            const V x = read<V>(g.x + i), level = g.level<V>(x, spread_to<V>(scale));
+            return combine(weighed<V>(level, g, i), level, x);
+        });
+    };
+    const float norm = part([](auto weighted, auto level, auto) { return weighted * level; });
+    const float product = part([](auto weighted, auto, auto x) { return weighted * x; });
+    return norm > 0 ? product / norm : scale;
+}
+
+inline float loaded(const void* from, int32_t type, int64_t index) {
+    if (type == F32) return static_cast<const float*>(from)[index];
+    const uint16_t bits = static_cast<const uint16_t*>(from)[index];
+    return type == BF16 ? from_bf16(bits) : from_f16(bits);
+}
+
+// As the file will hold it.
+inline float storable(const Rounding& r, float scale) {
+    const float magnitude = smaller(larger(scale < 0 ? -scale : scale, r.smallest), r.largest);
+    float value = scale < 0 ? -magnitude : magnitude;
+    if (r.scale_type == BF16) return from_bf16(to_bf16(value));
+    return r.scale_type == F16 ? from_f16(to_f16(value)) : value;
+}
+
+template <int64_t Size> float least_squares(const Rounding& r, const Group& g, float extreme) {
+    float best = storable(r, extreme / r.divisor), least = error_of<Size>(g, best);
+    auto consider = [&](float scale) {
+        const float error = error_of<Size>(g, scale);
+        if (error < least) best = scale, least = error;
+    };
+    for (int64_t i = 0; i < r.factor_count; i++) consider(storable(r, extreme * r.factors[i]));
+    for (int64_t i = 0; i < r.refits; i++) consider(storable(r, refitted(g, best)));
+    return best;
+}
+
+// NaN where a weight is none that a scale could reach.
+float find_scale(const Rounding& r, const Group& g) {
+    Sixteen largest = {};
+    Integers inside = Integers{} - 1;
+    int64_t i = 0;
+    float most = 0;
+    for (; i + 16 <= g.size; i += 16) {
+        const Sixteen x = read<Sixteen>(g.x + i), magnitude = larger(x, -x);
+        inside &= magnitude <= r.limit;
+        largest = larger(largest, magnitude);
+    }
+    for (; i < g.size; i++) {
+        const float magnitude = larger(g.x[i], -g.x[i]);
+        if (!(magnitude <= r.limit)) return __builtin_nanf("");
+        most = larger(most, magnitude);
+    }
+    for (int lane = 0; lane < 16; lane++) {
+        if (!inside[lane]) return __builtin_nanf("");
+        most = larger(most, float(largest[lane]));
+    }
+    if (r.search == ABSMAX) return storable(r, most / r.divisor);
+    const float* first = g.x;  // of the largest magnitude
+    while (larger(*first, -*first) != most) first++;
+    const float extreme = *first;
+    switch (g.size) {
+        case 32: return least_squares<32>(r, g, extreme);
+        case 64: return least_squares<64>(r, g, extreme);
+        case 128: return least_squares<128>(r, g, extreme);
+        default: return least_squares<0>(r, g, extreme);
+    }
+}
+
+// Codes of a group to `codes`, and what was lost to sums[0] and [1].
+void round_group(const Group& g, float scale, uint8_t* codes, double* sums) {
+    Doubles lost = {}, all = {};
+    double rest[2] = {};
+    int64_t i = 0;
+    for (; i + 16 <= g.size; i += 16) {
+        const Sixteen x = read<Sixteen>(g.x + i), s = spread_to<Sixteen>(scale), level = g.level<Sixteen>(x, s);
+        const Sixteen code = level + g.half, away = level * s - x;
+        const Codes bytes = __builtin_convertvector(__builtin_convertvector(code, Integers), Codes);
+        if (codes) memcpy(codes + i, &bytes, 16);
+        if (sums) {
+            lost += __builtin_convertvector(away * away, Doubles);
+            all += __builtin_convertvector(x * x, Doubles);
+        }
+    }
+    for (; i < g.size; i++) {
+        const float level = g.level<float>(g.x[i], scale), away = level * scale - g.x[i];
+        if (codes) codes[i] = uint8_t(level + g.half);
+        rest[0] += away * away, rest[1] += g.x[i] * g.x[i];
+    }
+    if (!sums) return;
+    for (int lane = 0; lane < 16; lane++) rest[0] += lost[lane], rest[1] += all[lane];
+    sums[0] += rest[0], sums[1] += rest[1];
+}
+
+// False: a weight is not finite or too large.
+bool round_row(const Rounding& r, int64_t row, float* x) {
+    const int64_t from = row * r.inputs;
+    const uint16_t* halves = static_cast<const uint16_t*>(r.weight) + from;
+    if (r.weight_type == F32) memcpy(x, static_cast<const float*>(r.weight) + from, size_t(r.inputs) * 4);
+    else if (r.weight_type == BF16) for (int64_t i = 0; i < r.inputs; i++) x[i] = from_bf16(halves[i]);
+    else for (int64_t i = 0; i < r.inputs; i++) x[i] = from_f16(halves[i]);
+    const int64_t groups = r.inputs / r.group;
+    if (r.sums) r.sums[2 * row] = r.sums[2 * row + 1] = 0;
+    for (int64_t n = 0; n < groups; n++) {
+        const int64_t start = n * r.group, place = row * groups + n;
+        const Group g{x + start, r.importance ? r.importance + start : nullptr, r.group, float(1 << (r.bits - 1))};
+        if (r.search != GIVEN) {
+            const float found = find_scale(r, g);
+            if (found != found) return false;
+            store(r.scales, r.scale_type, place, found);
+        }
+        if (r.codes || r.sums)
+            round_group(g, loaded(r.scales, r.scale_type, place), r.codes ? r.codes + row * r.inputs + start : nullptr,
+                        r.sums ? r.sums + 2 * row : nullptr);
+    }
+    return true;
+}
+
+// Eight codes, a byte each, to the low 8 * bits bits: neighbours join, then pairs, then fours.
+inline uint64_t squeezed(uint64_t codes, int bits) {
+    constexpr uint64_t ONE = 0x00ff00ff00ff00ff, TWO = 0x0000ffff0000ffff, FOUR = 0x00000000ffffffff;
+    codes = (codes & ONE) | (codes >> 8 & ONE) << bits;
+    codes = (codes & TWO) | (codes >> 16 & TWO) << 2 * bits;
+    return (codes & FOUR) | codes >> 32 << 4 * bits;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Fills what is asked for. 0: done; 1: no memory; 2: a weight that is not finite, or beyond the limit.
+EXPORT int round_weight(const Rounding* r, int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(max : failed)
+    {
+        float* x = static_cast<float*>(aligned_alloc(64, size_t(r->inputs * 4 + 63) & ~size_t(63)));
+        if (!x) failed = 1;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < r->rows; row++)
+            if (x && !round_row(*r, row, x)) failed = 2;
+        free(x);
+    }
+    return failed;
+}
+
+// Codes [rows, inputs] to words [rows, words], little end first, as runtime/quantization/packed_weight.py says.
+EXPORT void pack_codes(const uint8_t* codes, int64_t rows, int64_t inputs, int32_t bits, uint32_t* packed, int64_t words,
+                       int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint8_t* from = codes + row * inputs;
+        uint8_t* to = reinterpret_cast<uint8_t*>(packed + row * words);
+        int64_t left = words * 4;
+        for (int64_t i = 0; i < inputs; i += 8) {
+            uint64_t eight = 0;
+            memcpy(&eight, from + i, size_t(std::min<int64_t>(8, inputs - i)));
+            eight = squeezed(eight, bits);
+            const int64_t count = std::min<int64_t>(bits, left);
+            memcpy(to, &eight, size_t(count));
+            to += count, left -= count;
+        }
+        memset(to, 0, size_t(left));
+    }
+}

@@ -1,0 +1,183 @@
+// Vectors of floats: of 16, which compilers map to what the machine has, and of its own width, for what must be fast.
+
+#pragma once
+
+#include <math.h>
+
+#include <utility>
+
+#include "products/packed_layout.h"
+
+namespace {
+
+typedef float V16 __attribute__((vector_size(64), aligned(64)));
+typedef int32_t I16 __attribute__((vector_size(64), aligned(64)));
+constexpr int64_t LANE = 16;
+
+inline V16 load16(const float* at) {
+    V16 v;
+    memcpy(&v, at, 64);
+    return v;
+}
+inline V16 load16(const uint16_t* at) {
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    typedef uint32_t Word __attribute__((vector_size(64)));
+    Half half;
+    memcpy(&half, at, 32);
+    return (V16)(__builtin_convertvector(half, Word) << 16);
+}
+// e^x for x <= 0, to 2 units in the last place; below -87 it is 0.
+inline V16 exponential(V16 x) {
+    const V16 zero = {}, floor = zero - 87.0f, magic = zero + 12582912.0f;
+    const I16 gone = x < floor;
+    x = gone ? floor : x;
+    const V16 shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const V16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    V16 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    const I16 power = ((I16)shifted - (I16)magic + 127) << 23;
+    const V16 result = y * (V16)power;
+    return gone ? zero : result;
+}
+
+inline float sum_of(V16 v) {
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += v[i];
+    return total;
+}
+
+// ---- The machine's own width ----
+
+#if defined(__AVX512F__)
+constexpr int WIDE = 16;  // floats
+#else
+constexpr int WIDE = 8;
+#endif
+typedef float Wide __attribute__((vector_size(WIDE * 4)));
+typedef int32_t WideInt __attribute__((vector_size(WIDE * 4)));
+typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
+typedef uint16_t WideHalf __attribute__((vector_size(WIDE * 2)));
+
+// One rounding where the machine has it: said, since a compiler may contract one copy of a sum and not another.
+inline Wide multiply_add(Wide a, Wide b, Wide c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+inline Wide spread(float x) {
+#if defined(__AVX512F__)
+    return _mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return _mm256_set1_ps(x);
+#else
+    return Wide{x, x, x, x, x, x, x, x};
+#endif
+}
+inline void put(float* to, Wide v) { memcpy(to, &v, sizeof v); }
+inline Wide wide(const float* at) {
+    Wide v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+inline Wide wide(const uint16_t* at) {  // bf16
+    WideHalf half;
+    memcpy(&half, at, sizeof half);
+    return (Wide)(__builtin_convertvector(half, WideBits) << 16);
+}
+inline Wide wide(const int8_t* at) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#else
+    Wide v;
+    for (int i = 0; i < WIDE; i++) v[i] = float(at[i]);
+    return v;
+#endif
+}
+inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
+    const WideBits word = (WideBits)v, near = word + 0x7fff + ((word >> 16) & 1);
+    return __builtin_convertvector((v != v ? word | 0x400000 : near) >> 16, WideHalf);
+}
+inline float total(Wide v) {
+    float sum = 0;
+    for (int i = 0; i < WIDE; i++) sum += v[i];
+    return sum;
+}
+
+// 2^x to 2 units in the last place, 0 below 2^-126; NaN stays NaN. By Cephes' polynomial for exp2f.
+inline Wide power_of_two(Wide x) {
+#if defined(__AVX512F__)
+    const Wide n = _mm512_roundscale_ps(x, 0);
+#else
+    const Wide floor = spread(-127.0f), magic = spread(12582912.0f);
+    const WideInt gone = x < floor;
+    x = gone ? floor : x;
+    const Wide shifted = x + magic, n = shifted - magic;
+#endif
+    const Wide r = x - n;
+    Wide y = multiply_add(r, spread(1.535336188319500e-4f), spread(1.339887440266574e-3f));
+    y = multiply_add(y, r, spread(9.618437357674640e-3f));
+    y = multiply_add(y, r, spread(5.550332471162809e-2f));
+    y = multiply_add(y, r, spread(2.402264791363012e-1f));
+    y = multiply_add(y, r, spread(6.931472028550421e-1f));
+    y = multiply_add(y, r, spread(1.0f));
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(y, n);
+#else
+    const WideInt power = ((WideInt)shifted - (WideInt)magic + 127) << 23;
+    return gone ? Wide{} : y * (Wide)power;
+#endif
+}
+
+// Hyperbolic tangent to 3 units in the last place; by Cephes' polynomial for tanhf near 0.
+inline Wide tangent(Wide x) {
+    const Wide one = spread(1.0f), size = x < 0.0f ? -x : x;
+    const Wide e = power_of_two(size * -2.88539008f), far = (one - e) / (one + e), square = x * x;
+    Wide y = multiply_add(square, spread(-5.70498872745e-3f), spread(2.06390887954e-2f));
+    y = multiply_add(y, square, spread(-5.37397155531e-2f));
+    y = multiply_add(y, square, spread(1.33314422036e-1f));
+    y = multiply_add(y, square, spread(-3.33332819422e-1f));
+    y = multiply_add(y * square, x, x);
+    return size < 0.625f ? y : x < 0.0f ? -far : far;
+}
+
+// The largest lane.
+template <int S, size_t... L> inline Wide greater_half(Wide v, std::index_sequence<L...>) {
+    const Wide other = __builtin_shuffle(v, WideInt{int(L ^ S)...});
+    return v > other ? v : other;
+}
+inline float greatest(Wide v) {
+    constexpr auto lanes = std::make_index_sequence<WIDE>();
+    if constexpr (WIDE == 16) v = greater_half<8>(v, lanes);
+    return greater_half<1>(greater_half<2>(greater_half<4>(v, lanes), lanes), lanes)[0];
+}
+
+// Rows and columns of WIDE vectors exchanged, whatever their lanes hold.
+template <int S, size_t... L> inline void exchange(Wide (&v)[WIDE], std::index_sequence<L...>) {
+    constexpr WideInt lower{int(L & S ? WIDE + (L ^ S) : L)...}, upper{int(L & S ? WIDE + L : L ^ S)...};
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDE; i++)
+        if (!(i & S)) {
+            const Wide a = v[i], b = v[i + S];
+            v[i] = __builtin_shuffle(a, b, lower);
+            v[i + S] = __builtin_shuffle(a, b, upper);
+        }
+}
+inline void transpose(Wide (&v)[WIDE]) {
+    constexpr auto lanes = std::make_index_sequence<WIDE>();
+    if constexpr (WIDE == 16) exchange<8>(v, lanes);
+    exchange<4>(v, lanes);
+    exchange<2>(v, lanes);
+    exchange<1>(v, lanes);
+}
+
+}  // namespace

@@ -1,0 +1,126 @@
+"""Standard input as a part of the prompt: pipes that end, that are silent, that never end, and what is no pipe."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.text import input as prompt_input
+from mycli.cli.text.input import read_prompt
+from mycli.runtime.errors import UsageError
+
+
+class Pipe:
+    """Standard input as the end of a pipe, and the end that somebody else holds."""
+
+    def __init__(self) -> None:
+        reader, self.writer = os.pipe()
+        self.stdin = os.fdopen(reader)
+
+    def write(self, text: str) -> None:
+        os.write(self.writer, text.encode())
+
+    def end(self) -> None:
+        os.close(self.writer)
+        self.writer = -1
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
+    """An open pipe; who waits for it waits for a moment only."""
+    made = Pipe()
+    monkeypatch.setattr("sys.stdin", made.stdin)
+    monkeypatch.setattr(prompt_input, "PATIENCE", 0.05)
+    monkeypatch.setattr(prompt_input, "SILENCE", 0.1)
+    yield made
+    made.stdin.close()
+    if made.writer >= 0:
+        made.end()
+
+
+def asked(words: str | None, file: Path | None = None) -> tuple[str, list[str]]:
+    """The prompt, and what was said meanwhile."""
+    notes: list[str] = []
+    return read_prompt(words, file, "strict", notes.append), notes
+
+
+@pytest.mark.parametrize("typed", ["an essay\n", "an\nessay", "", "\n"], ids=repr)
+def test_what_is_piped_in_comes_after_the_words(typed: str, pipe: Pipe) -> None:
+    pipe.write(typed)
+    pipe.end()
+    assert asked("Summarize:") == ("Summarize:" + ("\n" + typed.removesuffix("\n") if typed else ""), [])
+
+
+def test_a_pipe_that_never_ends_does_not_hold_a_whole_prompt_for_good(pipe: Pipe) -> None:
+    notes: list[str] = []
+    with pytest.raises(UsageError, match="nothing came from it") as error:
+        read_prompt("Hi", None, "strict", notes.append)
+    assert "< /dev/null" in str(error.value.hint)
+    assert len(notes) == 1 and "waiting for the end of standard input" in notes[0]
+
+
+def test_a_writer_that_stops_in_the_middle_is_not_taken_for_its_end(pipe: Pipe) -> None:
+    """The beginning of a text is no text: neither is it answered."""
+    pipe.write("the first half of")
+    with pytest.raises(UsageError, match="nothing came from it"):
+        asked("Summarize:")
+
+
+@pytest.mark.parametrize("words", ["-", None], ids=["dash", "no-words"])
+def test_standard_input_that_is_the_prompt_is_waited_for(words: str | None, pipe: Pipe) -> None:
+    """Longer than a pipe beside a prompt would be; said once."""
+    writer = subprocess.Popen(["sh", "-c", "sleep 0.4; printf Hel; sleep 0.2; printf lo"], stdout=pipe.writer)
+    pipe.end()
+    prompt, notes = asked(words)
+    assert writer.wait() == 0 and prompt == "Hello" and len(notes) == 1
+
+
+def test_a_flood_is_refused_and_not_kept(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_input, "MAX_BYTES", 1 << 20)
+    flood = subprocess.Popen(["yes"], stdout=pipe.writer, stderr=subprocess.DEVNULL)
+    pipe.end()
+    try:
+        with pytest.raises(UsageError, match="more than 1 MiB"):
+            asked("Summarize:")
+    finally:
+        flood.kill()
+        flood.wait()
+
+
+def test_nothing_is_read_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As services and containers have it; /dev/zero has no end."""
+    for device in ("/dev/null", "/dev/zero"):
+        with open(device) as stdin:
+            monkeypatch.setattr("sys.stdin", stdin)
+            assert asked("Hi") == ("Hi", [])
+    with open("/dev/null") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(UsageError, match="standard input is empty"):
+            asked(None)
+
+
+def test_a_socket_and_a_file_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remote shells and supervisors hand on sockets."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours.makefile() as stdin:
+        theirs.sendall(b"an essay")
+        theirs.shutdown(socket.SHUT_WR)
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert asked("Summarize:") == ("Summarize:\nan essay", [])
+    ours.close()
+    (tmp_path / "essay").write_text("an essay")
+    with (tmp_path / "essay").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert asked("Summarize:") == ("Summarize:\nan essay", [])
+
+
+def test_the_way_to_wait_longer_is_true(environment: dict[str, str]) -> None:
+    """What the hint names: a prompt of words and of /dev/stdin, read once."""
+    program = "from mycli.cli.text.input import *; print(read_prompt('Hi', Path('/dev/stdin'), 'strict', print))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input="an essay\n", env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("an essay\nHi\n", "")

@@ -1,0 +1,51 @@
+"""What a dry run tells of time: more work takes longer, by as much as it is more."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mycli.quant.planning import pace
+from mycli.quant.planning.pace import expected_seconds
+from mycli.quant.planning.plan import Report, plan_quantization
+from mycli.quant.recipe import Recipe
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.hub.resolve import resolve
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+SMALL = Recipe(samples=8, seq=64)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_SECONDS", 0.01)
+
+
+def told(recipe: Recipe, report: Report = "none") -> float | None:
+    return expected_seconds(plan_quantization(resolve("pico", offline=True), recipe, report=report), CPU)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_report_takes_longer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])
+    monkeypatch.setattr(pace, "_rounding", lambda *_: 1.0)
+    without, quick, full = (told(replace(SMALL, method=method), report) for report in ("none", "quick", "full"))
+    assert without and quick and full and 0 < without < quick < full
+    assert full - without == pytest.approx(4 * (quick - without)), "four times the tokens"
+
+
+def test_time_grows_with_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])
+    one, two, three = (told(replace(SMALL, samples=8 * times)) for times in (1, 2, 3))
+    assert one and two and three and three - two == pytest.approx(two - one) and two > one
+
+
+def test_it_is_measured_here() -> None:
+    for method in ("rtn", "gptq"):
+        seconds = told(replace(SMALL, method=method))
+        assert seconds is not None and 0 < seconds < 3600
+
+
+@pytest.mark.parametrize("change", [{"tune": True}, {"target_bpw": 3.5}, {"method": "awq"}], ids=str)
+def test_what_is_not_counted_is_not_told(change: dict[str, object]) -> None:
+    assert told(replace(SMALL, **change)) is None  # type: ignore[arg-type]  # the fields have several types
