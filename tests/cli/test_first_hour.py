@@ -74,7 +74,7 @@ def test_lines_that_mean_something_as_they_are_stay(line: str) -> None:
 
 
 def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mycli.cli.progress.READING_SECONDS", 0.01)
+    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 0.01)
     stream, counts = io.StringIO(), iter(range(0, 10_000, 10))
 
     def slow() -> Iterator[str]:
@@ -85,7 +85,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: 
 
     assert list(reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
     assert stream.getvalue().endswith("\r\x1b[K")
-    monkeypatch.setattr("mycli.cli.progress.READING_SECONDS", 60)
+    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
     silent = io.StringIO()
     assert list(reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
 

@@ -191,7 +191,7 @@ def test_a_bar_stays_on_one_line_of_a_narrow_terminal(columns: int, monkeypatch:
 def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """D21: by a clock that nobody can set back."""
     now = [100.0]
-    monkeypatch.setattr("mycli.cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mycli.cli.text.progress.time.monotonic", lambda: now[0])
     _, err = streams()
     with Output(verbose=True, stderr=err, environment={}).progress("layers", 8, "layers") as shown:
         shown.advance(1)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant import pipeline, planning
+from mycli.quant import pipeline
+from mycli.quant.planning import plan as planning
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import nf4

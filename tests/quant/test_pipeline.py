@@ -13,9 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import blockwise, pipeline, planning
+from mycli.quant import blockwise, pipeline
 from mycli.quant import model_card as record
 from mycli.quant.pipeline import quantize
+from mycli.quant.planning import plan as planning
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe

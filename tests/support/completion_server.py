@@ -41,7 +41,14 @@ class Scripted:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def _leave(self) -> None:
+                with outer.lock:
+                    outer.now -= self.inside
+                    self.inside = 0
+
             def _say(self, line: str) -> None:
+                if "finish_reason" in line:
+                    self._leave()  # whoever reads it may ask again at once
                 self.wfile.write(line.encode() + b"\n\n")
                 self.wfile.flush()
 
@@ -55,6 +62,7 @@ class Scripted:
                 asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with outer.lock:
                     outer.asked.append(asked)
+                    self.inside = 1
                     outer.now += 1
                     outer.most = max(outer.most, outer.now)
                 if status != 200:
@@ -63,8 +71,7 @@ class Scripted:
                     self.send_response(200)
                     self.end_headers()
                     stream(asked, self._say)
-                with outer.lock:
-                    outer.now -= 1
+                self._leave()
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"

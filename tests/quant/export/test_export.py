@@ -10,10 +10,11 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from mycli.quant import pipeline, planning
+from mycli.quant import pipeline
 from mycli.quant.export import Exported, ExportRequest, find_export_target, targets
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._weights import Weights, exact_values
+from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks

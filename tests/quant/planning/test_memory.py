@@ -24,7 +24,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from mycli.quant import pipeline, planning
+from mycli.quant import pipeline
+from mycli.quant.planning import plan as planning
 from mycli.quant.pipeline import allocated, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
@@ -87,7 +88,13 @@ NARROW = {**WIDE, "intermediate_size": 1024}
             WIDE, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving-wide", marks=pytest.mark.slow
         ),
         pytest.param({**WIDE, "vocab_size": 65536}, {"group": 64, "method": "rtn"}, "quick", id="measuring"),
-        pytest.param(NARROW, {"group": 64, "samples": 8, "seq": 512, "tune": True}, "none", id="tuning-a-block"),
+        pytest.param(
+            NARROW,
+            {"group": 64, "samples": 8, "seq": 512, "tune": True},
+            "none",
+            id="tuning-a-block",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {**WIDE, "vocab_size": 32768},
             {"group": 64, "samples": 8, "seq": 256, "tune": True},

@@ -21,6 +21,7 @@ from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import Dtype
+from tests.support.grids import chosen
 from tests.support.paths import PICO
 
 FOLDER = PICO
@@ -42,7 +43,7 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize("dtype, batch, kv", MEASURED)
+@pytest.mark.parametrize("dtype, batch, kv", chosen(MEASURED, MEASURED[1:4]))
 def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), kv=kv)
     parts = measure_memory(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
@@ -82,7 +83,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype, shadow", [("bfloat16", False), ("bfloat16", True), ("float32", False)])
+PACKED = [("bfloat16", True), ("float32", False), ("bfloat16", False)]
+
+
+@pytest.mark.parametrize("dtype, shadow", chosen(PACKED, PACKED[:2]))
 def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
     opened = ModelFolder.open(packed)
     config, packings = opened.config, opened.packings

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
     seen: Passes = []
     forward = Transformer.forward
 
-    def spy(self: Transformer, batch: Batch, rope: Rope, cache: KVCache) -> torch.Tensor:
+    def spy(self: Transformer, batch: Batch, rope: Rope, cache: KVCache, *others: Any) -> torch.Tensor:
         seen.append((len(batch.spans), batch.spans[0].start, batch.spans[0].count))
-        return forward(self, batch, rope, cache)
+        return forward(self, batch, rope, cache, *others)
 
     monkeypatch.setattr(Transformer, "forward", spy)
     return seen

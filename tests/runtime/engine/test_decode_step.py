@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
 from tests.support.decode_models import CAPACITY, CASES, CONFIG, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
@@ -74,7 +75,11 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     return difference(found, expected), worst, {name: count // 2 for name, count in counts.items()}
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
+# Without those that others have in them, of one token, of a packed head and of int8 caches alone.
+QUICK = [*CASES[2:5], *CASES[6:]]
+
+
+@pytest.mark.parametrize("case", chosen([*CASES, *WIDE], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     assert logits < 1e-2 and cache < (2e-2 if case.int8 else 5e-3)

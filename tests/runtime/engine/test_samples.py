@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -79,9 +80,9 @@ def test_the_prompt_is_read_once(pico: LoadedModel, monkeypatch: pytest.MonkeyPa
     shapes: list[list[int]] = []
     run = ModelRunner.run
 
-    def counting(self: ModelRunner, chunks: Sequence[Chunk], cache: KVCache) -> torch.Tensor:
+    def counting(self: ModelRunner, chunks: Sequence[Chunk], cache: KVCache, *others: Any) -> torch.Tensor:
         shapes.append([len(chunk.tokens) for chunk in chunks])
-        return run(self, chunks, cache)
+        return run(self, chunks, cache, *others)
 
     monkeypatch.setattr(ModelRunner, "run", counting)
     ids = prompt(pico, "Tell me a story.")

@@ -5,6 +5,7 @@ The complete versions take minutes: `pytest -m slow tests/runtime/speculative/te
 
 from collections import Counter
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Propos
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.engines import drain, tokens_of
+from tests.support.grids import chosen
 from tests.support.paths import PICO
 from tests.support.prefix_model import CPU, PrefixModel
 
@@ -83,8 +85,10 @@ def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[
     return found
 
 
-@pytest.mark.parametrize("kind", ["draft", "ngram"])
-@pytest.mark.parametrize("kv", ["auto", "int8", pytest.param("int4", marks=pytest.mark.slow)])
+GREEDY = list(product(("draft", "ngram"), ("auto", "int8", "int4")))
+
+
+@pytest.mark.parametrize(("kind", "kv"), chosen(GREEDY, [("draft", "int8"), ("ngram", "auto")]))
 def test_greedy_tokens_are_the_same(kind: str, kv: Kv) -> None:
     """F16."""
     assert differences(4, kind, range(2, 9, 5), kv) == []
