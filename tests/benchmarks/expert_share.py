@@ -1,0 +1,109 @@
+"""How much of the memory's rate a reply of a random model of many experts reaches, few of which each token meets.
+
+    python -m tests.benchmarks.expert_share [--layers 16] [--hidden 1536] [--experts 64] [--size 768] [--rounds 14]
+
+A round reads memory with all threads, then decodes 24 tokens: bytes of a step over their median time, against the rate
+of the same round. Weights are random, int4 in groups of 128; the shape by default has 3.7 B parameters, of which a
+token meets 0.55 B, and takes 2 GB.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.ceiling import bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
+
+PACKING = Packing(4, 128)
+PROMPT, TOKENS = 8, 24
+
+
+def shape(layers: int, hidden: int, experts: int, size: int) -> ModelConfig:
+    """Of a qwen3_moe whose tokens go to 8 experts."""
+    fields = {
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 4 * hidden,
+        "moe_intermediate_size": size,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    return parse_config(Fields(fields, "a random shape"))
+
+
+def packed(linear: Linear, generator: torch.Generator) -> PackedWeight:
+    """Random codes, with scales that keep the outputs as large as the inputs."""
+    rows, columns = linear.out_features, linear.in_features
+    codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int64, generator=generator).int()
+    scales = (torch.rand(rows, columns // 128, generator=generator) + 0.5) * 0.3 / columns**0.5
+    return PackedWeight(codes, scales.bfloat16(), PACKING, columns)
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """In memory alone."""
+    model, generator = Transformer(config), torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight = torch.ones(module.weight.shape, dtype=torch.bfloat16)
+    for block in model.layers():
+        for linear in block.products.values():
+            linear.replace(prepare_product(packed(linear, generator), torch.bfloat16))
+        for linear in block.mlp.kept:
+            dense = torch.randn(linear.out_features, linear.in_features, generator=generator)
+            linear.replace((dense / linear.in_features**0.5).bfloat16())
+    model.embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator).bfloat16()
+    model.head.replace(model.embedding)
+    return model
+
+
+def main() -> None:
+    """Print the share of each round and their median."""
+    parser = argparse.ArgumentParser()
+    for name, default in (("layers", 16), ("hidden", 1536), ("experts", 64), ("size", 768), ("rounds", 14)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    config = shape(asked.layers, asked.hidden, asked.experts, asked.size)
+    runner = ModelRunner(random_model(config))
+    plan = MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512)
+    nbytes = bytes_per_step(plan, PROMPT)
+    cache = runner.make_cache(CacheShape.lanes(512))
+    shares = []
+    for turn in range(asked.rounds):
+        rate = memory_bandwidth(1 << 28, 3)
+        if rate is None:
+            raise SystemExit("there is no native code here")
+        runner.run([Chunk(list(range(PROMPT)), 0, (0,), 1)], cache)
+        times = []
+        for place in range(PROMPT, PROMPT + TOKENS):
+            began = time.perf_counter()
+            runner.run([Chunk([(place * 7919 + turn) % config.vocab_size], place, (0,), 1)], cache)
+            times.append(time.perf_counter() - began)
+        shares.append(nbytes / statistics.median(times) / rate)
+    print(f"{nbytes / 1e6:.0f} MB a token at {statistics.median(shares):.2f} of the memory's rate")
+    print("rounds", " ".join(f"{share:.2f}" for share in shares))
+
+
+if __name__ == "__main__":
+    main()
