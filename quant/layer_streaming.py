@@ -26,7 +26,7 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 
 # Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
 TOKENS_AT_ONCE = 1024

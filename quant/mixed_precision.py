@@ -23,7 +23,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.attention import TextAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, Packing
 
 COPY_WINDOWS = 32  # that the copy of one width is calibrated on

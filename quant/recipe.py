@@ -9,7 +9,7 @@ from mycli.quant.rounding.grid import Search
 from mycli.runtime.checkpoint.formats.bitsandbytes import planned_packing
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 Head = Literal["keep", "int8", "int4"]

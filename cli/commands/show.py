@@ -17,7 +17,7 @@ from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model
 from mycli.runtime.hub.names import is_hub_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import ExpertsSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 

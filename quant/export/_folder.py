@@ -16,7 +16,7 @@ from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 

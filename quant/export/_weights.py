@@ -9,7 +9,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.formats import read_dense, read_weight
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 

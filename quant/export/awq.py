@@ -12,7 +12,7 @@ from mycli.quant.export import Exported, ExportRequest
 from mycli.quant.export._folder import only_packing, write_symmetric
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 

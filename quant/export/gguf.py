@@ -31,7 +31,7 @@ from mycli.runtime.checkpoint.gguf.writer import GgufWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "BF16": 32}

@@ -18,7 +18,7 @@ from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 

@@ -13,7 +13,8 @@ from mycli.quant.solvers.gptq import AT_ONCE
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import observed_values, trained_values, weight_values
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured

@@ -27,8 +27,9 @@ from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import ExpertsSpec, Shape
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.multimodal import PREDICTOR
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a recipe asks for names only
 
     from mycli.quant.rounding.grid import Grid
     from mycli.runtime.layers.block import Block
-    from mycli.runtime.models.layer_spec import NormSpec, OutputRows
+    from mycli.runtime.models.part_spec import NormSpec, OutputRows
 
 
 class Transform(Protocol):

@@ -15,7 +15,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_sc
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.models.layer_spec import NormSpec, OutputRows
+from mycli.runtime.models.part_spec import NormSpec, OutputRows
 
 RATIOS = tuple(step / 10 for step in range(10))  # s = rms(x)^ratio; 0 changes nothing
 

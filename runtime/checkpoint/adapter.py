@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import read_object
 

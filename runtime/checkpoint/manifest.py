@@ -22,7 +22,7 @@ from mycli.runtime.checkpoint.safetensors_header import (
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import parse_object

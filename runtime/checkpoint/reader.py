@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, make_header
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.files import disk_errors
 

@@ -28,7 +28,8 @@ from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
 
 MOST_ROWS = 64  # tokens of all sequences; up to 8 cost the matrix product no more than one
 

@@ -14,7 +14,7 @@ from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import ATTENTION, PAGED_ATTENTION, VECTOR_PACKING
 from mycli.runtime.layers.batch import Batch, Span
-from mycli.runtime.models.layer_spec import AttentionSpec
+from mycli.runtime.models.part_spec import AttentionSpec
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -30,15 +30,9 @@ from mycli.runtime.layers.native import (
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates, make_mixer
 from mycli.runtime.layers.rope import RopeTables, rotate
-from mycli.runtime.models.layer_spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    LayerSpec,
-    MlpSpec,
-    PartSpec,
-    PerLayerSpec,
-    RopeSpec,
-)
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, PartSpec, RopeSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
 

@@ -17,7 +17,7 @@ from mycli.runtime.device.system import give_back
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.huge_pages import huge_empty

@@ -42,7 +42,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import RopeTables
-from mycli.runtime.models.layer_spec import AttentionSpec, ExpertsSpec, MlpSpec, RopeSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 NATIVE_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next

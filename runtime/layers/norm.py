@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import LAYER_NORM, RMS_NORM
-from mycli.runtime.models.layer_spec import NormSpec
+from mycli.runtime.models.part_spec import NormSpec
 
 
 class RMSNorm(nn.Module):

@@ -27,7 +27,7 @@ from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, Tex
 from mycli.runtime.layers.rope import Rope, joined
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment

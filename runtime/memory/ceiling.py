@@ -4,7 +4,7 @@ Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, an
 """
 
 from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, linears_bytes, state_bytes, weight_bytes
-from mycli.runtime.models.layer_spec import ExpertsSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:

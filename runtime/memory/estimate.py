@@ -11,7 +11,7 @@ from math import prod
 
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec, NormSpec
+from mycli.runtime.models.part_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing

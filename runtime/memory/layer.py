@@ -6,7 +6,8 @@ them by tokens and bytes. Knows a `LayerSpec`. Does not import torch.
 
 from math import prod
 
-from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
 
 
 def weight_values(layer: LayerSpec) -> int:

@@ -14,16 +14,9 @@ from typing import Literal
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import (
-    ActivationName,
-    AttentionSpec,
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    RopeSpec,
-    Shape,
-)
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import ActivationName, AttentionSpec, LinearSpec, NormSpec, RopeSpec, Shape
 from mycli.runtime.models.refused import REFUSED
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mycli.runtime.models.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec
 
 if TYPE_CHECKING:
     from mycli.runtime.models.config import ModelConfig

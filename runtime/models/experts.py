@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec, LinearSpec, MlpSpec, SharedExpertSpec, StackSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, SharedExpertSpec, StackSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_rope, trained_context
-from mycli.runtime.models.layer_spec import ActivationName
+from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.dtypes import float_dtype
 from mycli.runtime.utils.json_fields import Fields
 

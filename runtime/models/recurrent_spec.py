@@ -7,7 +7,7 @@ of their states. Knows names and shapes of tensors. Does not import torch, and d
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mycli.runtime.models.layer_spec import LinearSpec, MadeBy, NormSpec, OutputRows, Shape
+from mycli.runtime.models.part_spec import LinearSpec, MadeBy, NormSpec, OutputRows, Shape
 
 STATE_BYTES = 4  # of a value: states are fp32, whatever activations are
 

@@ -12,7 +12,8 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
 from tests.support.prefix_model import CONFIG, Function, PrefixModel
 

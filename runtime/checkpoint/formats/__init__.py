@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.formats import _published
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields

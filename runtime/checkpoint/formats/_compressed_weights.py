@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, Pack, Promise, Scales, _parts
 from mycli.runtime.checkpoint.safetensors_header import damaged
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 

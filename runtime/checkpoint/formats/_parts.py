@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, Promise
 from mycli.runtime.checkpoint.safetensors_header import damaged
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.dtypes import STORED, STORED_FLOATS, Dtype, float_dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Pack, Promise, 
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import NF4_LAYOUT, Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields, parse_object

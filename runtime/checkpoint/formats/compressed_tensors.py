@@ -27,7 +27,7 @@ from mycli.runtime.checkpoint.formats._compressed_weights import (
     write_weight,
 )
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields

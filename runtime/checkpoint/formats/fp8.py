@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, quantizable
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mycli.runtime.checkpoint.formats import Headers, Promise, Scales
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 

@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED_FLOATS
 from mycli.runtime.utils.json_fields import Fields

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, fp8, quantizable
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields

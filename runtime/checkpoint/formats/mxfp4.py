@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import Headers, Promise, Scales, _parts
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.layer_spec import ExpertsSpec, LinearSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 

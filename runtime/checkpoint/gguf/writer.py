@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import UsageError
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
 _VERSION = 3

@@ -7,7 +7,8 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.families import olmo2
-from mycli.runtime.models.layer_spec import LayerSpec, RopeSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 

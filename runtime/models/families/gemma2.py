@@ -7,7 +7,8 @@ from typing import Any
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import ActivationName, LayerSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.json_fields import Fields
 
 GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh"}

@@ -5,7 +5,7 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.families.gemma2 import fields_of
 from mycli.runtime.models.hf_rope import read_sliding_rope
-from mycli.runtime.models.layer_spec import RopeSpec
+from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 

@@ -12,19 +12,11 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertsSpec, SharedExpertSpec
 from mycli.runtime.models.families import gemma2
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_sliding_rope
-from mycli.runtime.models.layer_spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    NormSpec,
-    PerLayerSpec,
-    RopeSpec,
-    SharedExpertSpec,
-)
+from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec, NormSpec, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _HANDLED = ("final_logit_softcapping", "rope_parameters", "proportional", "partial_rotary_factor")

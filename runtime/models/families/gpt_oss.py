@@ -11,8 +11,10 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_counts
+from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
-from mycli.runtime.models.layer_spec import ExpertsSpec, LayerSpec, LinearSpec, MlpSpec, StackSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _ROPE = {

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
 from mycli.runtime.utils.json_fields import Fields
 

@@ -4,7 +4,7 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.families.olmo2 import layer
 from mycli.runtime.models.hf_rope import read_sliding_rope
-from mycli.runtime.models.layer_spec import RopeSpec
+from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 

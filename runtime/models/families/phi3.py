@@ -9,7 +9,8 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.hf_rope import rotary_dim
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.utils.json_fields import Fields
 
 

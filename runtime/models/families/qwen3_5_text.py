@@ -8,7 +8,8 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture
 from mycli.runtime.models.hf_rope import rotary_dim
-from mycli.runtime.models.layer_spec import LayerSpec, LinearSpec, NormSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec
 from mycli.runtime.utils.json_fields import Fields
 

@@ -2,7 +2,7 @@
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.layer_spec import RopeSpec
+from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 

@@ -15,7 +15,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import ModelConfig, parse_config
-from mycli.runtime.models.layer_spec import OutputRows
+from mycli.runtime.models.part_spec import OutputRows
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.rounding import problem

@@ -25,7 +25,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter, check_
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
-from mycli.runtime.models.layer_spec import Shape
+from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.dtypes import STORED
 from mycli.runtime.utils.units import human_bytes
 

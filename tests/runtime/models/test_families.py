@@ -6,7 +6,7 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, families, parse_config
-from mycli.runtime.models.layer_spec import NormSpec, OutputRows
+from mycli.runtime.models.part_spec import NormSpec, OutputRows
 from mycli.runtime.models.refused import REFUSED
 from mycli.runtime.utils.json_fields import Fields
 
