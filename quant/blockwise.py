@@ -28,7 +28,8 @@ from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.attention import TextAttention
-from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 

@@ -20,7 +20,8 @@ from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.layers.attention import TextAttention
-from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs

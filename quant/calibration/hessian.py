@@ -17,9 +17,10 @@ from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.layers.block import Block, Experts, PassContext, Steps, complete
-from mycli.runtime.layers.experts import RoutedProduct
-from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.feed_forward import Experts
+from mycli.runtime.layers.layer_part import PassContext, Steps, complete
+from mycli.runtime.layers.linear import Linear, RoutedProduct
 
 HELD = 8  # every so many windows, one is kept apart to judge by
 INPUTS_A_TOKEN = 8  # what fewer tokens than one for so many inputs have in common is their own, not the expert's

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, grouped, storable
 from mycli.quant.work_folder import Solved
-from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.quantization.scheme import Packing

@@ -1,10 +1,12 @@
 """A product of activations and weights, dense or packed by the tensors that the checkpoint holds.
 
-Linears that share their input (q, k, v; gate, up) are one product where their packings agree. Does not know where in a
-block it stands, how a folder stores weights, nor which kernels exist.
+Linears that share their input (q, k, v; gate, up) are one product where their packings agree; so are those of many
+experts, each for the tokens that were routed to it. Does not know where in a block it stands, who is routed where, how
+a folder stores weights, nor which kernels exist.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -16,7 +18,8 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import give_back
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
+from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
@@ -159,3 +162,42 @@ def load_linears(
             give_back()  # what they were read into: the next ones would be read into other pieces
             small, held = [], 0
     gather_codes(small)
+
+
+@dataclass(frozen=True)
+class RoutedProduct:
+    """A product of each of `linears`, one for every expert, along a route.
+
+    `gathers`: its input is the tokens [tokens, K]; else rows of pairs [pairs, K] in the order of the route.
+    """
+
+    linears: Sequence[Linear]
+    route: Route
+    gathers: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, K] or [pairs, K] to [pairs, N], sorted by expert, in the dtype of x."""
+        route = self.route
+        linears = [self.linears[expert] for expert in route.hit]
+        weights = [_operand(linear) for linear in linears]
+        found = [weight for weight in weights if weight is not None]
+        if len(found) < len(weights):
+            return torch.cat([linear(self.rows(x, expert)) for linear, expert in zip(linears, route.hit, strict=True)])
+        y = ROUTED_PRODUCT(found, x, route.starts, route.tokens if self.gathers else None)
+        if linears[0].bias is not None:
+            biases = torch.stack([linear.bias for linear in linears if linear.bias is not None])
+            y = y + biases.repeat_interleave(route.starts.diff(), dim=0)
+        return y
+
+    def rows(self, x: Tensor, expert: int) -> Tensor:
+        """Of x the rows [n, K] that go to one expert, maybe none."""
+        if self.gathers:
+            return x.index_select(0, self.route.of(expert))
+        return x[self.route.slices.get(expert, slice(0, 0))]
+
+
+def _operand(linear: Linear) -> Matmul | Tensor | None:
+    """What a linear multiplies by, a dense weight as it is; None where it is several products, or has a dense copy."""
+    if linear.dense_copy is not None:
+        return None
+    return linear.matmul.dequantize() if isinstance(linear.matmul, DenseMatmul) else linear.matmul

@@ -18,7 +18,8 @@ from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
 from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native import NativePass
 from mycli.runtime.layers.norm import RMSNorm

@@ -10,7 +10,8 @@ from mycli.quant.solvers import rtn
 from mycli.quant.transforms.awq import choose_scale, fold
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.layers.attention import TextAttention
-from mycli.runtime.layers.block import Block, PassContext
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope

@@ -21,7 +21,8 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.block import Attention, Experts, Mlp
+from mycli.runtime.layers.block import Attention
+from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope

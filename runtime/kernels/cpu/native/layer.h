@@ -1,6 +1,6 @@
 // A part of a layer on few rows of bf16, whole: from the residual stream to the residual stream.
 //
-// What runtime/layers/block.py does product by product, in the same operations, rounded in the same places: the bits are the
+// What the parts in runtime/layers do product by product, in the same operations, rounded in the same places: the bits are the
 // same. Beside the products of one token, calling each of these steps by itself took a quarter of the time.
 
 #pragma once

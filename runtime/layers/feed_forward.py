@@ -1,0 +1,119 @@
+"""The second half of a layer: an MLP, or a mixture of experts. What they are made of is declared (`runtime.models`)."""
+
+import torch
+from torch import Tensor, nn
+
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.cpu.layer import CExpertsPart, CMlpPart
+from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
+from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
+from mycli.runtime.layers.linear import Changes, Linear, RoutedProduct
+from mycli.runtime.layers.native import (
+    ExpertModules,
+    NativePart,
+    NativePass,
+    experts_part,
+    mlp_part,
+)
+from mycli.runtime.layers.norm import make_norm
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import MlpSpec
+
+
+class Mlp(LayerPart):
+    """The MLP, as `MlpSpec` describes it."""
+
+    def __init__(self, spec: MlpSpec) -> None:
+        super().__init__(spec)
+        self.spec = spec
+        self.gate_up = Linear(spec.gate_up)
+        self.down = Linear((spec.down,))
+        self.products = (self.gate_up, self.down)
+        self._activate = ACTIVATION[spec.activation]
+        self._prepared: NativePart[CMlpPart] = self._native_part()
+
+    def _prepare(self) -> CMlpPart:
+        return mlp_part(self.spec, self._around(), self.gate_up, self.down)
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else native.mlp(part, x)
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        gate_up = yield self.gate_up, x
+        del x
+        activated = self._activate(gate_up)
+        del gate_up
+        return (yield self.down, activated)
+
+
+class Experts(LayerPart):
+    """A mixture of experts, as `ExpertsSpec` describes it. The shared expert comes first, then all others at once."""
+
+    def __init__(self, spec: ExpertsSpec) -> None:
+        super().__init__(spec)
+        self.spec = spec
+        self.router = Linear((spec.router,))
+        self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)
+        gate = None if spec.shared is None else spec.shared.gate
+        self.shared_gate = None if gate is None else Linear((gate,))
+        self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        changes = Changes()
+        self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
+        self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
+        own = () if self.shared is None else self.shared.products
+        self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
+        self.experts = nn.ModuleList(self.products)
+        self.router_norm = make_norm(spec.router_norm)
+        self.expert_norm = make_norm(spec.expert_norm)
+        self.expert_output_norm = make_norm(spec.expert_output_norm)
+        self._scales: Tensor | None = None
+        self._activate = ACTIVATION[spec.activation]
+        beside = (None, None) if self.shared is None else (self.shared.norm, self.shared.output_norm)
+        self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
+        norms = [norm for norm in (self.norm, self.output_norm, *self._inner_norms) if norm is not None]
+        self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
+
+    def _prepare(self) -> CExpertsPart:
+        shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
+        products = self.router, self._gate_up, self._down, shared, self.shared_gate
+        return experts_part(self.spec, self._around(), ExpertModules(self._inner_norms, *products, self._scales))
+
+    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
+        """As `LayerPart.run_native`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else native.experts(part, x)
+
+    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """As `LayerPart.load_own`."""
+        super().load_own(checkpoint, device, dtype)
+        if self.spec.scales is not None:
+            self._scales = checkpoint.read(self.spec.scales).to(device, torch.float32)
+
+    def expert_of(self, linear: Linear) -> int | None:
+        """Which expert one of `products` belongs to; None for one of the shared expert's."""
+        first = len(self.products) - 2 * len(self._gate_up)
+        place = self.products.index(linear) - first
+        return place // 2 if place >= 0 else None
+
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """As `LayerPart.inner`."""
+        tokens = x.reshape(-1, x.shape[-1])
+        beside = None
+        if self.shared is not None:
+            beside = yield from self.shared.inner(normed(self.shared.norm, x), context)
+            beside = normed(self.shared.output_norm, beside)
+            if self.shared_gate is not None:
+                beside = ROW_WEIGHTS(beside, self.shared_gate(x))
+        scores = self.router(normed(self.router_norm, tokens))
+        route = ROUTING(scores, self.spec.top_k, self.spec.normalized)
+        route = route if self._scales is None else route.scaled(self._scales)
+        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), normed(self.expert_norm, tokens)
+        activated = self._activate(gate_up)
+        del gate_up
+        made = yield RoutedProduct(self._down, route, gathers=False), activated
+        del activated
+        output = normed(self.expert_output_norm, WEIGHTED_SUM(made, route.places, route.weights)).view_as(x)
+        return output if beside is None else output + beside
