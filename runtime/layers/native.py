@@ -1,8 +1,8 @@
 """Parts of layers by our own code on the CPU, whole: which of them it takes, and what one pass tells them.
 
 A pass of few tokens spends its time on getting from one small step to the next. So a part runs in one call where each
-of its steps has native code, with the bits that its steps have one by one; `runtime.layers.layer_part` runs all others. Does
-not know the order of parts, or what a layer is.
+of its steps has native code, with the bits that its steps have one by one; `runtime.layers.layer_part` runs all others.
+Does not know the order of parts, or what a layer is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
