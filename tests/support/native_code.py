@@ -12,6 +12,9 @@ from mycli.runtime.kernels.cpu.build import Native, cache_folder, compile_librar
 VARIANTS = ("native", *isa.SETS, "bf16-dots", "plain")
 # Only products have instructions for integers: of the rest, sets of equally wide vectors have one code.
 VECTORS = ("native", "avx512", "avx2", "plain")
+# What the default run compiles beside this machine's own, a quarter of a minute each: the oldest set, and the one that
+# most processors have. `make test-all` compiles them all.
+QUICK = ("native", "avx2", "avx512vnni")
 # Kept beside the libraries of replies: another checkout with the same sources need not compile them again.
 FOLDER = cache_folder().with_name("kernels-of-tests")
 

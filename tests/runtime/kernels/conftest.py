@@ -3,16 +3,17 @@
 import pytest
 
 from mycli.runtime.kernels.cpu.build import Native
-from tests.support.native_code import VARIANTS, VECTORS, instruction_set
+from tests.support.grids import chosen
+from tests.support.native_code import QUICK, VARIANTS, VECTORS, instruction_set
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=chosen(VARIANTS, QUICK))
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
     """Each set of instructions, for products."""
     return instruction_set(request.param, monkeypatch)
 
 
-@pytest.fixture(params=VECTORS)
+@pytest.fixture(params=chosen(VECTORS, QUICK[:2]))
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
     """Each width of vectors, for what multiplies no integers."""
     return instruction_set(request.param, monkeypatch)
