@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
-from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
@@ -18,6 +17,7 @@ from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
+    from mycli.runtime.cache.prefix_store import PrefixStore
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.engine import Engine
@@ -133,8 +133,9 @@ def _load(
 
 def _prefix_store(
     call: Call, folder: ModelFolder, loaded: "LoadedModel", engine: EngineConfig, place: Path
-) -> PrefixStore | None:
+) -> "PrefixStore | None":
     """What keeps texts in the folder `place`; None, and why, where they cannot be kept or the folder not be trusted."""
+    from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
     from mycli.runtime.engine.kept_texts import identity
 
     if folder.config.recurrent:

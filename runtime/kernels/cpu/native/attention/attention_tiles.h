@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "attention/attention_task.h"
 #include "products/packed_tiles.h"
 
@@ -239,35 +241,10 @@ template <typename T> struct TilePath {
         }
     }
 
-    // Scores of up to 32 rows of queries [rows][size] with 32 keys, to `out` [rows][CHUNK].
-    static void score_keys(const uint16_t* query, int64_t rows, int64_t size, const uint16_t* keys, float* out) {
-        const uint16_t *other = query + 16 * size, *next = keys + 16 * size;
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (rows > 16) {
-            TILE_ZERO(2);
-            TILE_ZERO(3);
-        }
-        for (int64_t d = 0; d < size; d += 32) {
-            TILE_LOAD(6, keys + d * 16, 64);
-            TILE_LOAD(4, query + d, size * 2);
-            TILE_DOT_BF16(0, 4, 6);
-            TILE_LOAD(7, next + d * 16, 64);
-            TILE_DOT_BF16(1, 4, 7);
-            if (rows <= 16) continue;
-            TILE_LOAD(5, other + d, size * 2);
-            TILE_DOT_BF16(2, 5, 6);
-            TILE_DOT_BF16(3, 5, 7);
-        }
-        TILE_STORE(out, CHUNK * 4, 0);
-        TILE_STORE(out + 16, CHUNK * 4, 1);
-        if (rows <= 16) return;
-        TILE_STORE(out + 16 * CHUNK, CHUNK * 4, 2);
-        TILE_STORE(out + 16 * CHUNK + 16, CHUNK * 4, 3);
-    }
-
-    // 32 columns of up to 32 rows of weights [rows][CHUNK] times values [low, high), to `out`.
-    static void mix_columns(const uint16_t* weights, int64_t rows, const uint16_t* values, int64_t low, int64_t high, float* out, int64_t out_row) {
+    // Up to 32 rows a [rows][a_row], from column `low` to `high`, times 32 columns, to `out` [rows][out_row]. `tiles`: the two of the
+    // 32 columns that go with columns [p, p + 32) of a.
+    template <class Tiles>
+    static void multiply_square(const uint16_t* a, int64_t rows, int64_t a_row, int64_t low, int64_t high, Tiles tiles, float* out, int64_t out_row) {
         TILE_ZERO(0);
         TILE_ZERO(1);
         if (rows > 16) {
@@ -275,14 +252,14 @@ template <typename T> struct TilePath {
             TILE_ZERO(3);
         }
         for (int64_t p = low; p < high; p += 32) {
-            const uint16_t* value = values + p / 32 * 2 * TILE_SIZE;
-            TILE_LOAD(6, value, 64);
-            TILE_LOAD(4, weights + p, CHUNK * 2);
+            const std::pair<const uint16_t*, const uint16_t*> both = tiles(p);
+            TILE_LOAD(6, both.first, 64);
+            TILE_LOAD(4, a + p, a_row * 2);
             TILE_DOT_BF16(0, 4, 6);
-            TILE_LOAD(7, value + TILE_SIZE, 64);
+            TILE_LOAD(7, both.second, 64);
             TILE_DOT_BF16(1, 4, 7);
             if (rows <= 16) continue;
-            TILE_LOAD(5, weights + 16 * CHUNK + p, CHUNK * 2);
+            TILE_LOAD(5, a + 16 * a_row + p, a_row * 2);
             TILE_DOT_BF16(2, 5, 6);
             TILE_DOT_BF16(3, 5, 7);
         }
@@ -291,6 +268,19 @@ template <typename T> struct TilePath {
         if (rows <= 16) return;
         TILE_STORE(out + 16 * out_row, out_row * 4, 2);
         TILE_STORE(out + 16 * out_row + 16, out_row * 4, 3);
+    }
+    // Scores of up to 32 rows of queries [rows][size] with 32 keys, to `out` [rows][CHUNK].
+    static void score_keys(const uint16_t* query, int64_t rows, int64_t size, const uint16_t* keys, float* out) {
+        const auto tiles = [=](int64_t d) { return std::make_pair(keys + d * 16, keys + (size + d) * 16); };
+        multiply_square(query, rows, size, 0, size, tiles, out, CHUNK);
+    }
+    // 32 columns of up to 32 rows of weights [rows][CHUNK] times values [low, high), to `out`.
+    static void mix_columns(const uint16_t* weights, int64_t rows, const uint16_t* values, int64_t low, int64_t high, float* out, int64_t out_row) {
+        const auto tiles = [=](int64_t p) {
+            const uint16_t* value = values + p / 32 * 2 * TILE_SIZE;
+            return std::make_pair(value, value + TILE_SIZE);
+        };
+        multiply_square(weights, rows, CHUNK, low, high, tiles, out, out_row);
     }
 };
 
