@@ -43,11 +43,10 @@ class EngineFlags:
 
     engine: Annotated[
         str,
-        typer.Option(
+        options.word_option(
             "--engine",
-            metavar="mycli|vllm|sglang",
+            words=("mycli", "vllm", "sglang"),
             help="Start the server of another maker on the same model, which splits it over GPUs.",
-            autocompletion=options.complete_word("mycli", "vllm", "sglang"),
         ),
     ] = OURS
     ranks: Annotated[

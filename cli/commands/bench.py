@@ -219,13 +219,7 @@ def bench(
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
     output: Annotated[
         str,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="|".join(FORMATS),
-            help="How to print.",
-            autocompletion=options.complete_word(*FORMATS),
-        ),
+        options.word_option("-o", "--output", words=FORMATS, help="How to print."),
     ] = "md",
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep the results.")] = None,
     compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Against kept results.")] = None,

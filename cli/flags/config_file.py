@@ -3,7 +3,7 @@
     device = "cpu"            # top level: every command that has the option
     [chat]                    # one command
     ctx = "8k"
-    [preset.pirate]           # a model with its settings, see `cli.presets`
+    [preset.pirate]           # a model with its settings, see `cli.flags.presets`
 
 The file is $XDG_CONFIG_HOME/mycli/config.toml. Knows TOML and names of options; the parser checks the values.
 """

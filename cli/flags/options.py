@@ -88,6 +88,11 @@ def complete_word(*words: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
+def word_option(*flags: str, words: Sequence[str], **settings: Any) -> Any:
+    """An option that takes one of `words`, which its help and the shell offer."""
+    return typer.Option(*flags, metavar="|".join(words), autocompletion=complete_word(*words), **settings)
+
+
 def count_option(*flags: str, **settings: Any) -> Any:
     """An option whose value is a count such as 4k."""
     return typer.Option(*flags, parser=parse_count, metavar="N", **settings)
@@ -130,20 +135,14 @@ System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
 Precision = Annotated[
     str,
-    typer.Option(
-        "--dtype",
-        metavar="auto|bf16|fp16|fp32",
-        help="Precision of activations.",
-        autocompletion=complete_word("auto", "bf16", "fp16", "fp32"),
-    ),
+    word_option("--dtype", words=("auto", "bf16", "fp16", "fp32"), help="Precision of activations."),
 ]
 CacheKind = Annotated[
     str,
-    typer.Option(
+    word_option(
         "--kv",
-        metavar="auto|bf16|int8|int4",
+        words=("auto", "bf16", "int8", "int4"),
         help="How the cache holds keys and values; auto: as activations.",
-        autocompletion=complete_word("auto", "bf16", "int8", "int4"),
     ),
 ]
 Shadow = Annotated[

@@ -19,11 +19,10 @@ class RecipeFlags:
 
     method: Annotated[
         str,
-        typer.Option(
-            metavar="gptq|awq|awq+gptq|rtn|nf4",
+        options.word_option(
+            words=("gptq", "awq", "awq+gptq", "rtn", "nf4"),
             help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
             "rtn only rounds, and needs no data; nf4 is QLoRA's, for bitsandbytes.",
-            autocompletion=options.complete_word("gptq", "awq", "awq+gptq", "rtn", "nf4"),
         ),
     ] = "gptq"
     bits: Annotated[
@@ -42,27 +41,24 @@ class RecipeFlags:
     ] = None
     group: Annotated[
         str | None,
-        typer.Option(
-            metavar="32|64|128|channel",
+        options.word_option(
+            words=("32", "64", "128", "channel"),
             help="Inputs that share a scale.",
             show_default="128; 64 for nf4",
-            autocompletion=options.complete_word("32", "64", "128", "channel"),
         ),
     ] = None
     scales: Annotated[
         str,
-        typer.Option(
-            metavar="mse|absmax",
+        options.word_option(
+            words=("mse", "absmax"),
             help="Signed scales of least error, or the largest weight's.",
-            autocompletion=options.complete_word("mse", "absmax"),
         ),
     ] = "mse"
     head: Annotated[
         str,
-        typer.Option(
-            metavar="keep|int8|int4",
+        options.word_option(
+            words=("keep", "int8", "int4"),
             help="What to do with an output head of its own.",
-            autocompletion=options.complete_word("keep", "int8", "int4"),
         ),
     ] = "keep"
     calib: Annotated[

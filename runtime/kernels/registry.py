@@ -88,7 +88,7 @@ RMS_NORM = Operation("RMSNorm", (_for_replies(native_rms_norm), reference.rms_no
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
-# By the names of `runtime.models.layer_spec.ActivationName`: of what the first product of an MLP makes.
+# By the names of `runtime.models.part_spec.ActivationName`: of what the first product of an MLP makes.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (_for_replies(native_silu_multiply), reference.silu_multiply)),
     "gelu_tanh": Operation("GELU", (_for_replies(native_gelu_multiply), reference.gelu_multiply)),
