@@ -1,15 +1,10 @@
 """Packed products on the CPU against fp64: every width, group, type and instruction set; the same bits every time."""
 
 import ctypes
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,20 +14,18 @@ from torch import Tensor
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import BuildError, Native, compile_library, find_compiler, native
+from mycli.runtime.kernels.cpu.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import (
     CpuKernel,
     CpuMatmul,
     TorchInt4Kernel,
     dense_product,
     gather_codes,
-    memory_bandwidth,
 )
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.huge_pages import HUGE, huge_empty
-from tests.support.compilers import copying_compiler, fake_compiler
+from mycli.runtime.utils.huge_pages import HUGE
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
@@ -352,65 +345,3 @@ def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: 
     y = dense_product(x, torch.ones(48, 64, dtype=dtype))
     assert isinstance(y, Tensor)
     assert not y[3].isfinite().any() and y[:3].isfinite().all() and y[4:].isfinite().all()
-
-
-def test_huge_empty_is_a_tensor_like_any_other() -> None:
-    for shape in ((3, 5), (1025, 2048)):
-        tensor = huge_empty(shape, torch.bfloat16)
-        assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16
-        tensor.fill_(1)
-        assert float(tensor.float().mean()) == 1
-
-
-def test_memory_bandwidth() -> None:
-    found = memory_bandwidth(1 << 24, 2)
-    assert found is not None and 1e8 < found < 1e14
-
-
-@pytest.mark.usefixtures("library")
-def test_threads_are_torchs() -> None:
-    """One OpenMP library in the process: two would keep their threads spinning against each other."""
-    loaded = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
-    assert len(loaded) == 1, loaded
-
-
-def test_processes_may_race(tmp_path: Path) -> None:
-    environment = {**os.environ, "CXX": str(copying_compiler(tmp_path))}
-    cache = tmp_path / "cache"
-    program = (
-        "import sys, pathlib; from mycli.runtime.kernels.cpu.build import compile_library, load_library;"
-        "print(load_library(compile_library(pathlib.Path(sys.argv[1]))).isa)"
-    )
-    command = [sys.executable, "-c", program, str(cache)]
-    running = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(timeout=300) for process in running] == [0, 0]
-    assert len(list(cache.iterdir())) == 1, "one library, nothing left over"
-
-
-def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "echo 'x.cpp:1: error: no such luck' >&2; exit 1")))
-    with pytest.raises(BuildError, match="no such luck"):
-        compile_library(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(BuildError, match=r"install g\+\+"):
-        find_compiler()
-    missing = "no GNU C++ compiler found"
-    monkeypatch.setattr(build, "native", lambda: missing)
-    assert CpuKernel().decline(Packing(4, 128), 64, 256, CPU, torch.bfloat16) == missing
-    assert select_kernel(Packing(4, 128), 64, 256, CPU, torch.bfloat16).name == "torch-int4"
-    assert select_kernel(Packing(3, 128), 64, 256, CPU, torch.bfloat16).name == "dequantize"
-    assert dense_product(activations(1, 64, torch.bfloat16), torch.zeros(4, 64, dtype=torch.bfloat16)) == missing
-    assert memory_bandwidth(1 << 20, 1) is None
-
-
-def test_clang_is_not_taken(tmp_path: Path) -> None:
-    clang = tmp_path / "clang++"
-    clang.write_text("#!/bin/sh\necho clang version 19\n")
-    clang.chmod(0o755)
-    path, version = find_compiler({**os.environ, "CXX": str(clang)})
-    assert path != str(clang) and "Free Software Foundation" in version
