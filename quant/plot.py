@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 960, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 50, 60
-_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6b705c", "#000000")
+COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6b705c", "#000000")
 _SMALLEST = 1e-9  # errors below are drawn there: a logarithm needs one
 
 
@@ -66,7 +66,7 @@ def draw(title: str, points: Sequence[Point]) -> str:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     kinds = list(dict.fromkeys(_kind(point.name) for point in points))
-    colours = {kind: _COLOURS[index % len(_COLOURS)] for index, kind in enumerate(kinds)}
+    colours = {kind: COLOURS[index % len(COLOURS)] for index, kind in enumerate(kinds)}
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',

@@ -1,6 +1,6 @@
 """A picture of servers under load, from what `bench --serve` measured: SVG, one panel a measure, one line a server.
 
-Knows the rows of `bench_serving` and nothing of servers.
+Knows the rows of `cli.bench.serving` and nothing of servers.
 """
 
 import math
@@ -9,11 +9,10 @@ from html import escape
 from pathlib import Path
 
 from mycli.cli.bench.results import Row
-from mycli.quant.plot import text_at
+from mycli.quant.plot import COLOURS, text_at
 from mycli.runtime.utils.files import disk_errors
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 400, 300, 62, 14, 46, 34  # of a panel
-_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6b705c", "#000000")
 _TIMES = (("ttft", "time to the first token, ms"), ("tpot", "time per token after it, ms"))
 
 
@@ -21,7 +20,7 @@ def draw_loads(rows: Sequence[Row]) -> str:
     """Tokens per second, and p50 (a line) and p95 (dashes) of both times, over the loads in the order measured."""
     tests = list(dict.fromkeys(row["test"] for row in rows))
     servers = list(dict.fromkeys(row["model"] for row in rows))
-    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(servers)}
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(servers)}
     height = _HEIGHT + 18 * len(servers) + 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * _WIDTH} {height}" font-family="sans-serif">',

@@ -236,7 +236,7 @@ class Engine:
             return None
         pairs = zip(turns, chunks, strict=True)
         return self.speculator.listener(
-            [Heard(turn.sequence.id, chunk.start, len(chunk.tokens), turn.sequence.tokens) for turn, chunk in pairs]
+            Heard(turn.sequence.id, chunk.start, len(chunk.tokens), turn.sequence.tokens) for turn, chunk in pairs
         )
 
     def _drafted(self, turns: Sequence[Turn]) -> dict[int, list[int]]:

@@ -1,6 +1,6 @@
 """What an engine asks of whoever guesses tokens ahead of its passes. The guessing is `runtime.speculative`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +52,7 @@ class Speculator(Protocol):
         """Tokens to draft after `text`, at most `room`, where so many sequences decode."""
         ...
 
-    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+    def listener(self, heard: Iterable[Heard]) -> Listener | None:
         """What is to be shown the hidden states of a pass, side by side; None where nobody wants them."""
         ...
 

@@ -5,7 +5,7 @@ cache of their own, position by position of the text from where it was first hea
 keys has no hidden states. Knows sequences by their numbers; what the head computes is `prediction_head`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +64,12 @@ class PredictionProposer:
         found = self._texts.get(sequence)
         return 0 if found is None else len(found.states)
 
-    def listener(self, heard: Sequence[Heard]) -> Callable[[Tensor], None]:
+    def listener(self, heard: Iterable[Heard]) -> Callable[[Tensor], None]:
         """As `Speculator.listener`."""
+        parts = list(heard)
 
         def listen(hidden: Tensor) -> None:
-            for one, states in zip(heard, torch.split(hidden, [one.count for one in heard]), strict=True):
+            for one, states in zip(parts, torch.split(hidden, [one.count for one in parts]), strict=True):
                 self._hear(one, states)
 
         return listen

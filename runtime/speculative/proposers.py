@@ -5,7 +5,7 @@ third, `prediction`, ships with some models.
 They propose; `runtime.speculative.rejection_sampling` decides what stands. Does not know the target model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class Proposer(Protocol):
         """How many tokens of the text have yet to be read."""
         ...
 
-    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+    def listener(self, heard: Iterable[Heard]) -> Listener | None:
         """As `Speculator.listener`."""
         ...
 
@@ -197,7 +197,7 @@ class DraftModel:
             return False
         return len(one.tokens) < one.count
 
-    def listener(self, heard: Sequence[Heard]) -> None:
+    def listener(self, heard: Iterable[Heard]) -> None:
         """It has hidden states of its own."""
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -282,7 +282,7 @@ class PromptLookup:
             Proposal(self._texts.setdefault(one.sequence, _Lookup()).following(one.text, one.count)) for one in asked
         ]
 
-    def listener(self, heard: Sequence[Heard]) -> None:
+    def listener(self, heard: Iterable[Heard]) -> None:
         """It reads the text alone."""
 
     def truncate(self, sequence: int, length: int) -> None:

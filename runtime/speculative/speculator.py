@@ -6,7 +6,7 @@ lengths; does not know text, the target model, or whose turn it is.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -68,7 +68,7 @@ class ProposerSpeculator:
         self._drafting = time.perf_counter() - began
         return [proposal.tokens for proposal in proposals]
 
-    def listener(self, heard: Sequence[Heard]) -> Listener | None:
+    def listener(self, heard: Iterable[Heard]) -> Listener | None:
         """The proposer's."""
         return self.proposer.listener(heard)
 

@@ -1,7 +1,7 @@
 """States of recurrent layers in the engine: always those of the text, whatever became of the sequences meanwhile."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ class Scripted:
     def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
         return min(self._count, room)
 
-    def listener(self, heard: Sequence[Heard]) -> None: ...
+    def listener(self, heard: Iterable[Heard]) -> None: ...
 
     def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:
         found = []

@@ -1,7 +1,7 @@
 """Speculation changes nothing: the same tokens, the same caches, the same errors; and its record says what it did."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import pytest
@@ -189,7 +189,7 @@ class Wrong:
     def lag(self, sequence: int, text: Sequence[int]) -> int:
         return 1
 
-    def listener(self, heard: Sequence[Heard]) -> None: ...
+    def listener(self, heard: Iterable[Heard]) -> None: ...
 
     def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
         proposals = []
