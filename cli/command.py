@@ -21,7 +21,7 @@ from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 from mycli.runtime.hub.names import is_hub_name, is_path, plain_name
-from mycli.runtime.hub.resolve import RECORD, home
+from mycli.runtime.hub.store import RECORD, home
 from mycli.runtime.utils.version import version
 
 

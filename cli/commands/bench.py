@@ -23,7 +23,8 @@ from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
-from mycli.runtime.hub.resolve import Source, resolve, state
+from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.hub.store import state
 from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.utils.units import human_bytes
 

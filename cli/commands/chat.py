@@ -14,7 +14,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
-from mycli.runtime.hub.resolve import state
+from mycli.runtime.hub.store import state
 
 EXAMPLES = (
     "mycli chat pico",

@@ -12,7 +12,8 @@ from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ResourceError
-from mycli.runtime.hub.resolve import resolve, state
+from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.store import state
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it

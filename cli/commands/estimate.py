@@ -18,7 +18,7 @@ from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import UsageError
-from mycli.runtime.hub.resolve import state
+from mycli.runtime.hub.store import state
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.ceiling import tokens_per_second
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage

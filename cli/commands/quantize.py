@@ -23,7 +23,8 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
-from mycli.runtime.hub.resolve import home, resolve
+from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.store import home
 from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
 from mycli.runtime.utils.units import human_bytes
 

@@ -7,7 +7,7 @@ import typer
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.runtime.errors import GateError
-from mycli.runtime.hub.local import drop_damaged, files_to_verify, find_local, verify_files
+from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, find_local, verify_files
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli verify pico-rtn-int4-g128",

@@ -16,8 +16,8 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.names import DATASETS
-from mycli.runtime.hub.resolve import COMMIT, DIGEST, MAX_TREE_BYTES
 from mycli.runtime.hub.retry import RetryPolicy, TransientError, retry_after, transport_problem
+from mycli.runtime.hub.store import COMMIT, DIGEST, MAX_TREE_BYTES
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
 

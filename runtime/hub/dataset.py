@@ -13,7 +13,7 @@ from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, fetch_files, plan_files
 from mycli.runtime.hub.names import DATASETS, safe_name, split_name
-from mycli.runtime.hub.resolve import HubFile, read_ref, repo_folder
+from mycli.runtime.hub.store import HubFile, read_ref, repo_folder
 
 # What is chosen by itself, in this order; other names have to be given.
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")

@@ -21,10 +21,10 @@ from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.names import safe_name, split_file, split_name
 from mycli.runtime.hub.partial_file import PartialFile, hasher
-from mycli.runtime.hub.resolve import (
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.hub.store import (
     MAX_INDEX_BYTES,
     HubFile,
-    Source,
     file_bytes,
     gguf_files,
     holds_adapter,

@@ -17,9 +17,10 @@ from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_byte
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, plan_download, read_small
-from mycli.runtime.hub.local import MAX_RECORD_BYTES
+from mycli.runtime.hub.integrity import MAX_RECORD_BYTES
 from mycli.runtime.hub.names import split_file
-from mycli.runtime.hub.resolve import RECORD, HubFile, Source, custom_code, holds_adapter
+from mycli.runtime.hub.resolve import Source, custom_code
+from mycli.runtime.hub.store import RECORD, HubFile, holds_adapter
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing

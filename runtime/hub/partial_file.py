@@ -13,8 +13,8 @@ from typing import IO
 
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.resolve import HubFile
 from mycli.runtime.hub.retry import RESUMABLE, TransientError
+from mycli.runtime.hub.store import HubFile
 from mycli.runtime.utils.units import human_bytes
 
 _BLOCK = 1 << 20

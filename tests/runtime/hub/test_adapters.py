@@ -9,7 +9,8 @@ from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import plan_download
-from mycli.runtime.hub.local import files_to_verify, find_local, local_models, plan_removal, remove, verify_files
+from mycli.runtime.hub.integrity import files_to_verify, find_local, verify_files
+from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import resolve, resolve_adapter
 from tests.support.adapters import LORA, low_rank, write_adapter

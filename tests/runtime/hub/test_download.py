@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, ResourceError
 from mycli.runtime.hub import download
-from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source, resolve
@@ -85,10 +85,10 @@ def test_a_cache_that_huggingface_hub_wrote_needs_no_download(server: HubServer,
 def test_sharded_models_fetch_the_shards_of_the_index(server: HubServer) -> None:
     shards = {f"model-{i}-of-2.safetensors": safetensors({f"w{i}": ("F32", [512], bytes([i]) * 2048)}) for i in (1, 2)}
     index = {"metadata": {}, "weight_map": {"w1": "model-1-of-2.safetensors", "w2": "model-2-of-2.safetensors"}}
-    extra = {"consolidated.safetensors": WEIGHTS, "config.json": b"{}", hub.INDEX: json.dumps(index).encode()}
+    extra = {"consolidated.safetensors": WEIGHTS, "config.json": b"{}", INDEX: json.dumps(index).encode()}
     server.add(REPO, {**shards, **extra})
     source = fetch(server)
-    assert contents(source.folder).keys() == {*shards, "config.json", hub.INDEX}
+    assert contents(source.folder).keys() == {*shards, "config.json", INDEX}
     assert resolve(REPO) == source
     server.add(REPO, {**extra, "model-1-of-2.safetensors": b"x"})
     assert "model-2-of-2.safetensors, which org/tiny does not hold" in failing(server).message

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
-from mycli.runtime.hub import resolve as hub
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import plan_download
 from mycli.runtime.hub.resolve import resolve
@@ -113,8 +113,8 @@ def test_d9_wrong_bytes_for_good_never_get_a_name(name: str, server: HubServer, 
 
 def test_an_altered_index_is_noticed_before_it_chooses_files(server: HubServer) -> None:
     index = json.dumps({"weight_map": {"w": "model-1.safetensors"}}).encode()
-    server.add(REPO, {"config.json": b"{}", hub.INDEX: index, "model-1.safetensors": WEIGHTS})
-    server.fail(hub.INDEX, Fault(altered=True))
+    server.add(REPO, {"config.json": b"{}", INDEX: index, "model-1.safetensors": WEIGHTS})
+    server.fail(INDEX, Fault(altered=True))
     assert isinstance(failing(server), GateError)
     assert fetch(server).folder.is_dir()
 

@@ -10,7 +10,8 @@ import pytest
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
-from mycli.runtime.hub.local import drop_damaged, files_to_verify, local_models, verify_files
+from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, verify_files
+from mycli.runtime.hub.local import local_models
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.retry import RetryPolicy

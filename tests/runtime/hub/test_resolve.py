@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.remedies import remedy
+from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import names as hub_names
-from mycli.runtime.hub import resolve as hub
+from mycli.runtime.hub import store
 from mycli.runtime.hub.names import plain_name
-from mycli.runtime.hub.resolve import HubFile, missing_files, read_shards, resolve
+from mycli.runtime.hub.resolve import Source, custom_code, resolve
+from mycli.runtime.hub.store import HubFile, missing_files, read_shards
+from mycli.runtime.utils.json_fields import read_object
 from tests.support.paths import PICO, ROOT
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -39,7 +42,7 @@ def model(folder: Path) -> Path:
 
 
 def cached(repo: str = "org/tiny", commit: str = COMMIT, ref: str | None = "main") -> Path:
-    folder = hub.repo_folder(repo)
+    folder = store.repo_folder(repo)
     if ref:
         (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
         (folder / "refs" / ref).write_text(commit)
@@ -47,7 +50,7 @@ def cached(repo: str = "org/tiny", commit: str = COMMIT, ref: str | None = "main
 
 
 def tree(repo: str, commit: str, *names: str) -> None:
-    path = hub.repo_folder(repo) / "trees" / f"{commit}.json"
+    path = store.repo_folder(repo) / "trees" / f"{commit}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     files = {name: {"size": 2, "blob_id": "c" * 40} for name in names}
     path.write_text(json.dumps({"format_version": 1, "files": files}))
@@ -82,15 +85,15 @@ def test_home_is_expanded(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_quantized_name(folders: Path) -> None:
     folder = model(folders / "home" / "models" / "tiny-rtn-int4-g128")
     assert resolve("tiny-rtn-int4-g128").folder == folder
-    assert "tiny-rtn-int4-g128" in hub.local_names()
+    assert "tiny-rtn-int4-g128" in store.local_names()
 
 
 def test_a_cached_repository_at_its_commit() -> None:
     first, second = cached(), cached(commit=OTHER, ref="v2/beta")
-    assert resolve("org/tiny") == hub.Source("org/tiny", first, "org/tiny", COMMIT)
+    assert resolve("org/tiny") == Source("org/tiny", first, "org/tiny", COMMIT)
     assert resolve("org/tiny@v2/beta").folder == second
     assert resolve(f"org/tiny@{OTHER}").revision == OTHER
-    assert hub.local_names() == ["pico", "pico-draft", "org/tiny"]
+    assert store.local_names() == ["pico", "pico-draft", "org/tiny"]
 
 
 def test_a_branch_never_pulled_is_not_another_one() -> None:
@@ -168,9 +171,9 @@ def test_offline_partial_snapshot_lists_what_is_missing() -> None:
     """D12."""
     folder = cached()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / hub.INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
     (folder / "model-1.safetensors").write_text("x")
-    tree("org/tiny", COMMIT, "config.json", hub.INDEX, "tokenizer.json", "other.json")
+    tree("org/tiny", COMMIT, "config.json", INDEX, "tokenizer.json", "other.json")
     error = failure("org/tiny", offline=True)
     assert error.message == "org/tiny is only partly downloaded: missing model-2.safetensors, tokenizer.json"
     assert remedy(error) == "without --offline: mycli pull org/tiny"
@@ -210,9 +213,9 @@ SHARDS = {
 @pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS.keys())
 def test_an_index_names_only_safetensors_beside_it(shard: object) -> None:
     folder = cached()
-    (folder / hub.INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(ModelError, match="weight_map"):
-        read_shards(hub.read_object(folder / hub.INDEX))
+        read_shards(read_object(folder / INDEX))
     assert failure("org/tiny").exit_code == ExitCode.MODEL
 
 
@@ -220,17 +223,17 @@ def test_an_index_names_only_safetensors_beside_it(shard: object) -> None:
 def test_a_damaged_record_counts_as_none(text: str) -> None:
     cached()
     tree("org/tiny", COMMIT)
-    (hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json").write_text(text)
-    assert hub.read_tree(hub.repo_folder("org/tiny"), COMMIT) is None
+    (store.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json").write_text(text)
+    assert store.read_tree(store.repo_folder("org/tiny"), COMMIT) is None
     assert resolve("org/tiny").repo == "org/tiny"
 
 
 def test_an_entry_without_a_hash_is_left_out_of_a_record() -> None:
     tree("org/tiny", COMMIT)
-    path = hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
+    path = store.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
     files = {"odd": {"size": 1, "blob_id": "../x"}, "w": {"size": 9, "blob_id": "d" * 40}}
     path.write_text(json.dumps({"format_version": 1, "files": files}))
-    assert hub.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 40),)
+    assert store.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 40),)
 
 
 def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,25 +243,25 @@ def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", str(self))
 
     cached()
-    assert "org/tiny" in hub.local_names()
+    assert "org/tiny" in store.local_names()
     monkeypatch.setattr(Path, "glob", refuse)
-    assert hub.local_names() == list(hub.BUILT_IN)
-    assert resolve("pico").folder == hub.built_in_folder("pico")
+    assert store.local_names() == list(store.BUILT_IN)
+    assert resolve("pico").folder == store.built_in_folder("pico")
     assert failure("nothing").exit_code == ExitCode.NOT_FOUND
 
 
 def test_the_record_prefers_the_large_files_hash() -> None:
     tree("org/tiny", COMMIT)
-    path = hub.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
+    path = store.repo_folder("org/tiny") / "trees" / f"{COMMIT}.json"
     entry = {"size": 130, "blob_id": "c" * 40, "lfs_sha256": "d" * 64, "lfs_size": 9}
     path.write_text(json.dumps({"format_version": 1, "files": {"w": entry}}))
-    assert hub.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 64),)
+    assert store.read_tree(path.parent.parent, COMMIT) == (HubFile("w", 9, "d" * 64),)
 
 
 @pytest.mark.parametrize("text", ["", "../../x", "A" * 40, "a" * 41, "\xff"])
 def test_a_damaged_branch_points_nowhere(text: str) -> None:
     cached()
-    (hub.repo_folder("org/tiny") / "refs" / "main").write_bytes(text.encode("latin-1"))
+    (store.repo_folder("org/tiny") / "refs" / "main").write_bytes(text.encode("latin-1"))
     assert "is not on this machine" in failure("org/tiny").message
 
 
@@ -276,7 +279,7 @@ def test_a_damaged_branch_points_nowhere(text: str) -> None:
 )
 def test_the_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) -> None:
     code = (
-        "from mycli.runtime.hub.resolve import hub_cache; from huggingface_hub import constants; "
+        "from mycli.runtime.hub.store import hub_cache; from huggingface_hub import constants; "
         "assert str(hub_cache()) == constants.HF_HUB_CACHE, (hub_cache(), constants.HF_HUB_CACHE)"
     )
     base = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "PYTHONPATH": str(ROOT / ".links")}
@@ -286,11 +289,11 @@ def test_the_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) 
 def test_our_own_folders_follow_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("MYCLI_HOME", "/m"), ("XDG_DATA_HOME", "/d"), ("XDG_STATE_HOME", "/s")):
         monkeypatch.setenv(name, folder)
-    assert hub.home() == Path("/m") and hub.state() == Path("/s/mycli")
+    assert store.home() == Path("/m") and store.state() == Path("/s/mycli")
     monkeypatch.delenv("MYCLI_HOME")
-    assert hub.home() == Path("/d/mycli")
+    assert store.home() == Path("/d/mycli")
     monkeypatch.delenv("XDG_STATE_HOME")
-    assert hub.state() == Path.home() / ".local/state/mycli"
+    assert store.state() == Path.home() / ".local/state/mycli"
 
 
 def test_resolving_imports_nothing_slow() -> None:
@@ -304,11 +307,11 @@ def test_resolving_imports_nothing_slow() -> None:
 def test_custom_code_is_warned_of(folders: Path) -> None:
     """B15."""
     folder = model(folders / "m")
-    assert hub.custom_code(folder) == ""
+    assert custom_code(folder) == ""
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.X"}}')
-    assert "auto_map" in hub.custom_code(folder)
+    assert "auto_map" in custom_code(folder)
     (folder / "config.json").write_text("[" * 10**5)
-    assert hub.custom_code(folder) == ""
+    assert custom_code(folder) == ""
 
 
 @pytest.mark.parametrize("name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "https://hf.co/org/x"])

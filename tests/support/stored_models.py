@@ -1,0 +1,55 @@
+"""Models as a pull and as `quantize` leave them on disk, with contents of a test's choosing."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from mycli.runtime.hub import store
+from mycli.runtime.hub.integrity import files_to_verify, find_local, verify_files
+from tests.support.hub_server import git_digest
+from tests.support.paths import PICO
+
+FIRST, SECOND = "a" * 40, "b" * 40
+FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
+
+
+def digest(data: bytes) -> str:
+    """As the hub names it: git's digest of small files, sha256 of large ones."""
+    return git_digest(data) if len(data) < 100 else hashlib.sha256(data).hexdigest()
+
+
+def cached(files: dict[str, bytes], commit: str = FIRST, ref: str = "main", record: bool = True) -> Path:
+    """`org/tiny` in the cache; `record`: whether its commit has a tree. Returns the snapshot."""
+    folder = store.repo_folder("org/tiny")
+    for path in (folder / "blobs", folder / "snapshots" / commit, folder / "trees", folder / "refs"):
+        path.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / ref).write_text(commit)
+    for name, data in files.items():
+        (folder / "blobs" / digest(data)).write_bytes(data)
+        (folder / "snapshots" / commit / name).symlink_to(f"../../blobs/{digest(data)}")
+    if record:
+        entries = {
+            n: {"size": len(d), "blob_id": "c" * 40, "lfs_sha256": digest(d), "lfs_size": len(d)}
+            for n, d in files.items()
+        }
+        (folder / "trees" / f"{commit}.json").write_text(json.dumps({"format_version": 1, "files": entries}))
+    return folder / "snapshots" / commit
+
+
+def quantized(name: str = "tiny-int4") -> Path:
+    """pico under `name`, with the record that quantizing writes. Returns its folder."""
+    folder = store.home() / "models" / name
+    shutil.copytree(PICO, folder)
+    files = {
+        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
+        for path in folder.iterdir()
+    }
+    (folder / "mycli.json").write_text(json.dumps({"schema_version": 1, "files": files}))
+    return folder
+
+
+def checked(model: str) -> dict[str, str]:
+    """The state of each file of `model`, by name."""
+    source = find_local(model)
+    return {file.name: file.state for file in verify_files(source, files_to_verify(source), lambda amount: None)}
