@@ -65,7 +65,7 @@ def test_d6_a_second_process_waits_and_uses_what_the_first_brought(server: HubSe
     first = child(server, folders)
     await_partial(folders, 4096)
     second = child(server, folders)
-    said_first, said = first.communicate(timeout=60)[0], second.communicate(timeout=60)[0]
+    said_first, said = first.communicate(timeout=240)[0], second.communicate(timeout=240)[0]
     assert said_first.endswith("done\n") and said.endswith("done\n")
     assert f"{REPO} is being fetched by process {first.pid}: waiting for it" in said
     assert len(server.requests("storage:")) == 1
