@@ -41,7 +41,7 @@ def start(do: str, environment: dict[str, str], *arguments: str, **streams: obje
 
 def probe(do: str, environment: dict[str, str], *arguments: str, **streams: object) -> tuple[int, str, str]:
     child = start(do, environment, *arguments, **streams)
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=240)
     return child.returncode, out or "", err or ""
 
 
@@ -111,7 +111,7 @@ def test_signals_let_a_command_clean_up(number: int, code: int, environment: dic
     child = start(do, environment, "--path", str(file), preexec_fn=default_signals)
     assert child.stdout is not None and child.stdout.read(5) == "ready" and file.exists()
     child.send_signal(number)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=240)
     assert (child.returncode, errors, file.exists()) == (code, "", False)
 
 
@@ -211,7 +211,7 @@ def test_no_words_is_help(mycli: Mycli) -> None:
 def complete(words: str, environment: dict[str, str]) -> list[str]:
     asked = {"_MYCLI_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = subprocess.run(
-        [sys.executable, "-m", "mycli.cli"], env={**environment, **asked}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "mycli.cli"], env={**environment, **asked}, capture_output=True, text=True, timeout=240
     )
     assert done.stderr == ""
     return done.stdout.split()

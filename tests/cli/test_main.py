@@ -120,7 +120,7 @@ def test_signals(number: signal.Signals, code: int, environment: dict[str, str])
     assert child.stdout is not None
     child.stdout.read(1)
     os.kill(child.pid, number)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=240)
     assert child.returncode == code
     assert b"Traceback" not in errors
 

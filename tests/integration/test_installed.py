@@ -81,7 +81,7 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
         cwd=str(elsewhere),
         env={**environment, "TERM": "xterm"},  # type: ignore[arg-type]  # a dict is a mapping
         encoding="utf-8",
-        timeout=60,
+        timeout=240,
     )
     chat.expect_exact(">>> ")
     chat.sendline(QUESTION)

@@ -37,7 +37,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
             env={**environment, "TERM": "xterm", **extra},
             dimensions=(24, columns),
             encoding="utf-8",
-            timeout=60,
+            timeout=240,
         )
         child.logfile_read = log
         children.append(child)

@@ -78,7 +78,7 @@ def test_d16_ctrl_c_keeps_what_arrived(
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in said and "goes on from here" in said
     (left,) = (tmp_path / "hf").rglob("*.incomplete")
     size = left.stat().st_size
@@ -131,7 +131,7 @@ def test_the_terminal_decides_whether_rm_asks(server: HubServer, environment: di
 
     assert mycli("pull", REPO, "-q").returncode == 0
     for answer, gone in (("n", False), ("y", True)):
-        terminal = pexpect.spawn(sys.executable, ["-m", "mycli.cli", "rm", REPO], env=environment, timeout=30)  # type: ignore[arg-type]  # a dict is a mapping
+        terminal = pexpect.spawn(sys.executable, ["-m", "mycli.cli", "rm", REPO], env=environment, timeout=240)  # type: ignore[arg-type]  # a dict is a mapping
         terminal.expect(r"Delete org/pico-copy .*\[y/N\]")
         terminal.sendline(answer)
         terminal.expect(pexpect.EOF)

@@ -42,7 +42,7 @@ def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subp
 
 def begin(port: int, stream: bool = True, tokens: int = 450) -> http.client.HTTPResponse:
     """A long reply under way."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     body = {"model": "pico", "prompt": "Once upon", "max_tokens": tokens, "stream": stream, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -51,7 +51,7 @@ def begin(port: int, stream: bool = True, tokens: int = 450) -> http.client.HTTP
 
 
 def health(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.request("GET", "/health")
     return connection.getresponse().status
 
@@ -99,14 +99,14 @@ def test_g7_the_key_is_neither_said_nor_logged(environment: dict[str, str], tmp_
     key.write_text("the-s3cret\n")
     key.chmod(0o644)
     with process(environment, "--api-key-file", str(key), "-v") as (child, port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         for headers, status in (({}, 401), ({"authorization": "Bearer the-s3cret"}, 200)):
             connection.request("GET", "/v1/models", headers=headers)
             response = connection.getresponse()
             response.read()
             assert response.status == status
         child.terminate()
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=240)
         assert "the-s3cret" not in out + err and "GET /v1/models 401" in err and "chmod 600" in err
 
 
@@ -169,6 +169,6 @@ def test_without_its_libraries_it_says_what_to_install(environment: dict[str, st
     (tmp_path / "starlette.py").write_text("raise ImportError('none', name='starlette')\n")
     path = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [*COMMAND, "serve", "pico"], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+        [*COMMAND, "serve", "pico"], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 2 and "mycli-llm[serve]" in done.stderr
