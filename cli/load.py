@@ -112,7 +112,7 @@ def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) ->
     if base and base.lower() != own.lower():
         call.out.note(f"{adapter} was trained on {made.config.base}")
     if made.unused:
-        call.out.warn(f"{adapter}: {len(made.unused)} of its modules are not of the text model: not used")
+        call.out.warn(f"{adapter}: {len(made.unused)} of its modules are not part of the text model and are not used")
     return merged
 
 

@@ -172,12 +172,12 @@ def plan_removal(model: str) -> Removal:
     Raises UsageError for anything that mycli did not store, NotFoundError for what is not there.
     """
     if model in BUILT_IN:
-        raise UsageError(f"{model} is a part of mycli", "it goes when mycli is uninstalled")
+        raise UsageError(f"{model} is part of mycli", "it is removed when mycli is uninstalled")
     if model in stored():
         target = home() / "models" / model
         return Removal(model, target, (), _size([target]))
     foreign = UsageError(
-        f"{model}: only what mycli stored is removed by name", code="remove-by-hand", data={"model": model}
+        f"{model}: only what mycli stored can be removed by name", code="remove-by-hand", data={"model": model}
     )
     if not is_hub_name(model):
         if not is_path(model) and "/" not in model and not Path(model).exists():
@@ -261,7 +261,7 @@ def _linked_parts(source: Source) -> dict[str, HubFile]:
     folder = source.folder.parent
     if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
         hint = "models that were pulled or quantized by mycli can be verified"
-        raise ModelError(f"{source.folder}: a file of its own, so nothing says what it should hold", hint)
+        raise ModelError(f"{source.folder}: a single file, so nothing says what it should hold", hint)
     known = _linked(replace(source, folder=folder))
     return {name: known.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
 

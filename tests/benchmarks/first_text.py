@@ -16,7 +16,7 @@ RUN = ("-m", "mycli.cli", "run", "pico", "hi", "-n", "1", "--device", "cpu")
 
 
 def seconds(arguments: Sequence[str]) -> tuple[float, float]:
-    """Seconds until Python, called with `arguments`, has written something or has nothing to write, and until its end."""
+    """Seconds until Python, called with `arguments`, has written its first byte or ended, and until its end."""
     began = time.perf_counter()
     command = [sys.executable, *arguments]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
@@ -38,7 +38,10 @@ def main() -> None:
     pairs = [(seconds(TORCH)[1], *seconds(RUN)) for _ in range(rounds)]
     torch, first, whole = (statistics.median(pair[index] for pair in pairs) for index in range(3))
     beside = statistics.median(whole - torch for torch, _, whole in pairs)
-    print(f"import torch {torch:.2f} s; first text after {first:.2f} s, end after {whole:.2f} s: {beside:.2f} s beside torch")
+    print(
+        f"import torch {torch:.2f} s; first text after {first:.2f} s, "
+        f"end after {whole:.2f} s: {beside:.2f} s beside torch"
+    )
 
 
 if __name__ == "__main__":
