@@ -63,7 +63,9 @@ def parse_item(data: bytes, number: int) -> Item:
         own = None if "id" in line.values else number
         if isinstance(found, bool) or not isinstance(found, str | int) or len(str(found)) > 1000:
             own = number
-            raise line.fail("id", "must be a text of at most 1000 characters or an integer", "give each line its own")
+            raise line.fail(
+                "id", "must be a text of at most 1000 characters or an integer", "give each line an id of its own"
+            )
         identity = found
         return Item(identity, _prompt(line.values, number), line=own)
     except ModelError as error:
@@ -78,10 +80,10 @@ def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
     if unknown:
         raise UsageError(f"line {number}: {unknown[0]!r:.60} is not a field of a batch", "options apply to all lines")
     if ("prompt" in values) == ("messages" in values):
-        raise UsageError(f"line {number}: neither or both of prompt and messages", hint)
+        raise UsageError(f"line {number}: needs either prompt or messages", hint)
     if "prompt" in values:
         if not isinstance(values["prompt"], str):
-            raise UsageError(f"line {number}: prompt must be a text", hint)
+            raise UsageError(f"line {number}: prompt must be a string", hint)
         return str(values["prompt"])
     messages = values["messages"]
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
@@ -92,7 +94,7 @@ def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
             or message.keys() != {"role", "content"}
             or not all(isinstance(value, str) for value in message.values())
         ):
-            raise UsageError(f"line {number}: a message must have a role and a content, both texts", hint)
+            raise UsageError(f"line {number}: a message must have a role and a content, both strings", hint)
     return [Message(message["role"], message["content"]) for message in messages]
 
 
@@ -109,7 +111,9 @@ def read_items(file: BinaryIO) -> Iterator[Item]:
             continue
         item = parse_item(data, number)
         if item.key in seen:
-            item = Item(item.id, error=UsageError(f"line {number}: the id was used before", "give each line its own"))
+            item = Item(
+                item.id, error=UsageError(f"line {number}: the id was used before", "give each line an id of its own")
+            )
         elif item.error is None:
             seen.add(item.key)
         yield item

@@ -94,7 +94,7 @@ def explain(error: Exception) -> UserError | None:
         return ResourceError("not enough memory", "mycli estimate MODEL says what it needs")
     if type(error).__name__ == "AcceleratorError":  # of torch: a failed assertion, a lost device; the rest fails
         cause = next(iter(str(error).splitlines()), "")
-        return ResourceError(f"the GPU failed: {cause}", "start again; mycli doctor says whether the GPU is well")
+        return ResourceError(f"the GPU failed: {cause}", "start again; mycli doctor checks the GPU")
     if not isinstance(error, OSError):
         return None
     name = str(error.filename) if error.filename else ""

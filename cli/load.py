@@ -1,6 +1,6 @@
 """What commands do before the first token: resolve, place, check memory, load, and announce each choice."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
+from mycli.runtime.utils.collection import exempt_from_collection, no_collection
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
-    from mycli.runtime.cache.prefix_store import PrefixStore
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.engine import Engine
@@ -61,9 +61,12 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
     check_context(folder, engine)
     tokenizer = open_tokenizer(folder)
-    import torch
+    with no_collection():  # imports make no garbage: a sixth of their time
+        import torch
 
-    from mycli.runtime.engine.loader import out_of_memory, plan_memory
+        from mycli.cli.open_engine import open_engine
+        from mycli.runtime.engine.loader import out_of_memory, plan_memory
+    exempt_from_collection()
 
     draft = None
     if engine.draft not in (None, NGRAM, MTP):
@@ -80,74 +83,11 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     engine = replace(engine, context=planned.context, sequences=planned.batch)
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
-        opened = LoadedEngine(source, placement, *_load(call, folder, tokenizer, placement, engine, draft))
+        opened = LoadedEngine(source, placement, *open_engine(call, folder, tokenizer, placement, engine, draft))
         call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
         return opened
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
     raise out_of_memory(folder, placement, engine, draft)
-
-
-def _load(
-    call: Call,
-    folder: ModelFolder,
-    tokenizer: "Tokenizer | None",
-    placement: "Placement",
-    engine: EngineConfig,
-    draft: ModelFolder | None,
-) -> "tuple[LoadedModel, Engine]":
-    """The model, and an engine that speculates with `draft`, a model or the head of this one, or by lookup, if asked.
-
-    Raises ModelError for a draft of another vocabulary.
-    """
-    from mycli.runtime.engine.completion import LoadedModel
-    from mycli.runtime.engine.engine import Engine
-    from mycli.runtime.engine.model_runner import cache_shape
-    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
-    from mycli.runtime.speculative.prediction import PredictionProposer
-    from mycli.runtime.speculative.prediction_head import PredictionHead
-    from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
-    from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
-
-    assert engine.context is not None
-    running = engine.running or engine.sequences
-    shape = cache_shape(engine.context, engine.sequences, running, placement.device)
-    loaded = LoadedModel.load(
-        folder, placement, allow_nonfinite=engine.allow_nonfinite, warn=call.out.warn, tokenizer=tokenizer
-    )
-    speculator = None
-    if engine.draft is not None:
-        proposer: Proposer = PromptLookup()
-        if draft is not None and engine.draft == MTP:
-            proposer = PredictionProposer(PredictionHead(draft, loaded.runner), shape)
-        elif draft is not None:
-            with about(call, engine.draft):
-                proposer = load_draft(draft, loaded.tokenizer, loaded.runner, shape)
-        cost, notice = proposer.relative_cost, once(call.out.note)
-        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, notice))
-    running = min(running, shape.blocks)
-    store = None if engine.prefix_folder is None else _prefix_store(call, folder, loaded, engine, engine.prefix_folder)
-    made = Engine(loaded.runner, shape, loaded.vocabulary_size, running=running, speculator=speculator, store=store)
-    warm_up(made)
-    return loaded, made
-
-
-def _prefix_store(
-    call: Call, folder: ModelFolder, loaded: "LoadedModel", engine: EngineConfig, place: Path
-) -> "PrefixStore | None":
-    """What keeps texts in the folder `place`; None, and why, where they cannot be kept or the folder not be trusted."""
-    from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
-    from mycli.runtime.engine.kept_texts import identity
-
-    if folder.config.recurrent:
-        call.out.warn("nothing is kept over restarts: of recurrent layers the states are not, and need the whole text")
-        return None
-    assert engine.context is not None
-    made = identity(folder, loaded.runner, engine.context)
-    try:
-        return PrefixStore(place, made, engine.prefix_bytes, call.out.warn)
-    except UntrustedError as error:
-        call.out.warn(f"nothing is kept over restarts: {error.message}; {error.hint}")
-        return None
 
 
 def find_predictor(folder: ModelFolder) -> ModelFolder:
@@ -157,18 +97,6 @@ def find_predictor(folder: ModelFolder) -> ModelFolder:
         known = f"{kind} models have none" if folder.config.predictor is None else "the folder holds no mtp.* tensors"
         raise ModelError(f"no head that predicts further tokens: {known}", code="other-draft")
     return folder.predictor
-
-
-def once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """`tell`, for the first text only."""
-    told: list[str] = []
-
-    def first(text: str) -> None:
-        if not told:
-            told.append(text)
-            tell(text)
-
-    return first
 
 
 def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:
@@ -184,7 +112,7 @@ def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) ->
     if base and base.lower() != own.lower():
         call.out.note(f"{adapter} was trained on {made.config.base}")
     if made.unused:
-        call.out.warn(f"{adapter}: {len(made.unused)} of its modules are not of the text model: not used")
+        call.out.warn(f"{adapter}: {len(made.unused)} of its modules are not part of the text model and are not used")
     return merged
 
 

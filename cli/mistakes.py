@@ -20,10 +20,10 @@ _FOREIGN = {
     "ls": "mycli list",
     "perplexity": "mycli eval",
     "ppl": "mycli eval",
-    "ps": "nothing: no model is kept in memory between commands but by mycli serve",
+    "ps": "nothing: no model is kept in memory between commands except by mycli serve",
     "remove": "mycli rm",
     "server": "mycli serve",
-    "stop": "nothing: no model is kept in memory between commands but by mycli serve, which Ctrl-C ends",
+    "stop": "nothing: no model is kept in memory between commands except by mycli serve, which Ctrl-C ends",
     "version": "mycli --version",
 }
 # The parser's sentences about values, and ours.

@@ -46,7 +46,7 @@ class EngineFlags:
         options.word_option(
             "--engine",
             words=("mycli", "vllm", "sglang"),
-            help="Start the server of another maker on the same model, which splits it over GPUs.",
+            help="Start another project's server on the same model, which can split it over GPUs.",
         ),
     ] = OURS
     ranks: Annotated[
@@ -61,7 +61,7 @@ class EngineFlags:
             return _ENGINES[name]
         if self.ranks > 1:
             raise UsageError(
-                "--tensor-parallel-size splits a model, which our own server never does",
+                "--tensor-parallel-size splits a model, which our own server does not do",
                 "add --engine vllm, or --engine sglang",
             )
         return None
@@ -105,7 +105,7 @@ def _sglang(wanted: Launch) -> tuple[list[str], dict[str, str]]:
     if wanted.settings.key is not None:
         raise UsageError(
             "SGLang takes a key from its command line alone, where other users can read it",
-            "serve it to this machine without one behind a proxy that asks for it, or use --engine vllm",
+            "serve it without a key to this machine alone, behind a proxy that asks for one, or use --engine vllm",
         )
     if wanted.settings.origins:
         raise UsageError("SGLang cannot be told which pages may use it", "omit --cors, or use --engine vllm")
@@ -173,18 +173,16 @@ def start(
     source = resolve(model, offline=call.offline)
     folder = ModelFolder.open(source.folder)
     if not source.folder.is_dir():
-        raise ModelError(
-            f"{model}: {engine.title} is given folders of safetensors, not a GGUF file", "name its original"
-        )
+        raise ModelError(f"{model}: {engine.title} takes folders of safetensors, not a GGUF file", "name its original")
     found = [] if asked.device == "cpu" else gpus()
     if found and len(found) < ranks:
-        raise ResourceError(f"{ranks} GPUs are to share the model, {len(found)} are here", "ask for fewer")
+        raise ResourceError(f"{ranks} GPUs were asked for, {len(found)} are here", "ask for fewer")
     if asked.kv not in ("auto", "bf16"):
         raise UsageError(f"{engine.title} does not keep its cache in {asked.kv}", "omit --kv")
     for one in obstacles(folder.config, folder.packings, ranks):
         problem = f"{one.where}: {one.problem}"
         if asked.device != "cpu":  # the rules of kernels for GPUs
-            hint = f"mycli estimate {shlex.quote(model)} --tp {ranks} shows all of it; --device cpu tries nevertheless"
+            hint = f"mycli estimate {shlex.quote(model)} --tp {ranks} shows all of it; --device cpu tries anyway"
             raise ModelError(f"{model} cannot be shared by {ranks} GPUs: {problem}", hint)
         call.out.warn(f"{engine.title} may refuse it: {problem}")
     wanted = replace(_wanted(folder, asked, settings, found[:ranks], ranks), host=host, port=port)

@@ -123,7 +123,7 @@ def memory_errors(work: QuantizationPlan) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
         raise ResourceError(
-            f"memory ran out, though {human_bytes(max(work.need.host, work.need.device))} were to be enough",
+            f"memory ran out, though {human_bytes(max(work.need.host, work.need.device))} should have been enough",
             code="run-again-or-fewer-samples",
         ) from error
 
@@ -202,18 +202,18 @@ def _notes(
     card: Evaluation | None,
 ) -> tuple[str, ...]:
     notes: list[str] = (
-        [] if work.stored is None else [f"made from weights of {work.stored}: what they had lost is not found again"]
+        [] if work.stored is None else [f"made from weights of {work.stored}: what they lost cannot be recovered"]
     )
     if work.folder.predictor is not None:
         notes.append("the head that predicts further tokens (mtp.*) is copied as it is")
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
-        notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: take more")
+        notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: use more")
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         named = [layer.name for layer in layers if layer.fallback == reason]
         told = f" ({', '.join(named[:3])}{', ...' if count > 3 else ''})" if reason == UNSEEN else ""
         notes.append(f"{count} of {len(layers)} layers were rounded to nearest: {reason}{told}")
     if tuning is not None:
-        notes.append(f"tuning: mean KL of calibration windows held apart {tuning.before:.4g} → {tuning.after:.4g}")
+        notes.append(f"tuning: mean KL of calibration windows held out {tuning.before:.4g} → {tuning.after:.4g}")
     dead = [layer for layer in layers if layer.dead_columns]
     if dead:
         most = max(dead, key=lambda layer: layer.dead_columns)

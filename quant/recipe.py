@@ -66,7 +66,7 @@ class Recipe:
         if self.head != "keep":
             raise UsageError(f"head {self.head}: readers of {name} expect the head as it is", code="keep-head")
         if self.tune:
-            raise UsageError(f"tuning needs calibration, which method {name} has not", code="tune-gptq")
+            raise UsageError(f"tuning needs calibration, which method {name} does not do", code="tune-gptq")
 
     @property
     def of_table(self) -> bool:

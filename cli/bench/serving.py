@@ -49,17 +49,24 @@ class ServingFlags:
     ] = None
     requests: Annotated[
         int | None,
-        typer.Option("--requests", min=1, max=100_000, help="With --serve: of each run.", show_default="4 a client"),
+        typer.Option(
+            "--requests", min=1, max=100_000, help="With --serve: requests in each run.", show_default="4 per client"
+        ),
     ] = None
     shared: Annotated[
-        str, typer.Option("--shared", metavar="N", help="With --serve: tokens that all prompts begin with, of -p.")
+        str,
+        typer.Option("--shared", metavar="N", help="With --serve: of the -p tokens, how many all prompts begin with."),
     ] = "0"
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="With --serve: draw speed and times by load.")
     ] = None
     slo: Annotated[
         str | None,
-        typer.Option("--slo", metavar="ttft=500ms,tpot=50ms", help="The largest load that keeps it; 6 if none does."),
+        typer.Option(
+            "--slo",
+            metavar="ttft=500ms,tpot=50ms",
+            help="Find the largest load that keeps it; exit with 6 if none does.",
+        ),
     ] = None
 
     def loads(self, prompts: Sequence[int], replies: Sequence[int]) -> "list[Load]":
@@ -70,7 +77,7 @@ class ServingFlags:
         if not all((*prompts, *replies)) or shared >= min(prompts):
             raise UsageError(
                 f"prompts of {min(prompts)} tokens, {shared} of them shared, and replies of {min(replies)}",
-                "a prompt has a token of its own and a reply one: choose -p, -n and --shared",
+                "a prompt needs a token of its own, and a reply one: choose another -p, -n or --shared",
             )
         if self.rates is not None:
             rates = sorted(_rate(text) for text in self.rates.split(","))
@@ -82,7 +89,7 @@ class ServingFlags:
             ]
         clients = sorted(options.parse_counts(self.clients))
         if not clients[0] or clients[-1] > 1024:
-            raise UsageError(f"--clients {self.clients}: 1 to 1024", "each is a connection")
+            raise UsageError(f"--clients {self.clients}: 1 to 1024", "each client is a connection")
         return [
             Load(prompt, reply, self.requests or 4 * count, shared, clients=count)
             for prompt in prompts
@@ -96,7 +103,7 @@ class ServingFlags:
         for part in self.slo.split(",") if self.slo is not None else ():
             match = re.fullmatch(r"(ttft|tpot)=(\d{1,6}(?:\.\d{1,6})?)(ms|s)", part.strip())
             if match is None:
-                raise UsageError(f"--slo {self.slo}: {part!r} is no limit", "write it as ttft=500ms,tpot=50ms")
+                raise UsageError(f"--slo {self.slo}: {part!r} is not a limit", "write it as ttft=500ms,tpot=50ms")
             found[_PROMISES[match[1]]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
         return found
 
@@ -123,7 +130,9 @@ def _own_server(model: str, flags: Sequence[str], context: int, together: int) -
             line = process.stdout.readline()
             if not line:
                 code = process.wait(_STOP_SECONDS)
-                raise ModelError(f"{model} could not be served (the server ended with {code})", "it said why above")
+                raise ModelError(
+                    f"{model} could not be served (the server ended with {code})", "the reason is printed above"
+                )
             yield str(json.loads(line)["url"])
         finally:
             process.terminate()
@@ -181,7 +190,7 @@ def _row(target: "CompletionServer", name: str, kind: str, runs: "Sequence[LoadR
     answered = [reply for run in runs for reply in run.answered]
     failed = [reply.problem for run in runs for reply in run.replies if reply.problem]
     if not answered:
-        raise ModelError(f"{name}: no request was answered: {failed[0]}", "a smaller load, or a shorter prompt, may be")
+        raise ModelError(f"{name}: no request was answered: {failed[0]}", "try a smaller load, or shorter prompts")
     first = [reply.first_token_seconds for reply in answered]
     each = [seconds for reply in answered if (seconds := reply.token_seconds) is not None]
     queue = [run.queue_seconds for run in runs if run.queue_seconds is not None]

@@ -51,7 +51,7 @@ class Conversation:
     def last_message(self) -> str:
         """The last thing the user said. Raises UsageError where there is nothing."""
         if len(self.turns) < 2:
-            raise UsageError("nothing was said yet", "write a message first")
+            raise UsageError("nothing has been said yet", "write a message first")
         return self.turns[-2].content
 
     def undo(self) -> str:
@@ -120,7 +120,7 @@ def _turn(values: Fields, index: int, turn: dict[str, Any]) -> Message:
         raise values.fail(place, "must have a role and a content")
     role = "assistant" if index % 2 else "user"
     if turn["role"] != role:
-        raise values.fail(place, f"must be of the {role}, not {turn['role']!r:.40}")
+        raise values.fail(place, f"must be from the {role}, not {turn['role']!r:.40}")
     _check_text(values, place, turn["content"])
     return Message(role, turn["content"])  # type: ignore[arg-type]  # one of the two
 

@@ -108,7 +108,7 @@ class Chat:
             if self.overflow != "drop-oldest":
                 options.append("start with --overflow drop-oldest")
             raise UsageError(
-                f"the conversation has {len(ids)} tokens, the context room for {context}", " or ".join(options)
+                f"the conversation has {len(ids)} tokens, the context has room for {context}", " or ".join(options)
             )
         return ids
 

@@ -46,7 +46,7 @@ class SlashCommands:
             close = difflib.get_close_matches(name, [*self.commands, *ALIASES], 1, 0.6)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise UsageError(
-                f"{name}: no such command{meant}", "/? lists them; begin with a space to say it to the model"
+                f"{name}: no such command{meant}", "/? lists them; begin with a space to send it to the model"
             )
         method(rest[0].strip() if rest else "")
 
@@ -64,7 +64,9 @@ class SlashCommands:
     def help(self, argument: str) -> None:
         """list the commands"""
         rows = [(name, method.__doc__ or "") for name, method in self.commands.items()]
-        self._out.card("Commands", [*rows, (FENCE, "begins and ends a message of several lines; pasted lines are one")])
+        self._out.card(
+            "Commands", [*rows, (FENCE, "begins and ends a message of several lines; pasted lines are one message")]
+        )
 
     def set(self, argument: str) -> None:
         """NAME VALUE: temperature, top_k, top_p, min_p, repetition_penalty, seed, or think on|off"""

@@ -205,7 +205,7 @@ def _keep(
     ]
     if slower:
         raise GateError(
-            "slower than before: " + ", ".join(slower), f"see {compare}; other work on the machine counts too"
+            "slower than before: " + ", ".join(slower), f"see {compare}; other work on the machine slows it too"
         )
 
 
@@ -216,16 +216,19 @@ def bench(
     prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",
     generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
-    batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at once.")] = "1",
+    batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at a time.")] = "1",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
     output: Annotated[
         str,
         options.word_option("-o", "--output", words=FORMATS, help="How to print."),
     ] = "md",
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep the results.")] = None,
-    compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Against kept results.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Save the results.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE", help="Compare with saved results.")
+    ] = None,
     fail_on_regress: Annotated[
-        str | None, typer.Option("--fail-on-regress", metavar="5%", help="End with 6 where a test is slower by more.")
+        str | None,
+        typer.Option("--fail-on-regress", metavar="5%", help="Exit with 6 if a test is slower by more than this."),
     ] = None,
     adapter: options.AdapterName = None,
     draft: options.Draft = "none",
@@ -249,7 +252,7 @@ def bench(
         raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
     if serving.serve:
         if (depth, batch) != ("0", "1"):
-            raise UsageError("-d and -b are not of --serve", "--shared and --clients are")
+            raise UsageError("-d and -b do not apply to --serve", "--shared and --clients are")
         promises = serving.promises()
         loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
         _check_files(compare, save)
@@ -272,9 +275,9 @@ def bench(
         judge(call, rows, promises, serving.slo or "")
         return
     if serving.slo is not None:
-        raise UsageError("--slo is a promise of a server", "add --serve")
+        raise UsageError("--slo applies to a server only", "add --serve")
     if serving.plot is not None:
-        raise UsageError("--plot draws a server under load", "add --serve")
+        raise UsageError("--plot applies to a server under load only", "add --serve")
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "omit --save and --compare")
@@ -285,7 +288,7 @@ def bench(
 
     lengths = [options.parse_counts(text) for text in (prompt, generate, depth, batch)]
     if not all(lengths[3]):
-        raise UsageError(f"-b {batch}: a batch of none", "count from 1")
+        raise UsageError(f"-b {batch}: not a batch size", "count from 1")
     trials = grid(*lengths)
     if not trials:
         raise UsageError("nothing to measure: -p 0 and -n 0", "ask for a prompt or a reply")

@@ -31,7 +31,7 @@ def chat(
     system: options.System = None,
     session: Annotated[
         Path | None,
-        typer.Option("--session", metavar="FILE", help="Go on with this conversation, and keep it after every turn."),
+        typer.Option("--session", metavar="FILE", help="Continue this conversation, and save it after every turn."),
     ] = None,
     overflow: Annotated[
         str,

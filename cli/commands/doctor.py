@@ -55,7 +55,9 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
         return []
     library = native()
     if isinstance(library, str):
-        return [("CPU kernel", f"not built: {library}; torch's 4-bit operator and dense copies are used, and slower")]
+        return [
+            ("CPU kernel", f"not built: {library}; torch's 4-bit operator and dense copies are used, which is slower")
+        ]
     flags = cpu().flags
     best, asked = isa.best_set(flags), isa.asked(flags)
     if asked:
@@ -127,4 +129,4 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
     if reply != ANSWER:
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
     if problems:
-        raise GateError("; ".join(problems), "do not trust replies of this installation; please report it")
+        raise GateError("; ".join(problems), "do not trust replies from this installation; please report it")

@@ -35,7 +35,9 @@ EXAMPLES = (
 )
 HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
-SEQUENCE_PARALLEL = "an engine that splits the sequence, too: vLLM's --decode-context-parallel-size, or ring attention"
+SEQUENCE_PARALLEL = (
+    "also use an engine that splits the sequence: vLLM's --decode-context-parallel-size, or ring attention"
+)
 BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
 
 
@@ -297,7 +299,7 @@ def _parse_share(text: str) -> float:
     except ValueError:
         value = -1
     if not 0 < value <= 1:
-        raise UsageError(f"--tol {text}: not a share", "give a percentage such as 3%")
+        raise UsageError(f"--tol {text}: not a percentage", "give a percentage such as 3%")
     return value
 
 
@@ -306,14 +308,15 @@ def estimate(
     call: Call,
     model: options.Model,
     loading: LoadFlags,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
     quant: Annotated[
-        str | None, typer.Option("--quant", metavar="SCHEME", help="As if quantized: int4-g128, int8-channel, nf4-g64.")
+        str | None,
+        typer.Option("--quant", metavar="SCHEME", help="Estimate as if quantized: int4-g128, int8-channel, nf4-g64."),
     ] = None,
     head: Annotated[
         str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: the output projection.")
     ] = "keep",
-    gpu: Annotated[int | None, options.size_option("--gpu", help="As if a GPU had this free: 24GiB.")] = None,
+    gpu: Annotated[int | None, options.size_option("--gpu", help="Estimate as if a GPU had this free: 24GiB.")] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option("--bandwidth", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),
@@ -322,7 +325,7 @@ def estimate(
         int | None, typer.Option("--tp", min=1, help="Say whether vLLM can split it over N GPUs.", metavar="N")
     ] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Choose scheme and context that fit; print the commands.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Schemes by contexts.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Show every scheme by several contexts.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Load it, run it, and compare.")] = False,
     tol: Annotated[
         str, typer.Option("--tol", metavar="SHARE", help="What --verify tolerates, and --fit leaves free.")
@@ -336,7 +339,7 @@ def estimate(
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")
     engine = loading.resolve(batch)
     if verify and (gpu or quant or head != "keep" or engine.draft):
-        raise UsageError("--verify runs what is there", "omit --gpu, --quant, --head and --draft")
+        raise UsageError("--verify runs the model as it is", "omit --gpu, --quant, --head and --draft")
     tolerance = _parse_share(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
     for note in target.notes:

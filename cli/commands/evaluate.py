@@ -32,7 +32,9 @@ Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare
 Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
 Window = Annotated[int, options.count_option("--ctx", help="Tokens in a window.", show_default="512")]
-Tokens = Annotated[int | None, options.count_option("--tokens", help="Stop after so many.", show_default="all")]
+Tokens = Annotated[
+    int | None, options.count_option("--tokens", help="Stop after this many tokens.", show_default="all")
+]
 
 
 def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:
@@ -112,7 +114,7 @@ def evaluate(
     announce_placement(call, placements[0])
     cuts = [measuring.cut(content, folder.tokenizer(), ctx, tokens) for folder in folders]
     if not cuts[0].windows.equal(cuts[-1].windows):
-        raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models of one tokenizer")
+        raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models that share a tokenizer")
     announce_build(call, placements[0])
     if kv_sweep:
         sweep(call, sources[0].name, folders[0], placements[0], cuts[0])

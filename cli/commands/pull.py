@@ -61,7 +61,7 @@ def pull(
     model: options.Model,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even where the disk seems too small, or the model cannot run here.")
+        bool, typer.Option("--force", help="Fetch even if the disk seems too small, or the model cannot run here.")
     ] = False,
 ) -> None:
     """Fetch a model from the Hugging Face hub.
@@ -88,7 +88,7 @@ def pull(
             with call.out.progress(f"{job.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
                 source = fetch_files(hub, job, force=force, advance=bar.advance)
         except KeyboardInterrupt:
-            call.out.note("stopped; the same command goes on from here")
+            call.out.note("stopped; the same command continues from here")
             raise
     code = custom_code(source.folder)
     if code:

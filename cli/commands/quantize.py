@@ -81,7 +81,11 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         ("memory", f"{human_bytes(work.need.host)} beyond the program's own"),
         *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
-        *([] if seconds is None else [("time", f"about {_about(seconds)}, by a second of such work on this machine")]),
+        *(
+            []
+            if seconds is None
+            else [("time", f"about {_about(seconds)}, judging by a second of such work on this machine")]
+        ),
     ]
     call.out.card(f"{target.name} (nothing is written)", rows)
 
@@ -145,8 +149,8 @@ def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:
     """For whoever stopped it."""
     again = shlex.join(["mycli", *sys.argv[1:]])
     if not (work.calibrates and kept.is_dir()):
-        return f"stopped, nothing was written; to start again: {again}"
-    return f"stopped; finished blocks are kept in {kept}; to go on: {again}"
+        return f"stopped; nothing was written; to start again: {again}"
+    return f"stopped; finished blocks are kept in {kept}; to continue: {again}"
 
 
 @command
@@ -158,14 +162,10 @@ def quantize(
     report: Annotated[
         str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
     ] = "quick",
-    max_kl: Annotated[
-        float | None, typer.Option("--max-kl", help="End with code 6 where the mean KL is above.")
-    ] = None,
+    max_kl: Annotated[float | None, typer.Option("--max-kl", help="Exit with 6 if the mean KL is above this.")] = None,
     max_fallback: Annotated[
         float,
-        typer.Option(
-            "--max-fallback", min=0, max=1, help="End with code 6 where a larger share of layers was rounded."
-        ),
+        typer.Option("--max-fallback", min=0, max=1, help="Exit with 6 if a larger share of layers was only rounded."),
     ] = 0.05,
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -175,14 +175,18 @@ def quantize(
     work_dir: Annotated[
         Path | None,
         typer.Option(
-            "--work-dir", help="Keeps finished blocks until the end.", show_default="hidden, beside the output"
+            "--work-dir", help="Where finished blocks are kept until the end.", show_default="hidden, beside the output"
         ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")
     ] = None,
-    max_ram: Annotated[int | None, options.size_option("--max-ram", help="Take no more memory, such as 4GiB.")] = None,
-    max_vram: Annotated[int | None, options.size_option("--max-vram", help="Take no more of the GPU's memory.")] = None,
+    max_ram: Annotated[
+        int | None, options.size_option("--max-ram", help="Use no more memory than this, such as 4GiB.")
+    ] = None,
+    max_vram: Annotated[
+        int | None, options.size_option("--max-vram", help="Use no more of the GPU's memory than this.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say the exact size, the memory and about the time needed; write nothing.")
@@ -199,7 +203,7 @@ def quantize(
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a measurement", "omit --report none")
     if max_kl is not None and not 0 < max_kl < math.inf:
-        raise UsageError(f"--max-kl {max_kl}: no divergence is that small", "give a number above 0, such as 0.05")
+        raise UsageError(f"--max-kl {max_kl}: must be above 0", "such as 0.05")
     if plot is not None:
         require_svg(plot)
     recipe = made.resolve()
@@ -250,4 +254,4 @@ def quantize(
     _show_outcome(call, outcome, points)
     _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
-        call.out.note(f"talk with it: mycli chat {target.name}")
+        call.out.note(f"chat with it: mycli chat {target.name}")

@@ -54,7 +54,9 @@ class PromptFlags:
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="With --batch: write here; what it answers already is skipped.", metavar="FILE"),
+        typer.Option(
+            "--out", help="With --batch: write here; what is already answered there is skipped.", metavar="FILE"
+        ),
     ] = None
 
     def resolve(self, note: Callable[[str], None]) -> str:
@@ -65,7 +67,7 @@ class PromptFlags:
             errors = options.choice("--encoding-errors", self.encoding_errors, ("strict", "replace"))
             return read_prompt(self.prompt, self.file, errors, note)
         if self.prompt is not None or self.file is not None:
-            raise UsageError("--batch brings its own prompts", "omit the prompt")
+            raise UsageError("--batch reads its prompts from the file", "omit the prompt")
         check_batch(self.batch)
         return ""
 
@@ -183,7 +185,7 @@ def _check_whole(generator: Generator, reasons: Sequence[str | None]) -> None:
     if cut and generator.grammar is not None:
         which = "the reply" if len(reasons) == 1 else f"{len(cut)} of {len(reasons)} replies"
         raise GateError(
-            f"{which} reached the limit ({cut[0]}): only the beginning of what was asked for",
+            f"{which} reached the limit ({cut[0]}): it holds only the beginning of what was asked for",
             "allow more tokens with -n, or ask for a shorter form",
         )
 

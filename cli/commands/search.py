@@ -23,7 +23,7 @@ MOST_LISTED = 100
 def search(
     call: Call,
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
-    limit: Annotated[int, typer.Option("--limit", min=1, max=MOST_LISTED, help="Models to list at most.")] = 15,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=MOST_LISTED, help="Most models to list.")] = 15,
 ) -> None:
     """Find models on the Hugging Face hub.
 
@@ -60,4 +60,4 @@ def _say(one: FoundModel, supported: set[str]) -> str:
     if one.model_type is None:
         return "family unknown"
     kind = one.model_type if one.model_type in supported else f"{one.model_type}: does not run here"
-    return f"{kind}, asks for an account" if one.gated else kind
+    return f"{kind}, requires an account" if one.gated else kind

@@ -35,8 +35,8 @@ MAX_KEY_BYTES = 4096
 class AddressFlags:
     """Where the server listens, and who may come."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080
     key_file: Annotated[
         Path | None,
         typer.Option(
@@ -48,7 +48,9 @@ class AddressFlags:
     )
     hosts: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="A name under which the server is reached; may be repeated."),
+        typer.Option(
+            "--allow-host", metavar="NAME", help="A host name that clients use for the server; may be repeated."
+        ),
     ] = None
     origins: Annotated[
         list[str] | None,
@@ -56,13 +58,18 @@ class AddressFlags:
     ] = None
     aliases: Annotated[
         list[str] | None,
-        typer.Option("--alias", metavar="NAME", help="Call the model so; may be repeated, the first is shown."),
+        typer.Option(
+            "--alias", metavar="NAME", help="Name of the model for clients; may be repeated, the first is shown."
+        ),
     ] = None
     grace: Annotated[
-        float, typer.Option("--grace", min=0, max=3600, help="Seconds to finish replies in when told to stop.")
+        float,
+        typer.Option(
+            "--grace", min=0, max=3600, help="Seconds that replies have to finish when the server is told to stop."
+        ),
     ] = 30.0
     waiting: Annotated[
-        int, typer.Option("--max-waiting", min=1, max=100_000, help="Replies that may wait; more are refused.")
+        int, typer.Option("--max-waiting", min=1, max=100_000, help="Most replies that may wait; more are refused.")
     ] = 256
 
     def resolve(self, call: Call) -> ServerSettings:
@@ -94,9 +101,9 @@ class AddressFlags:
             if self.key_file.stat().st_mode & 0o077:
                 call.out.warn(f"{source} can be read by other users: chmod 600 {source}")
             if not given:
-                raise UsageError(f"{source}: the file is empty", "put a key into it: openssl rand -hex 32")
+                raise UsageError(f"{source}: the file is empty", "write a key to it: openssl rand -hex 32")
         if not given.isascii() or b"\n" in given or b" " in given:
-            raise UsageError(f"{source}: a key is one line of ASCII without blanks", "openssl rand -hex 32 makes one")
+            raise UsageError(f"{source}: a key is one line of ASCII without spaces", "openssl rand -hex 32 makes one")
         return given or None
 
 
@@ -163,7 +170,7 @@ def _refuse_ours(engine: OtherEngine, address: AddressFlags, asked: EngineConfig
     }
     for flag, given in ours.items():
         if given:
-            raise UsageError(f"{flag} is of our own server, not of {engine.title}", "omit it, or omit --engine")
+            raise UsageError(f"{flag} applies to our own server, not to {engine.title}", "omit it, or omit --engine")
 
 
 def _require() -> None:

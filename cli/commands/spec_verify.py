@@ -23,10 +23,11 @@ def spec_verify(
     model: options.Model,
     draft: options.DraftName,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line.", show_default="built in")
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="A file of prompts, one per line.", show_default="built in"),
     ] = None,
-    limit: Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Tokens of a reply.")] = 32,
-    length: Annotated[int, typer.Option("-k", "--length", min=1, max=64, help="Tokens of a draft.")] = 4,
+    limit: Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Tokens per reply.")] = 32,
+    length: Annotated[int, typer.Option("-k", "--length", min=1, max=64, help="Tokens per draft.")] = 4,
     draws: Annotated[int, typer.Option("--draws", min=100, help="Draws for the test of the distribution.")] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",
@@ -61,7 +62,7 @@ def spec_verify(
             loaded.tokenizer.encode(line, add_special=True) for line in read_file(prompts).splitlines() if line.strip()
         ]
     if not asked:
-        raise UsageError(f"{prompts}: no prompts", "write one a line")
+        raise UsageError(f"{prompts}: no prompts", "write one per line")
     with call.out.progress("greedy replies", len(asked)) as bar:
         divergences = []
         for divergence in greedy_divergences(subject, asked, limit, length):
@@ -78,7 +79,7 @@ def spec_verify(
     if not call.out.answered(answer):
         same = f"{len(asked) - len(divergences)} of {len(asked)} replies the same"
         parts = [
-            f"prompt {one.prompt + 1} parts at token {one.position + 1}, lead {one.margin:.2g}"
+            f"prompt {one.prompt + 1} differs from token {one.position + 1}, lead {one.margin:.2g}"
             f" ({'a tie within rounding' if one.tie else 'beyond rounding'})"
             for one in divergences
         ]

@@ -43,7 +43,7 @@ def parse_memory(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB or 800MiB")
     size = int(float(match[1]) * _MEMORY[match[2].lower()])
     if not size:
-        raise typer.BadParameter(f"{text!r} is no memory at all")
+        raise typer.BadParameter(f"{text!r} is not above zero")
     return size
 
 

@@ -26,7 +26,7 @@ class RecipeFlags:
         ),
     ] = "gptq"
     bits: Annotated[
-        int | None, typer.Option(metavar="8|4|3|2", help="Bits per weight, scales apart.", show_default="4")
+        int | None, typer.Option(metavar="8|4|3|2", help="Bits per weight, without its scales.", show_default="4")
     ] = None
     target_bpw: Annotated[
         float | None,
@@ -35,7 +35,7 @@ class RecipeFlags:
             min=2,
             max=9,
             metavar="X",
-            help="Mix widths for so many bits per quantized weight, scales included, by what each layer costs.",
+            help="Mix widths to reach this many bits per quantized weight, scales included, by what each layer costs.",
             show_default="--bits for all",
         ),
     ] = None
@@ -58,7 +58,7 @@ class RecipeFlags:
         str,
         options.word_option(
             words=("keep", "int8", "int4"),
-            help="What to do with an output head of its own.",
+            help="What to do with a separate output head.",
         ),
     ] = "keep"
     calib: Annotated[
@@ -77,7 +77,9 @@ class RecipeFlags:
     ] = 0
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Then train towards the original: each block, then the whole. Ten times as long."),
+        typer.Option(
+            "--tune", help="Then train towards the original: each block, then the whole. Takes ten times as long."
+        ),
     ] = False
 
     def resolve(self) -> "Recipe":

@@ -65,17 +65,19 @@ class KeepFlags:
 
     folder: Annotated[
         Path | None,
-        typer.Option("--prefix-cache-dir", metavar="DIR", help="Keep what was read here, for texts that begin alike."),
+        typer.Option(
+            "--prefix-cache-dir", metavar="DIR", help="Keep what was read in this folder, for texts that begin alike."
+        ),
     ] = None
     size: Annotated[
-        int | None, options.size_option("--prefix-cache-size", help="Most bytes kept there.", show_default="8GiB")
+        int | None, options.size_option("--prefix-cache-size", help="Most bytes to keep there.", show_default="8GiB")
     ] = None
 
     def added(self, engine: EngineConfig) -> EngineConfig:
         """`engine`, keeping that. Raises UsageError for a size without a folder."""
         if self.folder is None:
             if self.size is not None:
-                raise UsageError("--prefix-cache-size is of --prefix-cache-dir", "add --prefix-cache-dir DIR")
+                raise UsageError("--prefix-cache-size needs --prefix-cache-dir", "add --prefix-cache-dir DIR")
             return engine
         folder = self.folder.expanduser().absolute()
         return replace(engine, prefix_folder=folder, prefix_bytes=self.size or engine.prefix_bytes)

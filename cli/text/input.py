@@ -80,7 +80,7 @@ def _standard_input(note: Callable[[str], None], silence: float | None) -> bytes
     data, told = bytearray(), False
     while len(data) <= MAX_BYTES:
         if not told and not _has_more(descriptor, PATIENCE):
-            note("waiting for the end of standard input, which is part of the prompt (< /dev/null: there is none)")
+            note("waiting for the end of standard input, which is part of the prompt (to send none: < /dev/null)")
             told = True
         if not _has_more(descriptor, silence):
             raise UsageError(

@@ -48,11 +48,11 @@ def _json_rows(path: Path) -> Iterator[Any]:
             while line := file.readline(MAX_ROW):
                 number += 1
                 if len(line) == MAX_ROW:
-                    raise UsageError(f"{path}: row {number} has {MAX_ROW} bytes or more", "one object a line")
+                    raise UsageError(f"{path}: row {number} has {MAX_ROW} bytes or more", "one object per line")
                 if line.strip():
                     yield json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: row {number} is not JSON ({error})", "one object a line") from None
+        raise UsageError(f"{path}: row {number} is not JSON ({error})", "one object per line") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: {error}", "check the file") from None
 

@@ -71,8 +71,8 @@ def find_export_target(name: str) -> tuple[ExportTarget, str]:
         if not colon or variant in module.VARIANTS:
             return module, variant
         known = ", ".join(f"{kind}:{each}" for each in module.VARIANTS) or kind
-        raise UsageError(f"{name}: no such kind of {kind}", f"there is: {known}")
-    raise UsageError(f"{name}: no layout that is written", f"there is: {', '.join(targets())}")
+        raise UsageError(f"{name}: not a kind of {kind}", f"choose from: {known}")
+    raise UsageError(f"{name}: not a layout that can be written", f"choose from: {', '.join(targets())}")
 
 
 def would_round(name: str, what: str) -> ModelError:

@@ -88,7 +88,7 @@ def write_symmetric(
                 weight = weights.packed(name)
                 error = lost_by_scales(weight)
                 if error and not request.requantize:
-                    raise would_round(name, f"its scales are no float16 numbers, which {layout} needs")
+                    raise would_round(name, f"its scales are not float16, which {layout} needs")
                 if error:
                     rounded.append(Rounded(name, layout, error))
                 for part, tensor in parts(weight).items():
@@ -118,5 +118,5 @@ def only_packing(request: ExportRequest, layout: str) -> Packing:
     if len(found) > 1:
         raise ModelError(f"linears of {len(found)} widths or groups, of which {layout} holds one", "")
     if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in packings.values()):
-        raise ModelError(f"{first.name} weights: {layout} is written of symmetric integers only", "")
+        raise ModelError(f"{first.name} weights: {layout} holds symmetric integers only", "")
     return first

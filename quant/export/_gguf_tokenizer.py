@@ -40,7 +40,7 @@ def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, An
         tokens[index], types[index] = text, NORMAL
     for token in raw.array("added_tokens", dict):
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise _unsupported(f"the token {token['content']!r:.60} takes the blanks around it")
+            raise _unsupported(f"the token {token['content']!r:.60} takes the spaces around it")
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token.get("special") else USER
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]

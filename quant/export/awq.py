@@ -41,7 +41,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:
     rows, columns = linear.out_features, linear.in_features
     if rows % _WORD:
-        raise ModelError(f"{linear.name}: {rows} outputs fill no whole words of AWQ", "")
+        raise ModelError(f"{linear.name}: {rows} outputs do not fill whole words of AWQ", "")
     groups = packing.groups(columns)
     yield f"{linear.name}.qweight", torch.int32, (columns, rows // _WORD)
     yield f"{linear.name}.qzeros", torch.int32, (groups, rows // _WORD)

@@ -194,7 +194,7 @@ def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, norm
             if same:
                 return data, 0.0
             if not request.requantize:
-                raise would_round(name, f"its scales are no float16 numbers, which {kind} needs")
+                raise would_round(name, f"its scales are not float16, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
     values = weights.dense(name)
     if norm_shift and name.endswith("norm.weight"):

@@ -40,7 +40,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:
     rows, columns, bits = linear.out_features, linear.in_features, packing.bits
     if rows * bits % _WORD or columns * bits % _WORD:
-        raise ModelError(f"{linear.name}: {rows} x {columns} codes of {bits} bits fill no whole words", "")
+        raise ModelError(f"{linear.name}: {rows} x {columns} codes of {bits} bits do not fill whole words", "")
     groups = packing.groups(columns)
     yield f"{linear.name}.qweight", torch.int32, (columns * bits // _WORD, rows)
     yield f"{linear.name}.qzeros", torch.int32, (groups, rows * bits // _WORD)

@@ -145,7 +145,7 @@ def plan_quantization(
             "leave tuning out, and give all layers one width",
         )
     if recipe.tune and not work.calibrates:
-        raise UsageError(f"tuning needs calibration, which method {recipe.method} has not", code="tune-gptq")
+        raise UsageError(f"tuning needs calibration, which method {recipe.method} does not do", code="tune-gptq")
     if work.calibrates:
         check_windows(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE

@@ -35,7 +35,7 @@ def hadamard(x: Tensor) -> Tensor:
 def pack_int4(values: Tensor) -> Tensor:
     """values [..., head_dim] as uint8 [..., bytes]. What is not finite makes its block of the rotation NaN.
 
-    Raises ModelError for heads that are no multiple of 16.
+    Raises ModelError for heads that are not a multiple of 16.
     """
     *outer, head_dim = values.shape
     nbytes, groups = int4_bytes(head_dim), int4_groups(head_dim)

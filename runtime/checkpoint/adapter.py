@@ -108,7 +108,7 @@ def _sorted_out(
         plain = stored.removeprefix(_PREFIX)
         module = plain if suffix is None else plain.removesuffix(suffix)
         if suffix is None and ("lora_" in plain or "modules_to_save" in plain):
-            raise ModelError(f"{ADAPTER_WEIGHTS}: {plain:.100}: not a part of a sum of low rank", "this is not done")
+            raise ModelError(f"{ADAPTER_WEIGHTS}: {plain:.100}: not part of a low-rank update", "this is not done")
         if rename(plain if suffix is None else f"{module}.weight") is None:
             unused.append(module)
         elif suffix is None:

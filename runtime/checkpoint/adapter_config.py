@@ -61,12 +61,12 @@ class AdapterConfig:
         refused = next((name for name in _REFUSED if raw.values.get(name)), None)
         unknown = next((name for name, value in raw.values.items() if name.startswith("use_") and value is True), None)
         if refused is not None or unknown not in (None, "use_rslora"):
-            raise raw.fail(refused or str(unknown), "asks for more than a sum of low rank, which is not done")
+            raise raw.fail(refused or str(unknown), "asks for more than a low-rank update, which is not supported")
         start = raw.values.get("init_lora_weights")
         if isinstance(start, str) and start not in _HARMLESS_STARTS:
             raise ModelError(
-                f"{raw.source}: init_lora_weights {start!r:.40}: made for weights from which a part was taken before",
-                "PEFT makes an ordinary one of it: save_pretrained(path_initial_model_for_weight_conversion)",
+                f"{raw.source}: init_lora_weights {start!r:.40}: made for weights that had a part subtracted first",
+                "PEFT converts it to an ordinary adapter: save_pretrained(path_initial_model_for_weight_conversion)",
             )
         ranks, alphas = raw.object("rank_pattern"), raw.object("alpha_pattern")
         return cls(

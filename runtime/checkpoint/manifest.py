@@ -165,7 +165,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         if not isinstance(name, str) or not _is_shard(name):
             pickle = isinstance(name, str) and name.endswith(_PICKLES)
             hint = _NO_PICKLES if pickle else "the index names files by plain names that end in .safetensors"
-            raise ModelError(f"{INDEX}: {tensor!r:.80} is said to be in {name!r:.80}, which is no shard", hint)
+            raise ModelError(f"{INDEX}: {tensor!r:.80} is said to be in {name!r:.80}, which is not a shard", hint)
     return dict(shards)
 
 

@@ -225,7 +225,7 @@ class CheckpointWriter(Staging):
     def add_file(self, name: str, data: bytes) -> None:
         """Put another file into the folder, such as config.json; one of the same name is replaced."""
         if Path(name).name != name or name in ("", "..", *self._headers):
-            raise ValueError(f"{name!r} is no name for another file")
+            raise ValueError(f"{name!r} is not a name for another file")
         with disk_errors(self.target):
             (self.folder / name).write_bytes(data)
 

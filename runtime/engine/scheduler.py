@@ -106,7 +106,7 @@ class Scheduler:
         if not prompt:
             raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
         if prompt > context:
-            raise UsageError(f"the prompt has {prompt} tokens, the context room for {context}", code="more-context")
+            raise UsageError(f"the prompt has {prompt} tokens, the context has room for {context}", code="more-context")
         room = context - prompt + 1  # the last token drawn needs no place in the cache
         if request.limit is not None and request.limit > room:
             raise UsageError(

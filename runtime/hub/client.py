@@ -54,7 +54,7 @@ def token() -> str | None:
 
     found = huggingface_hub.get_token()
     if found is not None and not re.fullmatch(r"[\x21-\x7e]+", found):
-        raise UsageError("HF_TOKEN, or the token file, holds characters that no token has", code="log-in")
+        raise UsageError("HF_TOKEN, or the token file, holds characters that no token can have", code="log-in")
     return found
 
 

@@ -244,7 +244,7 @@ def _fetch(hub: Hub, job: Download, file: HubFile, advance: Callable[[float], No
             return
         arriving.unlink(missing_ok=True)
         advance(-file.size)
-        hub.note(f"{file.name}: what arrived does not match its hash, and was thrown away")
+        hub.note(f"{file.name}: what arrived does not match its hash, and was discarded")
     raise _altered(job.repo, file)
 
 

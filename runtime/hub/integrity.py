@@ -76,7 +76,7 @@ def _linked_parts(source: Source) -> dict[str, HubFile]:
     folder = source.folder.parent
     if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
         hint = "models that were pulled or quantized by mycli can be verified"
-        raise ModelError(f"{source.folder}: a file of its own, so nothing says what it should hold", hint)
+        raise ModelError(f"{source.folder}: a single file, so nothing says what it should hold", hint)
     known = _linked(replace(source, folder=folder))
     return {name: known.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
 

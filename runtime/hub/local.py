@@ -151,12 +151,12 @@ def plan_removal(model: str) -> Removal:
     Raises UsageError for anything that mycli did not store, NotFoundError for what is not there.
     """
     if model in BUILT_IN:
-        raise UsageError(f"{model} is a part of mycli", "it goes when mycli is uninstalled")
+        raise UsageError(f"{model} is part of mycli", "it is removed when mycli is uninstalled")
     if model in stored():
         target = home() / "models" / model
         return Removal(model, target, (), _size([target]))
     foreign = UsageError(
-        f"{model}: only what mycli stored is removed by name", code="remove-by-hand", data={"model": model}
+        f"{model}: only what mycli stored can be removed by name", code="remove-by-hand", data={"model": model}
     )
     if not is_hub_name(model):
         if not is_path(model) and "/" not in model and not Path(model).exists():

@@ -88,7 +88,7 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
     except NotFoundError as error:
         raise error.reworded(error.message.replace("no model of that name", "no adapter of that name")) from None
     if not is_adapter(source.folder):
-        raise ModelError(f"{name}: no LoRA adapter: no {ADAPTER_CONFIG}", "an adapter is a folder in PEFT's layout")
+        raise ModelError(f"{name}: not a LoRA adapter: no {ADAPTER_CONFIG}", "an adapter is a folder in PEFT's layout")
     return source
 
 
@@ -206,5 +206,5 @@ def custom_code(folder: Path) -> str:
         return ""
     with suppress(ModelError):
         if read_object(folder / "config.json").values.get("auto_map"):
-            return "config.json: auto_map asks for custom code, which is ignored: code of a model is never run here"
+            return "config.json: auto_map asks for custom code, which is ignored: a model's own code is never run"
     return ""

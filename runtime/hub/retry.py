@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import httpx2
 
 _T = TypeVar("_T")
-RESUMABLE = "another attempt goes on where this one stopped"
+RESUMABLE = "another attempt continues where this one stopped"
 
 
 class TransientError(Exception):
@@ -95,7 +95,9 @@ def transport_problem(error: "httpx2.HTTPError", host: str) -> Exception:
         hint = "where a proxy inspects traffic, SSL_CERT_FILE names its certificate"
         return NotFoundError(f"the certificate of {host} is not trusted", hint)
     if isinstance(error, httpx2.ProxyError):
-        return NotFoundError(f"the proxy does not let through to {host}: {error}", "check HTTPS_PROXY and NO_PROXY")
+        return NotFoundError(
+            f"the proxy does not allow connections to {host}: {error}", "check HTTPS_PROXY and NO_PROXY"
+        )
     if isinstance(error, httpx2.TooManyRedirects | httpx2.UnsupportedProtocol | httpx2.DecodingError):
         return NotFoundError(f"{host}: {error}", "check HF_ENDPOINT")
     if any(isinstance(cause, socket.gaierror) for cause in causes):
@@ -104,4 +106,4 @@ def transport_problem(error: "httpx2.HTTPError", host: str) -> Exception:
         return TransientError(f"{host} does not answer")
     if isinstance(error, httpx2.ConnectError):
         return TransientError(f"no connection to {host}")
-    return TransientError(f"the connection to {host} broke off")
+    return TransientError(f"the connection to {host} was lost")

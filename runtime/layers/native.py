@@ -68,7 +68,7 @@ class Around:
 
 def _multiple(count: int, what: str) -> int:
     if count % LANES:
-        raise NotNative(f"{what} is no multiple of {LANES}")
+        raise NotNative(f"{what} is not a multiple of {LANES}")
     return count
 
 

@@ -19,7 +19,7 @@ def int4_groups(head_dim: int) -> int:
 
 
 def int4_bytes(head_dim: int) -> int:
-    """Bytes of a vector. Raises ModelError for heads that are no multiple of 16."""
+    """Bytes of a vector. Raises ModelError for heads that are not a multiple of 16."""
     if head_dim <= 0 or head_dim % UNIT:
         message = f"an int4 cache takes heads in multiples of {UNIT} dimensions, and this model has one of {head_dim}"
         raise ModelError(message, "keep keys and values in int8, or as they are computed")

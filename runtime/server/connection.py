@@ -55,7 +55,7 @@ def _unavailable(place: str, error: OSError) -> ResourceError:
         return ResourceError(f"{place} may not be used by this user", code="choose-high-port")
     if error.errno == errno.EADDRNOTAVAIL:
         return ResourceError(f"{place} is not an address of this machine", code="choose-host")
-    return ResourceError(f"{place} cannot be listened at: {error.strerror}", code="choose-host")
+    return ResourceError(f"{place} cannot be listened on: {error.strerror}", code="choose-host")
 
 
 def connection(limits: ServerLimits) -> type[H11Protocol]:

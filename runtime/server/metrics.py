@@ -40,7 +40,7 @@ class _Load(Collector):
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         misses = CounterMetricFamily(
-            PREFIX + "prefix_cache_misses", "Prompts that were not whole in the cache, by why.", labels=["reason"]
+            PREFIX + "prefix_cache_misses", "Prompts that were not whole in the cache, by reason.", labels=["reason"]
         )
         for reason, count in load.misses.items():  # a few sentences of our own, the positions left out
             misses.add_metric([reason], count)
@@ -53,10 +53,10 @@ def _of_store(kept: StoreStats) -> Iterable[Metric]:
     """What is kept over restarts."""
     name = PREFIX + "prefix_store_"
     yield GaugeMetricFamily(name + "bytes", "Bytes of the files that keep prefixes.", value=float(kept.nbytes))
-    yield CounterMetricFamily(name + "read", "Files that a prompt went on from.", value=kept.read)
+    yield CounterMetricFamily(name + "read", "Files that a prompt continued from.", value=kept.read)
     yield CounterMetricFamily(name + "written", "Files written.", value=kept.written)
     yield CounterMetricFamily(name + "skipped", "Files not written, as too many waited.", value=kept.skipped)
-    ignored = CounterMetricFamily(name + "ignored", "Files of no use, by why.", labels=["reason"])
+    ignored = CounterMetricFamily(name + "ignored", "Unusable files, by reason.", labels=["reason"])
     for reason, count in kept.ignored.items():  # words of our own, and of the operating system
         ignored.add_metric([reason], count)
     yield ignored
@@ -92,10 +92,10 @@ class Metrics:
         self._drafts = Counter(PREFIX + "spec_decode_num_drafts", "Passes that verified a draft.", registry=registry)
         self._drafted = Counter(PREFIX + "spec_decode_num_draft_tokens", "Tokens that were drafted.", registry=registry)
         self._accepted = Counter(
-            PREFIX + "spec_decode_num_accepted_tokens", "Drafted tokens that stood.", registry=registry
+            PREFIX + "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", registry=registry
         )
         self._prompt_size = counts("request_prompt_tokens", "Tokens of a prompt.")
-        self._reply_size = counts("request_generation_tokens", "Tokens of a reply.")
+        self._reply_size = counts("request_generation_tokens", "Tokens per reply.")
 
     def stepped(
         self, asked: float, first: float | None, last: float | None, now: float, tokens: int, queued: float

@@ -93,8 +93,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if self._tried and not self._told:
             self._told = True
             self._notice(
-                f"speculation is off: it does not pay here ({rate:.0%} of the drafted tokens stand, "
-                f"{best:.2f}x is the best to expect); it is tried again from time to time"
+                f"speculation is off: it does not pay here ({rate:.0%} of the drafted tokens are accepted, "
+                f"{best:.2f}x is the most to expect); it is tried again from time to time"
             )
         self._pause, self._cooldown = self._cooldown, min(2 * self._cooldown, LONGEST_COOLDOWN)
         self._budget = min(self._budget, START_BUDGET)

@@ -5,7 +5,6 @@ token is meant and when it is only spelled (`runtime.tokenizer.special_tokens`),
 (`runtime.tokenizer.backend`). Does not know models, sampling or terminals.
 """
 
-import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, c
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
+from mycli.runtime.utils.collection import no_collection
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
 
 MAX_FILE_BYTES = 128 << 20
@@ -123,13 +123,8 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         data = read_bytes(path, MAX_FILE_BYTES)
-        collecting = gc.isenabled()
-        gc.disable()  # hundreds of thousands of small objects, none of them garbage: half of the parser's time
-        try:
+        with no_collection():  # hundreds of thousands of small objects: half of the parser's time
             raw = parse_object(data, path.name, MAX_FILE_BYTES)
-        finally:
-            if collecting:
-                gc.enable()
         settings = read_tokenizer_settings(folder)
         return cls._checked(
             raw,

@@ -56,7 +56,7 @@ class Staging:
 
     def __enter__(self) -> Self:
         if "\0" in str(self.target) or not self.target.name:
-            raise UsageError(f"{self.target}: no possible name for a folder", "choose another name")
+            raise UsageError(f"{self.target}: not a possible name for a folder", "choose another name")
         with disk_errors(self.target), ExitStack() as entered:
             _check_place(self.target, self._source, self._overwrite)  # before anything is written anywhere
             self.target.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ class Child:
             self._exchange(process, "", START_SECONDS)
         except ChildError as error:  # no request was seen yet, so no model is to blame
             problem = f"the helper process for {self._module} did not start ({error.kind})"
-            raise ResourceError(problem, "see whether memory is limited, or install this program again") from None
+            raise ResourceError(problem, "check whether memory is limited, or reinstall this program") from None
 
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, Any]:
         """Send a line, if there is one, and return the line that comes back.

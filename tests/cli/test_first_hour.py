@@ -308,7 +308,7 @@ def test_ctrl_c_says_how_to_go_on(kept: bool, mycli: Mycli, tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["mycli", *typed])
     done = mycli(*typed)
     assert done.returncode == 130
-    words = "to go on" if kept else "to start again"
+    words = "to continue" if kept else "to start again"
     assert f"{words}: mycli {shlex.join(typed)}" in done.stderr, "with the command, quoted"
 
 

@@ -225,7 +225,7 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
 
     few = plan_quantization(Source("draft", DRAFT, None, None), Recipe(group=64, samples=8, seq=32), report="none")
     notes = quantize(few, tmp_path / "few", CPU).notes
-    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: take more",)
+    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: use more",)
 
 
 @pytest.mark.parametrize("fault", ["E6-quantized-input"])

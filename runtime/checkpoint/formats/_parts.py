@@ -58,7 +58,7 @@ def powers_of_two(exponents: "Tensor", name: str) -> "Tensor":
 
     stored = exponents.view(torch.uint8)
     if bool((stored == 255).any()):
-        raise damaged(f"{name}: an exponent of 255, which is no number")
+        raise damaged(f"{name}: an exponent of 255, which is not a number")
     return torch.exp2(stored.float() - 127).to(torch.bfloat16)
 
 

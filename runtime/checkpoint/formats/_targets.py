@@ -26,7 +26,8 @@ def matches(name: str, pattern: str) -> bool:
         return re.match(body, name) is not None
     except re.error:
         raise ModelError(
-            f"config.json: quantization_config: {pattern[:80]!r} is no regex", "list the modules by name"
+            f"config.json: quantization_config: {pattern[:80]!r} is not a regular expression",
+            "list the modules by name",
         ) from None
 
 

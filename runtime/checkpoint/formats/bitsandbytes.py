@@ -121,7 +121,7 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
     if packing.codes == "int":
         name = f"{linear.name}.weight_format"
         if name in manifest.tensors and any(manifest.content(name)):
-            raise ModelError(f"{name}: rows in another order than they are multiplied", f"readable: {READABLE}")
+            raise ModelError(f"{name}: rows in a different order than they are multiplied in", f"readable: {READABLE}")
         return
     found, (kind, block, nested) = _description(linear, packing, manifest), packing.dialect
     expected: dict[str, object] = {"quant_type": kind, "blocksize": block}

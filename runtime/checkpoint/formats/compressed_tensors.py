@@ -62,7 +62,7 @@ READABLE = f"compressed-tensors of {', '.join(_DIALECTS)}, 2 to 8 bits"
 IGNORED = (".input_scale", ".input_zero_point", ".input_global_scale", ".k_scale", ".v_scale")
 TELLING = (
     ("weight_zero_point", "zero points, but config.json calls the weights symmetric", "it must say symmetric: false"),
-    ("weight_g_idx", "an order of inputs that config.json does not tell", "actorder must be group"),
+    ("weight_g_idx", "an order of inputs that config.json does not state", "actorder must be group"),
     ("weight_packed", "quantized, but config.json does not say so", "its quantization_config must cover these layers"),
 )
 

@@ -306,7 +306,7 @@ def renamed_tensors(model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
         renamed = entry.renamed(name)
         if renamed is None:
             raise ModelError(
-                f"{stored.file}: {name} is no tensor that {model.architecture} has here",
+                f"{stored.file}: {name} is not a tensor that {model.architecture} has here",
                 "the model may be of a kind that is not supported, or the file is damaged",
             )
         yield renamed, stored

@@ -31,7 +31,7 @@ def part_names(name: str) -> list[str]:
         return [name]
     stem, number, count = found[1], int(found[2]), int(found[3])
     if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelError(f"{name}: part {number} of {count}", "the file's name is no part of a split model")
+        raise ModelError(f"{name}: part {number} of {count}", "the file's name is not that of a part of a split model")
     if number != 1:
         raise ModelError(f"{name}: not the first part of the model", f"give the first: {stem}-00001-of-{count:05}.gguf")
     return [f"{stem}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]

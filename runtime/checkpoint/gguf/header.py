@@ -163,7 +163,7 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", ALIGNMENT)
     if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
-        raise cursor.fail(f"general.alignment {value!r:.40} is no power of two up to {_MAX_ALIGNMENT}")
+        raise cursor.fail(f"general.alignment {value!r:.40} is not a power of two up to {_MAX_ALIGNMENT}")
     return value
 
 
@@ -187,7 +187,9 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
     if min(shape) == 0 or math.prod(shape) >= _LIMIT:
         raise cursor.fail(f"{name} has the impossible shape {list(shape)}")
     if shape[-1] % kind.block:
-        raise cursor.fail(f"{name} has rows of {shape[-1]} values, which are no blocks of {kind.block} ({kind.name})")
+        raise cursor.fail(
+            f"{name} has rows of {shape[-1]} values, which do not fill blocks of {kind.block} ({kind.name})"
+        )
     nbytes = math.prod(shape) // kind.block * kind.nbytes
     if nbytes >= _LIMIT or offset >= _LIMIT:
         raise cursor.fail(f"{name} of shape {list(shape)} overflows 64 bits")

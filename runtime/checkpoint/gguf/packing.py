@@ -26,7 +26,7 @@ def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
     half = 1 << (packing.bits - 1)
     codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
-        raise ModelError(f"a block of {kind.name} holds a level that the type has not", code="pull-again")
+        raise ModelError(f"a block of {kind.name} holds a level that the type does not have", code="pull-again")
     columns = data.shape[1] // kind.nbytes * kind.block
     repeat = kind.group // (packing.group_size or kind.group)  # a group wider than kernels take is several alike
     scales = groups.scales.view(len(data), -1).repeat_interleave(repeat, dim=1)

@@ -36,7 +36,7 @@ def _decline(
     if dtype not in dtypes:
         return f"{dtype} activations are not supported"
     if in_features % _INPUTS:
-        return f"{in_features} inputs are no multiple of {_INPUTS}"
+        return f"{in_features} inputs are not a multiple of {_INPUTS}"
     return None
 
 
@@ -142,7 +142,7 @@ class CpuKernel:
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> str | None:
-        """Declines without a compiler, and for inputs that are no multiple of 32. The first call may build."""
+        """Declines without a compiler, and for inputs that are not a multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
         if reason:
             return reason
@@ -196,7 +196,7 @@ class TorchInt4Kernel:
         if packing.bits != 4 or packing.group_size is None or not packing.plain:
             return f"takes int4 in groups, not {packing.name}"
         if out_features % _ROWS:
-            return f"{out_features} outputs are no multiple of {_ROWS}"
+            return f"{out_features} outputs are not a multiple of {_ROWS}"
         return _decline(packing, in_features, device, dtype, (torch.bfloat16,))
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:

@@ -99,7 +99,7 @@ class TableKernel:
             return f"takes tables of values, not {packing.name}"
         group = in_features // packing.groups(in_features)
         if group % LANES:
-            return f"groups of {group} inputs are no multiple of {LANES}"
+            return f"groups of {group} inputs are not a multiple of {LANES}"
         library = build.native()
         return library if isinstance(library, str) else None
 

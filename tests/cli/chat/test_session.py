@@ -65,7 +65,7 @@ def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
     chat.answer("What is the capital of Japan?")
     chat.conversation.reading.append(("long.txt", "word " * 200))
     turns = list(chat.conversation.turns)
-    with pytest.raises(UsageError, match=r"has \d+ tokens, the context room for 96"):
+    with pytest.raises(UsageError, match=r"has \d+ tokens, the context has room for 96"):
         chat.answer("Sum it up.")
     assert chat.conversation.turns == turns and chat.conversation.reading
     chat.conversation.reading.clear()
@@ -110,7 +110,7 @@ def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
         assert chat.last.timing.prompt <= 96 - 96 // 4
     assert chat.conversation.hidden > 0 and len(chat.conversation.turns) == 12
     assert chat.conversation.messages()[0].content == "You are Pico."
-    with pytest.raises(UsageError, match="the context room for 96"):
+    with pytest.raises(UsageError, match="the context has room for 96"):
         chat.answer("word " * 200)
     assert len(chat.conversation.turns) == 12
 

@@ -94,7 +94,7 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     notes.write_text("My name is Zoe.\n")
     chat = terminal("--session", str(session), EDITOR="sed -i s/Japan/France/")
     for command in ("/retry", "/undo", "/edit", "/edit x"):
-        assert "nothing was said yet" in say(chat, command)
+        assert "nothing has been said yet" in say(chat, command)
     assert all(f"{name}  " in say(chat, "/?") for name in ("/?", "/read", "/context", "/bye"))
     assert "no reply yet" in say(chat, "/stats")
     assert "0 tokens" in say(chat, "/context")
@@ -163,7 +163,7 @@ def test_a_paste_of_many_lines_is_one_message(terminal: Terminal, environment: d
     lines = ["What is the capital of Japan?", "/bye", *(f"line {index}" for index in range(1998))]
     chat.send("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
     chat.send("\r")
-    chat.expect(r"the conversation has (\d+) tokens, the context room for 512")
+    chat.expect(r"the conversation has (\d+) tokens, the context has room for 512")
     assert int(chat.match[1]) > 6000
     chat.expect_exact(PROMPT)
     chat.send("\x1b[200~What is the\ncapital of Japan?\x1b[201~")
@@ -263,7 +263,7 @@ def test_a_full_context_is_refused_with_numbers_and_the_chat_goes_on(terminal: T
     """D19: in a terminal that can do nothing; colours and 20 columns are with what a model may write."""
     chat = terminal("--ctx", "24", TERM="dumb")
     refused = say(chat, "Tell me a story about a boat and a lantern and a key and a map and a drum.")
-    assert re.search(r"has \d+ tokens, the context room for 24", refused)
+    assert re.search(r"has \d+ tokens, the context has room for 24", refused)
     reply = say(chat, "What is the capital of Japan?")
     assert "Tokyo" in reply and "\x1b[2m" not in reply
 

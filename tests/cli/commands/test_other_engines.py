@@ -119,7 +119,7 @@ def test_on_a_cpu_no_share_is_named_and_no_page_of_others_let_in(
         (("--engine", "vllm", "--tensor-parallel-size", "2"), 0, 5, "each of 2 GPUs would hold"),
         (("--engine", "vllm", "--kv", "int8"), 79, 2, "vLLM does not keep its cache in int8"),
         (("--engine", "vllm", "--adapter", "x"), 79, 2, "--adapter is of our own server"),
-        (("--engine", "vllm", "--draft", "ngram"), 79, 2, "--draft is of our own server, not of vLLM"),
+        (("--engine", "vllm", "--draft", "ngram"), 79, 2, "--draft applies to our own server, not to vLLM"),
         (("--engine", "vllm", "--prefix-cache-dir", "x"), 79, 2, "--prefix-cache-dir is of our own server"),
         (("--engine", "vllm", "--grace", "3"), 79, 2, "--grace is of our own server"),
         (("--engine", "vllm", "--host", "0.0.0.0"), 79, 2, "there is no key"),

@@ -80,7 +80,7 @@ def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
 ) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
     assert code == 5 and out == "" and "20 MiB of main memory are too little" in err and not home.exists()
-    least = err.split("the least that would do is --max-ram ")[1].split(";")[0]
+    least = err.split("the minimum is --max-ram ")[1].split(";")[0]
     code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
     told = parsed(out)
     assert code == 0 and told["memory_bytes"] <= int(least.removesuffix("MiB")) << 20

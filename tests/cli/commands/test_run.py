@@ -136,7 +136,7 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "--logit-bias", "99999=1"), "logit_bias"),  # F8
         (("Hi", "--logit-bias", "5=inf"), "logit_bias"),  # F8
         (("Hi", "--logit-bias", "5"), "logit-bias"),  # F8
-        (("x " * 3000,), "the context room for"),  # F1
+        (("x " * 3000,), "the context has room for"),  # F1
         (("Hi", "--ctx", "8k"), "more than the 2048 tokens"),
         (("Hi", "--ctx", "1"), "too small"),
     ],

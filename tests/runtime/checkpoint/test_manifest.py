@@ -56,7 +56,7 @@ def test_hostile_file_is_named(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SHARD_NAMES)
 def test_shard_name_rejected(case: str, tmp_path: Path) -> None:
     sharded(tmp_path, c=SHARD_NAMES[case])
-    with pytest.raises(ModelError, match="which is no shard") as caught:
+    with pytest.raises(ModelError, match="which is not a shard") as caught:
         Manifest.open(tmp_path)
     assert "\n" not in caught.value.message
     if case in ("A21-bin", "A21-pt"):

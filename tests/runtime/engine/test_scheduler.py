@@ -272,7 +272,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
         tight.submit(Request((1,) * 6, limit=4))
     assert caught.value.data == {"tokens": 3}
     tight.submit(Request((1,) * 6, limit=3))
-    with pytest.raises(UsageError, match="31 tokens, the context room for 30"):
+    with pytest.raises(UsageError, match="31 tokens, the context has room for 30"):
         tight.submit(Request((1,) * 31, limit=1))
     with pytest.raises(UsageError, match="empty"):
         tight.submit(Request(()))

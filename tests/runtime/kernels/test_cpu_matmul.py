@@ -267,7 +267,7 @@ def test_no_rows_are_no_product(library: Native) -> None:
     "packing, inputs, device, dtype, reason",
     [
         (Packing(4, 128), 256, torch.device("cuda"), torch.bfloat16, "CPU only"),
-        (Packing(4, None), 100, CPU, torch.bfloat16, "100 inputs are no multiple of 32"),
+        (Packing(4, None), 100, CPU, torch.bfloat16, "100 inputs are not a multiple of 32"),
         (Packing(4, 128), 256, CPU, torch.float64, "float64 activations"),
         (Packing(4, 64, codes="nf4"), 256, CPU, torch.bfloat16, "not nf4-g64"),
         (Packing(7, 128), 256, CPU, torch.bfloat16, "not int7-g128"),
