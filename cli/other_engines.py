@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -80,6 +81,7 @@ class Launch:
     kv: str  # bfloat16, auto
     share: float | None
     cache_bytes: int
+    cores: tuple[tuple[int, ...], ...] = ()  # of a CPU, for each part of the model; () where the engine sees to it
     host: str = "127.0.0.1"
     port: int = 8080
 
@@ -95,6 +97,8 @@ def _vllm(wanted: Launch) -> tuple[list[str], dict[str, str]]:
         arguments += ["--gpu-memory-utilization", f"{wanted.share:.2f}"]
     arguments += ["--allowed-origins", json.dumps(list(wanted.settings.origins))]  # else all may
     environment = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(wanted.cache_bytes / (1 << 30))))}
+    if wanted.cores:  # else it wants a NUMA node for each
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in wanted.cores)
     if wanted.settings.key is not None:
         environment["VLLM_API_KEY"] = wanted.settings.key.decode()
     return arguments, environment
@@ -214,7 +218,8 @@ def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, 
         gpu=bool(found),
         kv=asked.kv,
     )
-    share = None
+    share: float | None = None
+    cores: tuple[tuple[int, ...], ...] = ()
     if found:
         share = min(_MOST_MEMORY, min(int(gpu.free / gpu.total * 100) - 1 for gpu in found) / 100)
         free = min(int(gpu.total * share) for gpu in found)
@@ -224,8 +229,10 @@ def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, 
             raise ResourceError(
                 f"each of {ranks} GPUs would hold {human_bytes(needed)}, {human_bytes(free)} are free", code="more-gpus"
             )
-    elif asked.context is None:
-        plan = replace(plan, context=min(plan.context, DEFAULT_CONTEXT))
+    else:
+        cores = _parted(_cores(), ranks) if _memory_nodes() < ranks else ()
+        if asked.context is None:
+            plan = replace(plan, context=min(plan.context, DEFAULT_CONTEXT))
     return Launch(
         folder.path,
         settings,
@@ -236,4 +243,23 @@ def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, 
         "bfloat16" if asked.kv == "bf16" else "auto",
         share,
         estimate(plan).cache,
+        cores,
     )
+
+
+def _cores() -> list[int]:
+    """The numbers of the cores that this process may use, none where they are not told."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
+def _memory_nodes() -> int:
+    """NUMA nodes of this machine, 1 where it does not tell."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+
+
+def _parted(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """`cores` in so many parts that lie together and differ by one at most; () where some would have none."""
+    if len(cores) < parts:
+        return ()
+    bounds = [len(cores) * part // parts for part in range(parts + 1)]
+    return tuple(tuple(cores[begin:end]) for begin, end in pairwise(bounds))

@@ -17,7 +17,7 @@ from mycli.runtime.server.routes.description import description
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page
-from mycli.runtime.server.routes.responses import responses
+from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.status import health, metrics
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
 from mycli.runtime.server.service import Service
@@ -28,6 +28,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("POST", "/v1/responses/input_tokens", input_tokens),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", list_served),
@@ -69,6 +70,12 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         return await refused(request, internal_error())  # the guard logs what it was
 
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
+    # Clients of llama.cpp, and of OpenAI whose address was given without /v1, leave it out: the same, not described.
+    routes += [
+        Route(path.removeprefix("/v1"), bound(endpoint), methods=[method], include_in_schema=False)
+        for method, path, endpoint in ROUTES
+        if path.startswith("/v1/") and not path.startswith("/v1/messages")
+    ]
     handlers = {ApiError: refused, HTTPException: unrouted, Exception: failed}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

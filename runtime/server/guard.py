@@ -1,7 +1,7 @@
 """What every request passes before its route: who may come, from where, with what; and a line for the log after it.
 
-Refuses foreign Host and Origin (DNS rebinding, other sites' pages), a missing or wrong key, bodies that are not JSON,
-and everything new while the server drains. The log has no prompt and no key. Knows headers; does not know bodies.
+Refuses foreign Host and Origin (DNS rebinding, other sites' pages), a missing or wrong key, and everything new while
+the server drains. The log has no prompt and no key. Knows headers; does not know bodies.
 """
 
 import hmac
@@ -111,21 +111,12 @@ class Guard:
         self._check_origin(scope, headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises ApiError for a request of whom may not come, or that no route takes."""
-        limits = self._service.settings.limits
+        """Raises ApiError for a request of whom may not come, and for any that begins while the server drains."""
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers)
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                message = f"the body must be application/json, not {kind[:60]!r}"
-                raise ApiError(415, message, "unsupported_media_type")
-            length = headers.get("content-length", "0")
-            if not length.isdecimal() or int(length[:20]) > limits.body_bytes:
-                raise ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "request_too_large")
-            if self._service.draining:
-                retry = {"retry-after": "10"}
-                raise ApiError(503, "the server is shutting down", "shutting_down", headers=retry)
+        if scope["method"] == "POST" and self._service.draining:
+            retry = {"retry-after": "10"}
+            raise ApiError(503, "the server is shutting down", "shutting_down", headers=retry)
 
     def _check_host(self, headers: Headers) -> None:
         """A page of another site whose name was made to point here still says that name."""

@@ -5,9 +5,11 @@ that are not named here are ignored, as clients send what other servers understa
 are not done are refused by name.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
@@ -17,6 +19,20 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_CONSTRAINTS = (
+    ("grammar", "json_schema", "structured_outputs")  # as llama.cpp and vLLM name what OpenAI calls response_format
+    + ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+)
+
+
+def _false_itself(value: Any) -> Any:
+    """To Python 0 is False, and so it is to a Literal."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError("Input should be false")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_false_itself)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -36,11 +52,37 @@ def validated(kind: type[_Request], value: Any) -> _Request:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        cause = first["msg"].removeprefix("Value error, ")
-        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-        raise ApiError(400, f"{place or 'body'}: {cause}", code, param=place or None) from None
+        raise _named(error.errors(include_url=False, include_context=False, include_input=False), value) from None
+
+
+def _named(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
+    """The first mistake; of a field that takes several kinds of values, what is wrong deepest within it."""
+    places = [_place(error, body) for error in errors]
+    within = [place for place in places if place[: len(places[0])] == places[0]]
+    place = max(within, key=len)
+    found = [error for error, where in zip(errors, places, strict=True) if where == place]
+    name, words = ".".join(map(str, place)), dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in found)
+    if [one for one in found if one["type"] != "none_required"]:
+        cause = " or ".join(words).replace(" or Input should be ", " or ")
+    else:
+        cause = "is not supported here"
+        if name in _CONSTRAINTS:
+            cause += "; response_format says what a reply must be"
+    code = "missing_required_parameter" if found[0]["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{name or 'body'}: {cause}", code, param=name or None)
+
+
+def _place(error: ErrorDetails, body: Any) -> tuple[str | int, ...]:
+    """The way to a mistake through the body, without the names that pydantic gives to alternatives."""
+    found: list[str | int] = []
+    for part in error["loc"]:
+        known = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if known:
+            body = body[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        found.append(part)
+    return tuple(found)
 
 
 class ForModel(Strict):
@@ -163,6 +205,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: SchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object, as llama.cpp takes it
     regex: LongText | None = None
     lark: LongText | None = None
 
@@ -175,10 +218,29 @@ class ResponseFormat(Strict):
         return self
 
 
-class ChatRequest(ForModel, Sampling):
+class Constraints(Strict):
+    """What other servers take to constrain a reply, which is `response_format` here: refused, not ignored.
+
+    A reply that looks like one of the form that was asked for, and is not, is the worst answer.
+    """
+
+    grammar: None = None
+    json_schema: None = None
+    structured_outputs: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    min_tokens: Annotated[int, Field(ge=0, le=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=0)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=0)] | None = None
+    allowed_token_ids: None = None
+    use_beam_search: No | None = None
+
+
+class ChatRequest(ForModel, Sampling, Constraints):
     """The body of POST /v1/chat/completions."""
 
-    model: Name
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     n: int | None = Field(None, ge=1, le=64)
     stream: bool | None = None
@@ -195,15 +257,15 @@ class ChatRequest(ForModel, Sampling):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     functions: None = None
     audio: None = None
+    continue_final_message: No | None = None  # vLLM's
 
 
-class CompletionRequest(ForModel, Sampling):
+class CompletionRequest(ForModel, Sampling, Constraints):
     """The body of POST /v1/completions."""
 
-    model: Name
     prompt: LongText | list[LongText] | list[TokenId] | list[list[TokenId]]
     n: int | None = Field(None, ge=1, le=64)
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

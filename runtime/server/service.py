@@ -188,8 +188,8 @@ class Service:
                 return self.compiler.regex(form.regex or "", prelude)
             if form.type == "lark":
                 return self.compiler.lark(form.lark or "", prelude)
-            schema = None if form.json_schema is None else form.json_schema.schema_
-            text = JSON_MODE if form.type == "json_object" else json.dumps(schema)
+            schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+            text = JSON_MODE if schema is None else json.dumps(schema)
             return self.compiler.schema(text, "response_format", prelude)
         except UserError as error:
             raise from_user_error(error, "response_format") from None

@@ -105,8 +105,17 @@ async def off_loop(service: Service, work: Callable[[], _T]) -> _T:
 
 
 async def _read_body(service: Service, request: Request) -> bytes:
-    """The whole body. Raises ApiError for one that is too large, and for a client that leaves before its end."""
+    """The whole body, which says that it is JSON: a form of another site's page, which a browser sends unasked, cannot.
+
+    Raises ApiError for one that is not, one that is too large, and for a client that leaves before its end.
+    """
     limit, parts, size = service.settings.limits.body_bytes, list[bytes](), 0
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", "unsupported_media_type")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes", "request_too_large")
     try:
         async for part in request.stream():
             size += len(part)

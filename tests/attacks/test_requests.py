@@ -31,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/completions": {**SAMPLING, "model": "pico", "prompt": "Hello", "echo": True, "logprobs": 1, "n": 2},
     "/v1/responses": {"model": "pico", "input": "Hello", "max_output_tokens": 2, "instructions": "x", "stream": False},
+    "/v1/responses/input_tokens": {"input": [{"role": "user", "content": "Hello"}], "instructions": "x"},
     "/v1/messages": {"model": "pico", "max_tokens": 2, "system": "x", "messages": TALK[1:], "stop_sequences": ["x"]},
     "/v1/messages/count_tokens": {"model": "pico", "messages": TALK[1:]},
     "/tokenize": {"prompt": "Hello", "add_special_tokens": True},

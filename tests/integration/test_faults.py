@@ -26,14 +26,15 @@ from tests.support.paths import DRAFT, ROOT
 
 REPO = "org/model"
 FILES = {path.name: path.read_bytes() for path in DRAFT.iterdir()}
-# The table: weight files, configurations, tokenizers and templates, disk and processes, quantization, generation.
-FAULTS = {"A": 33, "B": 19, "C": 22, "D": 21, "E": 11, "F": 17}
+# Weight files, configurations, tokenizers and templates, disk and processes, quantization, generation, the server.
+FAULTS = {"A": 33, "B": 19, "C": 22, "D": 21, "E": 11, "F": 17, "G": 43}
 
 
 def test_every_fault_has_a_test_that_names_it() -> None:
     """In the id of a case, in the name of the test, or in what is said about it."""
-    number = re.compile(r"(?:\b|test_)([A-F]\d{1,2}|[a-f]\d{1,2}(?=_))")
-    named = {word.upper() for path in (ROOT / "tests").rglob("*.py") for word in number.findall(path.read_text())}
+    number = re.compile(r"\b([A-G]\d{1,2})\b|(?<=[_\"])([a-g]\d{1,2})(?=_|-[a-z])")
+    found = (match for path in (ROOT / "tests").rglob("*.py") for match in number.findall(path.read_text()))
+    named = {(upper or lower).upper() for upper, lower in found}
     assert {f"{part}{index + 1}" for part, last in FAULTS.items() for index in range(last)} <= named
 
 

@@ -39,6 +39,11 @@ class ChatAsk:
     limit: int | None = None
     top: int | None = None
 
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model is told of."""
+        return () if self.choice == "none" else self.tools
+
 
 def effort_arguments(effort: Effort | None) -> dict[str, Any]:
     """What a template is told of how hard to think."""
@@ -52,7 +57,7 @@ def prepare_chat(service: Service, ask: ChatAsk) -> Prepared:
     required = ask.choice == "required" or ask.named is not None
     if required and not ask.tools:
         raise ApiError(400, "tool_choice: there are no tools", "invalid_value", param="tool_choice")
-    tools = () if ask.choice == "none" else ask.tools
+    tools = ask.offered
     ids = service.chat_prompt(ask.messages, tools, ask.arguments)
     end = service.spelled(ids[-16:])
     service.room(ids, ask.limit, "messages")

@@ -25,6 +25,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
@@ -32,7 +33,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/apply-template": TokenizeRequest,
 }
 _MEDIA = {"/": "text/html", "/metrics": "text/plain"}
-_STREAMED = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
@@ -56,8 +57,8 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path)
     media = _MEDIA.get(path, "application/json")
     content: dict[str, Any] = {media: {"schema": _ANY if media == "application/json" else _TEXT}}
-    if body in _STREAMED:
-        content["text/event-stream"] = {"schema": _TEXT}
+    if path in _STREAMED:
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for the events of a stream
     failed = {"description": "Why not.", "content": {"application/json": {"schema": _reference("Error")}}}
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}, "4XX": failed, "5XX": failed}
     if path == "/health":
@@ -101,5 +102,5 @@ def openapi_document(routes: Iterable[Route], names: Sequence[str]) -> dict[str,
 
 async def description(service: Service, request: Request) -> Response:
     """This description."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.include_in_schema]
     return JsonResponse(await off_loop(service, lambda: openapi_document(routes, service.settings.names)))

@@ -71,7 +71,6 @@ class Thinking(Strict):
 class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: Name
     messages: list[MessageTurn] = Field(min_length=1, max_length=4096)
     system: LongText | list[ContentPart] | None = None
     tools: list[InputTool] | None = Field(None, max_length=128)

@@ -1,4 +1,7 @@
-"""POST /v1/responses: OpenAI's responses over the same engine. Nothing is stored: a conversation is sent whole."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses over the same engine.
+
+Nothing is stored: a conversation is sent whole.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -18,6 +21,7 @@ from mycli.runtime.server.schemas import (
     ForModel,
     LongText,
     Name,
+    No,
     ResponseFormat,
     Sampling,
     SchemaFormat,
@@ -25,7 +29,7 @@ from mycli.runtime.server.schemas import (
     ToolName,
 )
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, read_request
+from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 
@@ -78,7 +82,6 @@ class ReasoningOptions(Strict):
 class ResponsesRequest(ForModel):
     """The body of POST /v1/responses."""
 
-    model: Name
     input: LongText | list[InputItem]
     instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
@@ -93,7 +96,7 @@ class ResponsesRequest(ForModel):
     metadata: dict[str, str] | None = Field(None, max_length=16)
     previous_response_id: None = None
     conversation: None = None
-    background: Literal[False] | None = None
+    background: No | None = None
 
 
 def _messages(given: ResponsesRequest) -> list[Message]:
@@ -154,6 +157,17 @@ async def responses(service: Service, request: Request) -> Response:
     )
     rendering = ResponseRendering(service, given, prepared)
     return await answer(service, request, prepared, rendering, bool(given.stream))
+
+
+async def input_tokens(service: Service, request: Request) -> Response:
+    """How many tokens an input is."""
+
+    def count(given: ResponsesRequest) -> int:
+        ask = _ask(given)
+        return len(service.chat_prompt(ask.messages, ask.offered, ask.arguments))
+
+    _, tokens = await read_request(service, request, ResponsesRequest, count)
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 class ResponseRendering:

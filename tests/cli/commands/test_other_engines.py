@@ -112,6 +112,33 @@ def test_on_a_cpu_no_share_is_named_and_no_page_of_others_let_in(
 
 
 @pytest.mark.parametrize(
+    ("cores", "nodes", "ranks", "said"),
+    [
+        pytest.param([0, 1, 2, 3, 6], 1, 2, "0,1|2,3,6", id="5-cores-2-parts"),
+        pytest.param([0, 1], 1, 2, "0|1", id="2-cores-2-parts"),
+        pytest.param([0, 1, 2, 3], 2, 2, None, id="a-node-for-each"),
+        pytest.param([0], 1, 2, None, id="1-core-2-parts"),
+        pytest.param([0, 1, 2, 3], 1, 1, None, id="whole"),
+    ],
+)
+def test_on_a_cpu_of_fewer_memory_nodes_than_parts_each_part_has_cores_of_its_own(
+    mycli: Mycli,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: dict[str, str],
+    cores: list[int],
+    nodes: int,
+    ranks: int,
+    said: str | None,
+) -> None:
+    """vLLM ends where a part of the model has neither a NUMA node nor cores that it was told."""
+    monkeypatch.setattr(other_engines, "_cores", lambda: cores)
+    monkeypatch.setattr(other_engines, "_memory_nodes", lambda: nodes)
+    arguments = ("--engine", "vllm", "--device", "cpu", "--tensor-parallel-size", str(ranks))
+    _, told, _ = started(mycli, monkeypatch, installed, *arguments)
+    assert told.get("VLLM_CPU_OMP_THREADS_BIND") == said
+
+
+@pytest.mark.parametrize(
     ("arguments", "free", "code", "said"),
     [
         (("--engine", "vllm", "--tensor-parallel-size", "3"), 79, 3, "num_attention_heads"),

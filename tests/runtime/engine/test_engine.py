@@ -161,6 +161,17 @@ def test_replies_together_are_the_replies_alone(
     assert (engine.stats.running, engine.stats.waiting, engine.stats.cache_used) == (0, 0, 0)
 
 
+def test_what_others_left_in_a_block_is_read_by_nobody(pico: ModelRunner, alone: list[list[int]]) -> None:
+    """G33: replies from blocks full of what somebody else wrote are those of a new cache."""
+    engine = paged(pico, 68)
+    for layer in range(pico.config.layers):
+        for stored in engine.cache.all(layer):
+            stored.data.fill_(30_000 if stored.data.is_floating_point() else 0x5B)
+            if stored.scales is not None:
+                stored.scales.fill_(1e4)
+    assert together(engine, MIXED) == alone
+
+
 def test_cancelling_frees_within_a_step_and_others_go_on(pico: ModelRunner) -> None:
     """G19."""
     engine = paged(pico, 256)

@@ -79,9 +79,10 @@ def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
         assert served.ask("GET", "/v1/models", None, own).status == 200
 
 
+@pytest.mark.parametrize("path", [path for method, path, _ in ROUTES if method == "POST"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_g4_a_form_of_another_site_is_no_json(served: Served, kind: str) -> None:
-    answer = served.ask("POST", CHAT, b"{}", {"content-type": kind})
+def test_g4_a_form_of_another_site_is_no_json(served: Served, path: str, kind: str) -> None:
+    answer = served.ask("POST", path, b"{}", {"content-type": kind})
     assert answer.status == 415 and answer.error["code"] == "unsupported_media_type"
 
 
@@ -120,7 +121,8 @@ def test_g5_the_key_is_taken_in_both_forms(keyed: Served) -> None:
 
 def test_g6_the_key_covers_every_route(keyed: Served) -> None:
     """But the probe, and the page, which holds nothing and asks for the key."""
-    for method, path, _ in ROUTES:
+    bare = [(method, path.removeprefix("/v1"), None) for method, path, _ in ROUTES]
+    for method, path, _ in (*ROUTES, *bare):
         answer = keyed.ask(method, path.replace("{name:path}", "pico"), b"{}" if method == "POST" else None)
         assert answer.status == (200 if path in OPEN_PATHS else 401), path
     assert keyed.ask("GET", "/nowhere").status == 401
@@ -237,7 +239,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias-many": (CHAT, good(logit_bias={str(i): 1 for i in range(2000)}), "logit_bias"),
     "no-messages": (CHAT, {"model": "pico"}, "messages"),
     "empty-messages": (CHAT, good(messages=[]), "messages"),
-    "no-model": (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, "model"),
+    "nameless-model": (CHAT, good(model=""), "model"),
+    "grammar": (CHAT, good(grammar='root ::= "a"'), "grammar"),
+    "guided": ("/v1/completions", text(guided_regex="a+"), "guided_regex"),
+    "structured": (CHAT, good(structured_outputs={"json": {}}), "structured_outputs"),
+    "least-tokens": ("/v1/completions", text(min_tokens=3), "min_tokens"),
+    "stop-ids": (CHAT, good(stop_token_ids=[7]), "stop_token_ids"),
+    "no-is-no-0": ("/v1/responses", {"model": "pico", "input": "x", "background": 0}, "background"),
+    "one-is-no-true": ("/v1/completions", text(best_of=True), "best_of"),
     "role": (CHAT, good(messages=[{"role": "root", "content": "Hi"}]), "messages.0.role"),
     "surrogate": (CHAT, good(messages=[{"role": "user", "content": "\ud800"}]), "messages.0.content"),
     "image": (CHAT, good(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages.0.content.0.type"),
@@ -279,6 +288,36 @@ def test_g13_g14_g18_what_cannot_be_is_refused_by_name(served: Served, name: str
     assert (answer.error["param"] or "").startswith(param) and len(answer.body) < 1000
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        pytest.param({"stop": [1]}, "stop.0: Input should be a valid string", id="within-a-list"),
+        pytest.param(
+            {"messages": [{"role": "user", "content": {}}]},
+            "messages.0.content: Input should be a valid string or a valid list",
+            id="several-kinds",
+        ),
+        pytest.param({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required", id="missing"),
+        pytest.param(
+            {"json_schema": {}},
+            "json_schema: is not supported here; response_format says what a reply must be",
+            id="what-others-take",
+        ),
+        pytest.param({"audio": {}}, "audio: is not supported here", id="not-done"),
+    ],
+)
+def test_g13_a_mistake_is_named_by_its_way_through_the_body(
+    served: Served, fields: dict[str, Any], message: str
+) -> None:
+    error = served.ask("POST", CHAT, good(**fields)).error
+    assert error["message"] == message and error["param"] == message.partition(":")[0]
+
+
+def test_what_others_take_to_constrain_a_reply_may_say_nothing(served: Served) -> None:
+    nothing = {"grammar": None, "min_tokens": 0, "stop_token_ids": [], "bad_words": [], "use_beam_search": False}
+    assert served.ask("POST", CHAT, good(**nothing)).status == 200
+
+
 def test_g13_fields_that_nobody_knows_are_ignored(served: Served) -> None:
     assert served.ask("POST", CHAT, good(some_field={"a": [1]}, user="me", store=False)).status == 200
 
@@ -290,16 +329,35 @@ def test_g15_a_model_that_is_not_served(served: Served) -> None:
     assert served.ask("GET", "/v1/models/alias/of-it").status == 200
 
 
+def test_g15_without_a_name_it_is_the_model_that_is_served(served: Served) -> None:
+    asked = [(CHAT, good()), ("/v1/completions", text()), ("/v1/messages", good()), ("/v1/responses", {"input": "x"})]
+    for path, body in asked:
+        answer = served.ask("POST", path, {**body, "model": None, "max_output_tokens": 1})
+        assert answer.status == 200 and answer.json["model"] == "pico"
+
+
+def test_openais_endpoints_are_found_without_their_v1(served: Served) -> None:
+    assert served.ask("POST", "/chat/completions", good()).status == 200
+    assert served.ask("POST", "/completions", text()).status == 200
+    assert served.ask("POST", "/responses", {"input": "x", "max_output_tokens": 1}).status == 200
+    assert served.ask("GET", "/models").json == served.ask("GET", "/v1/models").json
+    assert served.ask("GET", "/models/alias/of-it").status == 200
+
+
 def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/chat/completions/", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
     ):
         answer = served.ask(method, path, b"{}" if method == "POST" else None)
         assert answer.status == status and answer.error
+    for method, path, other in (("POST", "/health", "GET"), ("GET", "/tokenize", "POST")):
+        answer = served.ask(method, path, headers={"content-length": "0"})  # of a body that says nothing of its kind
+        assert answer.status == 405 and other in answer.headers["allow"]
 
 
 SCHEMAS: dict[str, Any] = {
@@ -311,6 +369,7 @@ SCHEMAS: dict[str, Any] = {
     "false": {"not": {}},
     "redos": {"type": "string", "pattern": "(a+)+$(b"},
     "look-around": {"type": "string", "pattern": "(?=a)b"},
+    "huge-enum": {"enum": [f"{number:06d}" for number in range(20_000)]},
     "required-huge": {"type": "object", "properties": {"a": {"const": "x" * 70_000}}},
 }
 
@@ -326,8 +385,9 @@ def test_g17_a_hostile_schema_is_refused_before_anything_runs(served: Served, na
     served.idle()
 
 
-def test_g17_a_deep_schema_is_refused(served: Served) -> None:
-    deep = '{"type":"object","properties":{"a":' * 300 + "{}" + "}}" * 300
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_g17_a_deep_schema_is_refused(served: Served, depth: int) -> None:
+    deep = '{"type":"object","properties":{"a":' * depth + "{}" + "}}" * depth
     body = json.dumps(good(response_format=SCHEMA_OF)).replace('{"type": "object"}', deep)
     answer = served.ask("POST", CHAT, body.encode())
     assert answer.status == 400 and answer.error["code"] in ("invalid_value", "invalid_json")

@@ -102,7 +102,7 @@ def test_what_a_model_writes_never_runs(browser: Browser, scripted: Scripted) ->
 def test_markup_is_shown(browser: Browser, scripted: Scripted) -> None:
     text = (
         "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/)\n\n- x\n- y\n  - z\n\n1. p\n\n"
-        "> q\n\n```\na < b\n```\n\n|h|\n|-|\n|v|\n"
+        "> q\n\n```py <i>\na < b\n```\n\n|h|n|c|\n|-|-:|:-:|\n|v|1|2|\n"
     )
     with scripted(text) as served:
         meet(browser, served)
@@ -121,9 +121,11 @@ def test_markup_is_shown(browser: Browser, scripted: Scripted) -> None:
             "pre code",
             "th",
             "td",
+            "td.right + td.center",
         ):
             assert browser.run(f"{BODY}.querySelector({json.dumps(css)}) !== null"), css
         assert browser.run(f"{BODY}.querySelector('pre code').textContent") == "a < b"
+        assert browser.run(f"{BODY}.querySelector('.code span').textContent") == "py <i>"
 
 
 def test_reasoning_is_folded(browser: Browser, scripted: Scripted) -> None:
@@ -150,6 +152,18 @@ def test_a_long_reply_does_not_stall_the_page(browser: Browser, served: Served) 
         began = time.monotonic()
         browser.run(f"document.createElement('div').append(markdown({json.dumps(text)}))")
         assert time.monotonic() - began < 20  # a hang, not a speed: each takes milliseconds
+
+
+def test_of_a_long_conversation_the_talk_scrolls_and_not_the_page(browser: Browser, scripted: Scripted) -> None:
+    with scripted("word " * 4000, context=1 << 15) as served:
+        meet(browser, served)
+        for turn in (1, 2):
+            ask(browser, "Go")
+            browser.wait(IDLE.format(turn))
+        assert browser.run(f"{BODY}.textContent.length") > 19_990
+        assert browser.run("document.documentElement.scrollHeight") <= 760
+        talk = "document.getElementById('talk')"
+        assert browser.run(f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight") < 80  # its end is seen
 
 
 def test_settings_are_sent(browser: Browser, loaded: LoadedModel) -> None:

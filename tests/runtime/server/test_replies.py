@@ -3,12 +3,14 @@
 import dataclasses
 import http.client
 import json
+import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -172,6 +174,15 @@ class GrammarEngine(ScriptedEngine):
         return number
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_g39_reasoning_that_never_ends_under_a_schema_ends_with_its_limit(reasoning: LoadedModel, stream: bool) -> None:
+    ids = reasoning.tokenizer.encode("<think>" + "on and on " * 50, add_special=False, allow_special=True)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with serving(reasoning, GrammarEngine(lambda request: ids)) as served:
+        content, thought, _, end = joined(served.chat("Go", response_format=form, max_tokens=40, stream=stream))
+        assert (content, end) == ("", "length") and thought.startswith("on and on")
+
+
 @pytest.mark.parametrize("thought", ["<think>a { b</think>", "<think>\nfree text, 日本\n</think>\n\n", ""])
 def test_a_schema_holds_after_the_reasoning(reasoning: LoadedModel, thought: str) -> None:
     """Free text until the reasoning ends; what is not of the schema does not get through after it."""
@@ -220,7 +231,7 @@ def test_g39_a_reply_that_fails_alone_is_an_error(loaded: LoadedModel) -> None:
 
 def leave(served: Served, stream: bool, wait: float) -> None:
     """Ask, wait, and go away without reading to the end."""
-    body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": stream}
+    body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": stream, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
     if stream:
@@ -238,6 +249,19 @@ def test_a_client_that_leaves_frees_its_sequence(loaded: LoadedModel, stream: bo
         served.idle()
         assert engine.cancelled == [1]
         assert 'request_success_total{finished_reason="cancelled"} 1.0' in served.ask("GET", "/metrics").body.decode()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["g20-whole", "g19-streamed"])
+def test_a_client_that_leaves_gives_its_blocks_back(served: Served, stream: bool) -> None:
+    def cancelled() -> int:
+        found = re.findall(r'finished_reason="cancelled"} (\d+)', served.ask("GET", "/metrics").body.decode())
+        return int(found[0]) if found else 0
+
+    before = cancelled()
+    leave(served, stream, 0.1 if stream else 0.2)
+    served.idle()
+    assert cancelled() == before + 1
+    assert served.ask("GET", "/health").json == {"status": "ok", "running": 0, "waiting": 0, "cache": 0.0}
 
 
 class Flood(ScriptedEngine):
@@ -265,6 +289,51 @@ def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> 
             assert served.chat("Hi").status == 200 and time.monotonic() < end
         served.idle()
         connection.close()
+
+
+class Counting(ScriptedEngine):
+    """Counts its steps."""
+
+    steps = 0
+
+    def step(self) -> list[SequenceOutput]:
+        self.steps += 1
+        return list(super().step())
+
+
+@pytest.mark.slow
+def test_g42_who_reads_gets_a_token_in_every_step_whatever_255_others_do(loaded: LoadedModel) -> None:
+    """They read a byte now and then of replies that have filled what a socket holds."""
+    engine = Counting(lambda request: [5] * (600 if len(request.prompt) < 12 else 20_000), running=256, pause=0.001)
+    limits = ServerLimits(waiting=1000, stall_seconds=3600)
+    with serving(loaded, engine, ServerSettings(("pico",), limits=limits)) as served, ExitStack() as links:
+        body = json.dumps({"messages": [{"role": "user", "content": "a b c d e f g h"}], "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        readers = []
+        for _ in range(255):
+            link = links.enter_context(socket.socket())
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect(("127.0.0.1", served.port))
+            link.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            readers.append(link)
+        end = time.monotonic() + 120
+        while served.service.worker.stats.running < 255:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        over, asked = threading.Event(), engine.steps
+
+        def sip() -> None:
+            while not over.wait(0.2):
+                assert all(link.recv(1) for link in readers)
+
+        thread = threading.Thread(target=sip)
+        thread.start()
+        try:
+            assert joined(served.chat("Hi"))[3] == "stop"
+        finally:
+            over.set()
+            thread.join()
+        assert engine.steps - asked < 2 * 600 and served.service.worker.stats.running == 255
 
 
 def test_g22_too_many_wait_and_one_is_told_so(loaded: LoadedModel) -> None:
