@@ -171,6 +171,10 @@ def test_without_its_libraries_it_says_what_to_install(environment: dict[str, st
     (tmp_path / "starlette.py").write_text("raise ImportError('none', name='starlette')\n")
     path = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [*COMMAND, "serve", "pico"], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240
+        [*COMMAND, "serve", "pico"],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 2 and "mycli-llm[serve]" in done.stderr
