@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
@@ -214,15 +213,16 @@ class Engine:
         drafted = self._drafted(turns)
         chunks = [turn.chunk(drafted.get(turn.sequence.id, [])) for turn in turns]
         logits = self.runner.run(chunks, self.cache, self._listener(turns, chunks))
-        draws: list[tuple[Turn, Tensor]] = []
+        draws: list[tuple[Turn, range]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
-        everyone = list(turns)
-        for turn, part in zip(turns, torch.split(logits, [chunk.logits for chunk in chunks]), strict=True):
+        everyone, end = list(turns), 0
+        for turn, chunk in zip(turns, chunks, strict=True):
+            rows, end = range(end, end + chunk.logits), end + chunk.logits
             if turn.scored:
-                scores[turn.sequence.id], part = self._score(turn, part), part[-1:]
+                scores[turn.sequence.id], rows = self._score(turn, logits[rows.start : end]), rows[-1:]
             if turn.completes and turn.sequence.limit:
                 forks = self.scheduler.begin_branches(turn)
-                draws += [(one, part) for one in (turn, *forks)]
+                draws += [(one, rows) for one in (turn, *forks)]
                 everyone += forks
         drawn = self._draw(draws, drafted, logits)
         outputs = [self._advance(turn, drawn.get(turn.sequence.id, []), scores, drafted) for turn in everyone]
@@ -263,25 +263,27 @@ class Engine:
         return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
 
     def _draw(
-        self, draws: Sequence[tuple[Turn, Tensor]], drafted: dict[int, list[int]], logits: Tensor
+        self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
     ) -> dict[int, list[int] | UserError]:
         """What follows in each sequence, or why nothing can: by `logits`, of which each has its rows."""
         drawn: dict[int, list[int] | UserError] = {}
-        plain = []
-        for turn, part in draws:
+        plain, places = list[int](), list[int]()
+        for turn, rows in draws:
             number = turn.sequence.id
             if not drafted.get(number):
-                plain.append((number, part))
+                plain.append(number)
+                places.append(rows.start)
                 continue
             assert self.speculator is not None
             try:
+                part = logits[rows.start : rows.stop]
                 drawn[number] = self.speculator.accept(number, part, self._live[number].sampler)
             except UserError as error:
                 drawn[number] = error
         if plain:
-            rows = logits if len(plain) == len(logits) else torch.cat([part for _, part in plain])
-            found = sample_rows(rows, [self._live[number].sampler for number, _ in plain])
-            for (number, _), token in zip(plain, found, strict=True):
+            chosen = logits if places == list(range(len(logits))) else logits[places]
+            found = sample_rows(chosen, [self._live[number].sampler for number in plain])
+            for number, token in zip(plain, found, strict=True):
                 drawn[number] = token if isinstance(token, UserError) else [token]
         return drawn
 

@@ -32,7 +32,7 @@ class Span:
 
 def _on(device: torch.device, made: Tensor) -> Tensor:
     """`made` on `device`, without waiting for what is under way there: the driver copies such small tensors first."""
-    return made.to(device, non_blocking=True)
+    return made if device.type == "cpu" else made.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,33 @@ class Batch:
         places = ((span.blocks, at) for span in self.spans for at in range(span.start, span.length))
         return self._made([blocks[at // size] * size + at % size for blocks, at in places], torch.int64)
 
+    @property
+    def starts_and_lengths(self) -> tuple[list[int], list[int]]:
+        """What `starts` and `lengths` hold."""
+        last = self.spans[-1]
+        return [*[span.row for span in self.spans], last.row + last.count], [span.length for span in self.spans]
+
+    @property
+    def padded_blocks(self) -> tuple[list[int], int]:
+        """What `block_table` holds, row after row, and how many a row has."""
+        widest = max([len(span.blocks) for span in self.spans])
+        return [block for span in self.spans for block in (*span.blocks, *[0] * (widest - len(span.blocks)))], widest
+
     @cached_property
     def starts(self) -> Tensor:
         """int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1]."""
-        return self._made([*(span.row for span in self.spans), self.rows], torch.int32)
+        return self._made(self.starts_and_lengths[0], torch.int32)
 
     @cached_property
     def lengths(self) -> Tensor:
         """int32 [S]: of each sequence after this pass."""
-        return self._made([span.length for span in self.spans], torch.int32)
+        return self._made(self.starts_and_lengths[1], torch.int32)
 
     @cached_property
     def block_table(self) -> Tensor:
         """int32 [S, blocks], padded with 0."""
-        widest = max(len(span.blocks) for span in self.spans)
-        table = [[*span.blocks, *[0] * (widest - len(span.blocks))] for span in self.spans]
-        return self._made(table, torch.int32)
+        blocks, widest = self.padded_blocks
+        return self._made(blocks, torch.int32).view(-1, widest)
 
     @cached_property
     def logits_at(self) -> Tensor:

@@ -3,7 +3,7 @@
 What it is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, compl
 from mycli.runtime.layers.linear import Linear, load_linears
 from mycli.runtime.layers.native import (
     NativePart,
-    NativePass,
+    ReadyPart,
     attention_part,
 )
 from mycli.runtime.layers.norm import RMSNorm, make_norm
@@ -53,10 +53,15 @@ class Attention(LayerPart):
     def _prepare(self) -> CAttentionPart:
         return attention_part(self.spec, self._around(), self._inner_norms, self.qkv, self.o)
 
-    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
-        """As `LayerPart.run_native`."""
-        part = self._prepared.get(self._prepare)
-        return None if part is None else native.attention(part, self.spec, self._layer, x)
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
+        part, spec = self._prepared.get(self._prepare), self.spec
+        layer = self._layer if spec.shares is None else spec.shares
+        return None if part is None else ReadyPart(part, layer, spec.rope)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -158,7 +163,7 @@ class Parallel:
         self.products = (*first.products, *second.products)
 
     def run(self, x: Tensor, context: PassContext) -> Tensor:
-        """As `LayerPart.run`, step by step."""
+        """As `LayerPart.run`."""
         return complete(self.steps(x, context))
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:

@@ -1,5 +1,7 @@
 """The second half of a layer: an MLP, or a mixture of experts. What they are made of is declared (`runtime.models`)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from mycli.runtime.layers.linear import Changes, Linear, RoutedProduct
 from mycli.runtime.layers.native import (
     ExpertModules,
     NativePart,
-    NativePass,
+    ReadyPart,
     experts_part,
     mlp_part,
 )
@@ -35,10 +37,14 @@ class Mlp(LayerPart):
     def _prepare(self) -> CMlpPart:
         return mlp_part(self.spec, self._around(), self.gate_up, self.down)
 
-    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
-        """As `LayerPart.run_native`."""
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
         part = self._prepared.get(self._prepare)
-        return None if part is None else native.mlp(part, x)
+        return None if part is None else ReadyPart(part)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -81,10 +87,14 @@ class Experts(LayerPart):
         products = self.router, self._gate_up, self._down, shared, self.shared_gate
         return experts_part(self.spec, self._around(), ExpertModules(self._inner_norms, *products, self._scales))
 
-    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
-        """As `LayerPart.run_native`."""
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
         part = self._prepared.get(self._prepare)
-        return None if part is None else native.experts(part, x)
+        return None if part is None else ReadyPart(part)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""

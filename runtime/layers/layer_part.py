@@ -5,7 +5,7 @@ a layer multiplies (`complete`); calibration looks at the inputs; both see the s
 computes.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.layers.native import (
     Around,
     NativePart,
-    NativePass,
+    ReadyPart,
 )
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates
@@ -34,14 +34,13 @@ class PassContext:
     """What all layers of one pass share.
 
     rope: tables of the new positions by kind of rotation; attention: what the queries of a layer attend to; told: what
-    a layer is told of the tokens, [sequences, tokens, width], None where none is; native: for parts that our own code
-    runs whole, None where it takes none; states: what recurrent layers go on from.
+    a layer is told of the tokens, [sequences, tokens, width], None where none is; states: what recurrent layers go on
+    from.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
     attention: KeysAndValues
     told: Callable[[int], Tensor] | None = None
-    native: NativePass | None = None
     states: RecurrentStates = TextStates()
 
 
@@ -93,13 +92,16 @@ class LayerPart(nn.Module):
         raise NotImplementedError
 
     def run(self, x: Tensor, context: PassContext) -> Tensor:
-        """The residual stream x [sequences, tokens, hidden] to the same, in one call where native code takes it."""
-        found = None if context.native is None else self.run_native(x, context.native)
-        return complete(self.steps(x, context)) if found is None else found
+        """The residual stream x [sequences, tokens, hidden] to the same, step by step."""
+        return complete(self.steps(x, context))
 
-    def run_native(self, x: Tensor, native: NativePass) -> Tensor | None:
-        """As `run`, by native code; None where there is none for this part."""
+    def ready(self) -> ReadyPart | None:
+        """As native code has it, None where there is none for this part."""
         return None
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """The attributes of objects that `ready` depends on."""
+        return ()
 
     def _around(self) -> Around:
         hidden = self.products[-1].out_features

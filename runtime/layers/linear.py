@@ -56,7 +56,8 @@ def _read_dense(
 class Linear(nn.Module):
     """Linears that share an input: x [..., in_features] to the outputs of `specs`, side by side.
 
-    Of many, `changes` spares whoever made something of their weights to look at each.
+    Of many, `changes` spares whoever made something of their weights to look at each. `matmuls`: the products that do
+    it, their outputs side by side; another tuple whenever they are others.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], changes: Changes | None = None) -> None:
@@ -66,7 +67,7 @@ class Linear(nn.Module):
         self.in_features = specs[0].in_features
         self.out_features = sum(spec.out_features for spec in specs)
         self.bias: Tensor | None = None
-        self._matmuls: tuple[Matmul, ...] = ()
+        self.matmuls: tuple[Matmul, ...] = ()
         self.dense_copy: Tensor | None = None
 
     def load(
@@ -90,13 +91,13 @@ class Linear(nn.Module):
         self._multiply_by(tuple(matmuls))
 
     def _multiply_by(self, matmuls: tuple[Matmul, ...]) -> None:
-        self._matmuls = matmuls
+        self.matmuls = matmuls
         if self._changes is not None:
             self._changes.last = object()
 
     def weight(self) -> Tensor:
         """The weights of all linears, stacked, [out_features, in_features]; not a copy where they are dense already."""
-        parts = [matmul.dequantize() for matmul in self._matmuls]
+        parts = [matmul.dequantize() for matmul in self.matmuls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def replace(self, weight: Tensor | Matmul | None) -> None:
@@ -109,24 +110,19 @@ class Linear(nn.Module):
         self._multiply_by(() if matmul is None else (matmul,))
 
     @property
-    def matmuls(self) -> tuple[Matmul, ...]:
-        """The products that do it, their outputs side by side; another tuple whenever they are others."""
-        return self._matmuls
-
-    @property
     def matmul(self) -> Matmul | None:
         """The one product that does it all, None where packings differ or nothing is loaded."""
-        return self._matmuls[0] if len(self._matmuls) == 1 else None
+        return self.matmuls[0] if len(self.matmuls) == 1 else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         others = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self.dense_copy))
-        return sum(matmul.nbytes for matmul in self._matmuls) + others
+        return sum(matmul.nbytes for matmul in self.matmuls) + others
 
     def keep_dense_copy(self, dtype: torch.dtype) -> None:
         """Keep packed weights densely too, in `dtype`, for passes of many rows: prompts."""
-        if any(isinstance(matmul, DenseMatmul) for matmul in self._matmuls):
+        if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
             return  # of mixed linears the dense ones would be held twice
         self.dense_copy = self.weight().to(dtype)
 
@@ -136,7 +132,7 @@ class Linear(nn.Module):
         if self.dense_copy is not None and len(rows) > PACKED_ROWS:
             parts = [functional.linear(rows, self.dense_copy)]
         else:
-            parts = [matmul(rows) for matmul in self._matmuls]
+            parts = [matmul(rows) for matmul in self.matmuls]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if self.bias is not None:
             y = y + self.bias

@@ -1,12 +1,12 @@
 """Parts of layers by our own code on the CPU, whole: which of them it takes, and what one pass tells them.
 
-A pass of few tokens spends its time on getting from one small step to the next. So a part runs in one call where each
-of its steps has native code, with the bits that its steps have one by one; `runtime.layers.layer_part` runs all others.
-Does not know the order of parts, or what a layer is.
+A pass of few tokens spends its time on getting from one small step to the next. So parts run in one call, one after
+another, where each of their steps has native code, with the bits that the steps have one by one. Does not know which
+parts follow each other (`runtime.layers.chain`), or what a layer is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int32, c_void_p
 from dataclasses import dataclass
 from operator import is_not
 from typing import Generic, TypeVar
@@ -22,33 +22,34 @@ from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     MOST_PARTS,
     CAttentionPart,
+    CChain,
     CExpertProduct,
     CExpertsPart,
     CFeed,
     CGain,
+    CHead,
     CLinear,
     CMlpPart,
+    CPart,
     CPassRows,
     CPlace,
     CProduct,
     CSum,
-    run_attention,
-    run_experts,
-    run_mlp,
+    CTurn,
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.rope import RopeTables
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 NATIVE_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
 
-_T = TypeVar("_T", CAttentionPart, CMlpPart, CExpertsPart)
+_T = TypeVar("_T")
 
 
 class NotNative(Exception):
@@ -119,9 +120,11 @@ def attention_part(
     spec: AttentionSpec, around: Around, norms: tuple[RMSNorm | None, ...], qkv: Linear, o: Linear
 ) -> CAttentionPart:
     """Attention as layer.h has it; `norms` of queries, keys and values. Raises NotNative."""
+    rope = spec.rope
     if spec.clip is not None or spec.sinks is not None or spec.gated:
         raise NotNative("takes no clips, no sinks and no gates of heads")
-    rope = spec.rope
+    if rope is not None and rope.scaling.query_beta:
+        raise NotNative("takes no factors of queries")
     half = 0 if rope is None else _multiple(rope.dim // 2, "what is turned of a head")
     return CAttentionPart(
         c_gain(around.norm),
@@ -206,6 +209,11 @@ def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpe
     )
 
 
+def head_part(norm: RMSNorm, head: Linear) -> CHead:
+    """What comes after the last layer, as chain.h has it. Raises NotNative."""
+    return CHead(c_gain(norm), c_linear(head))
+
+
 class NativePart(Generic[_T]):
     """A part made ready for native code, once; and again where what it is made of has been replaced.
 
@@ -214,15 +222,15 @@ class NativePart(Generic[_T]):
     """
 
     def __init__(self, norms: Sequence[RMSNorm], products: Sequence[Linear], changes: Changes | None = None) -> None:
-        self._watched: list[tuple[object, str]] = [(norm, "weight") for norm in norms]
-        self._watched += [(linear, name) for linear in products for name in ("matmuls", "bias")]
-        self._watched += [] if changes is None else [(changes, "last")]
+        self.watched: list[tuple[object, str]] = [(norm, "weight") for norm in norms]
+        self.watched += [(linear, name) for linear in products for name in ("matmuls", "bias")]
+        self.watched += [] if changes is None else [(changes, "last")]
         self._made_of: list[object] = []
         self._part: _T | None = None
 
     def get(self, make: Callable[[], _T]) -> _T | None:
         """The part, as `make` makes it; None where native code does not take it."""
-        now = [getattr(one, name) for one, name in self._watched]
+        now = [getattr(one, name) for one, name in self.watched]
         if not self._made_of or any(map(is_not, self._made_of, now)):
             self._made_of = now  # held, so that nothing new can stand where these stood
             try:
@@ -232,39 +240,57 @@ class NativePart(Generic[_T]):
         return self._part
 
 
-class NativePass:
-    """One pass of few bf16 rows on the CPU, as native parts see it: whose rows they are, and where keys lie."""
+def native_code(x: Tensor) -> Native | None:
+    """The code that takes rows x [T, hidden] of the stream; None where there is none, or they are too many."""
+    if x.dtype != torch.bfloat16 or len(x) > NATIVE_ROWS or not x.is_cpu or torch.is_grad_enabled():
+        return None
+    found = build.native()
+    return None if isinstance(found, str) else found
 
-    def __init__(self, library: Native, batch: Batch, cache: KVCache, tables: Mapping[RopeSpec, RopeTables]) -> None:
-        self._library, self._cache, self._tables = library, cache, tables
-        starts, lengths, table = held = batch.starts, batch.lengths, batch.block_table
-        self._held = held  # the addresses below are theirs
-        addresses = starts.data_ptr(), lengths.data_ptr(), table.data_ptr()
-        self._rows = CPassRows(*addresses, batch.rows, len(lengths), table.shape[1])
+
+@dataclass(frozen=True)
+class ReadyPart:
+    """A part as native code has it. Of attention: which layer's keys and values it reads, and how its heads turn."""
+
+    part: CPart
+    layer: int | None = None
+    rope: RopeSpec | None = None
+
+
+class NativePass:
+    """One pass of few bf16 rows on the CPU, as native parts see it: whose rows they are, how they turn, the cache."""
+
+    def __init__(self, library: Native, batch: Batch, cache: KVCache, rope: Rope) -> None:
+        self.library, self.batch, self.cache = library, batch, cache
+        every = rope.every(max([span.length for span in batch.spans]))
+        tables = rope.rows(batch.spans) if every is None else every
+        self.rotations = tuple(tables)
+        turns = [CTurn(one.cos.data_ptr(), one.sin.data_ptr()) for one in tables.values()]
+        starts, lengths = batch.starts_and_lengths
+        table, width = batch.padded_blocks
+        held = [(c_int32 * len(each))(*each) for each in (starts, lengths, table)]
+        self._held = held, tables  # the addresses below are theirs
+        shape = starts[-1], len(lengths), width
+        self.rows = CPassRows(*map(addressof, held), (CTurn * len(turns))(*turns), *shape, every is not None)
 
     @classmethod
-    def make(cls, batch: Batch, cache: KVCache, tables: Mapping[RopeSpec, RopeTables]) -> "NativePass | None":
-        """None where native code does not take the pass."""
-        if not batch.tokens.is_cpu or batch.rows > NATIVE_ROWS or torch.is_grad_enabled():
-            return None
-        for one in tables.values():
-            if one.cos.dtype != torch.bfloat16:
-                return None
+    def make(cls, x: Tensor, batch: Batch, cache: KVCache, rope: Rope) -> "NativePass | None":
+        """For the stream x [1, T, hidden]; None where native code does not take the pass."""
         if cache.dtype not in (torch.bfloat16, torch.int8, PACKED):
             return None
-        library = build.native()
-        return None if isinstance(library, str) else cls(library, batch, cache, tables)
+        library = native_code(x[0])
+        return None if library is None else cls(library, batch, cache, rope)
 
-    def attention(self, part: CAttentionPart, spec: AttentionSpec, layer: int, x: Tensor) -> Tensor | None:
-        """The stream x [1, T, hidden] through the attention of `layer`; None where queries have factors."""
-        tables = None if spec.rope is None else self._tables[spec.rope]
-        if tables is not None and tables.query_scale is not None:
+    def chain(self, ready: Sequence[ReadyPart]) -> CChain:
+        """`ready` in one call, good for every pass with this cache."""
+        return CChain([one.part for one in ready], [self._place(one) for one in ready])
+
+    def _place(self, ready: ReadyPart) -> CPlace | None:
+        if ready.layer is None:
             return None
-        keys, values = self._cache.all(layer if spec.shares is None else spec.shares)
+        keys, values = self.cache.all(ready.layer)
         strides = keys.data.stride()
-        place = CPlace(
-            None if tables is None else tables.cos.data_ptr(),
-            None if tables is None else tables.sin.data_ptr(),
+        return CPlace(
             keys.data.data_ptr(),
             values.data.data_ptr(),
             None if keys.scales is None else keys.scales.data_ptr(),
@@ -274,13 +300,5 @@ class NativePass:
             strides[0],
             strides[1],
             CACHE_TYPES[keys.data.dtype],
+            0 if ready.rope is None else self.rotations.index(ready.rope),
         )
-        return run_attention(self._library, part, self._rows, place, x)
-
-    def mlp(self, part: CMlpPart, x: Tensor) -> Tensor:
-        """The stream x [1, T, hidden] through an MLP."""
-        return run_mlp(self._library, part, x)
-
-    def experts(self, part: CExpertsPart, x: Tensor) -> Tensor:
-        """The stream x [1, T, hidden] through a layer's experts."""
-        return run_experts(self._library, part, x)

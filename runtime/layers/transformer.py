@@ -16,16 +16,16 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
-from mycli.runtime.layers.attention import PagedAttention
+from mycli.runtime.kernels.cpu.layer import CHead, run_head
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.layer_part import PassContext
+from mycli.runtime.layers.chain import Chain
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.native import NativePart, head_part, native_code
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
-from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, TextStates
-from mycli.runtime.layers.rope import Rope, joined
+from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
@@ -41,10 +41,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-        self.blocks = nn.ModuleList(Block(config.layer(index)) for index in range(config.layers))
+        self.blocks = Chain(Block(config.layer(index)) for index in range(config.layers))
         self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
+        self._native_head: NativePart[CHead] = NativePart([self.norm], [self.head])
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -112,18 +113,21 @@ class Transformer(nn.Module):
 
     def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
         """The residual stream after the last block: [1, T, hidden]. Keys and values go into the cache."""
-        tables = joined([rope.tables(span.start, span.count) for span in batch.spans])
         tokens, told = batch.tokens[None], None
         x = embed_tokens(tokens, self.embedding, self.config)
         if self.per_layer is not None:
             inputs = self.per_layer(tokens, x)
             told = lambda layer: inputs[..., layer, :]  # noqa: E731  (a name would say no more)
-        states = BatchStates(batch, cache.states) if self.config.recurrent else TextStates()
-        native = NativePass.make(batch, cache, tables)
-        context = PassContext(tables, PagedAttention(batch, cache), told, native, states)
-        for block in self.blocks:
-            x = block(x, context)
-        return x
+        return self.blocks.run(x, batch, rope, cache, told)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """What the head makes of the residual stream x [rows, hidden]: [rows, vocab], in one call where it can be."""
+        library = native_code(x)
+        head = None if library is None else self._native_head.get(lambda: head_part(self.norm, self.head))
+        if library is None or head is None:
+            logits: Tensor = self.head(self.norm(x))
+            return logits
+        return run_head(library, head, x)
 
     @torch.inference_mode()
     def forward(
@@ -133,11 +137,11 @@ class Transformer(nn.Module):
 
         `listener` is shown what the head reads of all rows, or would, [T, hidden].
         """
-        x = self.hidden(batch, rope, cache)
+        x = self.hidden(batch, rope, cache)[0]
         if listener is not None:
-            listener(self.norm(x)[0])
+            listener(self.norm(x))
         if sum(batch.wanted) < batch.rows:
-            x = x.index_select(1, batch.logits_at)
-        if not x.shape[1]:
+            x = x.index_select(0, batch.logits_at)
+        if not len(x):
             return torch.empty(0, self.config.vocab_size, device=x.device)
-        return finish_logits(self.head(self.norm(x)), self.config)[0]
+        return finish_logits(self._logits(x), self.config)

@@ -5,14 +5,13 @@ What a sequence draws is the same as alone. Knows samplers; does not know whose 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler, not_numbers, tokens_at
+from mycli.runtime.sampling.sampler import Sampler, likeliest, not_numbers, tokens_at
 
 
 def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserError]:
@@ -23,8 +22,8 @@ def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserE
     tokens: list[int | UserError] = [0] * len(samplers)
     alike: defaultdict[SamplingParams, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
-        if sampler.plain and len(samplers) > 1:
-            alike[replace(sampler.sampling, seed=None)].append(row)
+        if sampler.plain:
+            alike[sampler.unseeded].append(row)
             continue
         try:
             tokens[row] = int(sampler.sample(logits[row : row + 1]))
@@ -41,11 +40,10 @@ def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserE
 def _sample_alike(logits: Tensor, sampling: SamplingParams, samplers: Sequence[Sampler]) -> list[int | UserError]:
     """As `sample_rows`, for plain samplers with the same settings."""
     logits = logits[:, : samplers[0].vocab_size]
-    largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
-    numbers = largest.isfinite()
+    found = likeliest(logits)
     if not samplers[0].plain_greedy:
         weights = distribution(logits, sampling)
-        shares = [sampler.random() if valid else 0.0 for sampler, valid in zip(samplers, numbers.tolist(), strict=True)]
-        best = tokens_at(weights, shares)[:, 0]
-    found: list[int] = best.tolist()
-    return [token if valid else not_numbers() for token, valid in zip(found, numbers.tolist(), strict=True)]
+        shares = [0.0 if best is None else sampler.random() for sampler, best in zip(samplers, found, strict=True)]
+        drawn: list[int] = tokens_at(weights, shares)[:, 0].tolist()
+        found = [None if best is None else token for token, best in zip(drawn, found, strict=True)]
+    return [not_numbers() if token is None else token for token in found]

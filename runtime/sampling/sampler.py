@@ -5,7 +5,7 @@ Knows random numbers, and the tokens that a penalty counts. Does not know models
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.kernels.cpu.sample import softmax_draw
+from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
 from mycli.runtime.sampling.logits_processors import distribution, process
 from mycli.runtime.sampling.params import SamplingParams
 
@@ -67,6 +67,16 @@ def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
     return torch.searchsorted(sums, sums[:, -1:] * share[:, None], right=True)
 
 
+def likeliest(logits: Tensor) -> list[int | None]:
+    """The likeliest token of each row of logits [rows, vocab], the lowest id among equals; None for a row with NaN or
+    infinity, or with nothing but -inf."""
+    found = best_tokens(logits)
+    if not isinstance(found, str):
+        return found
+    largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
+    return [token if math.isfinite(value) else None for token, value in zip(best.tolist(), largest.tolist(), strict=True)]
+
+
 def not_numbers() -> ModelError:
     """What is raised where logits cannot be drawn from."""
     return ModelError(
@@ -101,7 +111,7 @@ class Sampler:
                     f"logit_bias: there is no token {token}",
                     f"the ids of this model's vocabulary end at {vocab_size - 1}",
                 )
-        self.sampling = sampling
+        self.sampling, self.unseeded = sampling, replace(sampling, seed=None)
         self._constraint = constraint
         self._recorder = recorder
         self._vocab_size = vocab_size
@@ -221,9 +231,12 @@ class Sampler:
 
     def best(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of logits [rows, vocab or more], up to the first row that is not numbers."""
-        largest, tokens = logits[:, : self._vocab_size].max(dim=-1)
-        found: list[int] = tokens.tolist()
-        return found[: leading(map(math.isfinite, largest.tolist()))]
+        found: list[int] = []
+        for token in likeliest(logits[:, : self._vocab_size]):
+            if token is None:
+                break
+            found.append(token)
+        return found
 
     def probability_rows(self, count: int, dtype: torch.dtype) -> Tensor | None:
         """For the distributions of `count` drafted tokens, [count, vocab]; None where the likeliest is taken."""

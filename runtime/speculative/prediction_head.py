@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.layer_part import PassContext
+from mycli.runtime.layers.chain import Chain
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import NativePass
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.rope import Rope, joined
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 
 
@@ -33,13 +31,14 @@ class PredictionHead(nn.Module):
         embedding_norm, hidden_norm, join = self.config.joining()
         self.embedding_norm, self.hidden_norm = RMSNorm(embedding_norm), RMSNorm(hidden_norm)
         self.join = Linear((join,))
-        self.block = Block(self.config.layer(0))
+        block = Block(self.config.layer(0))
+        self.blocks = Chain([block])
         self.norm = RMSNorm(self.config.norm())
         checkpoint, device, dtype = folder.checkpoint(), target.device, target.dtype
         for norm in (self.embedding_norm, self.hidden_norm, self.norm):
             norm.load(checkpoint, device, dtype)
         self.join.load(checkpoint, {}, device, dtype)
-        self.block.load(checkpoint, {}, device, dtype)
+        block.load(checkpoint, {}, device, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +64,9 @@ class PredictionHead(nn.Module):
         cache.
         """
         model = self.target.model
-        tables = joined([rope.tables(span.start, span.count) for span in batch.spans])
         embedded: Tensor = self.embedding_norm(embed_tokens(batch.tokens, model.embedding, self.config))
         x = self.join(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1))[None]
-        context = PassContext(tables, PagedAttention(batch, cache), native=NativePass.make(batch, cache, tables))
-        made: Tensor = self.norm(self.block(x, context))[0]
+        made: Tensor = self.norm(self.blocks.run(x, batch, rope, cache))[0]
         if not sum(batch.wanted):
             return made, torch.empty(0, self.config.vocab_size, device=made.device)
         return made, finish_logits(model.head(made.index_select(0, batch.logits_at)), self.config)

@@ -119,13 +119,13 @@ class Native:
     attend: Callable[..., int]
     pack_int4: Callable[..., int]
     softmax_draw: Callable[..., int]
+    best: Callable[..., int | None]
     norm: Callable[..., int | None]
     gate: Callable[..., int | None]
     weigh: Callable[..., int | None]
     rotate: Callable[..., int | None]
-    attention_part: Callable[..., int]
-    mlp_part: Callable[..., int]
-    experts_part: Callable[..., int]
+    run_parts: Callable[..., int]
+    run_head: Callable[..., int]
     convolve: Callable[..., int | None]
     delta: Callable[..., int | None]
     gated_norm: Callable[..., int | None]
@@ -159,14 +159,14 @@ def load_library(path: Path, origin: str = "") -> Native:
         dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         pack_int4=function("pack_int4", c_int, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int),
+        best=function("best", None, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
         weigh=function("weigh", None, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
-        attention_part=function("attention_part", c_int, *(c_void_p,) * 5, c_int),
-        mlp_part=function("mlp_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
-        experts_part=function("experts_part", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+        run_parts=function("run_parts", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+        run_head=function("run_head", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
         convolve=function("convolve", None, c_void_p, c_void_p, c_int),
         delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
         gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),

@@ -1,10 +1,10 @@
-"""Parts of a layer on few rows of bf16 in one call each: the structures of layer.h, and the calls.
+"""Parts of layers on few rows of bf16, many in one call: the structures of layer.h and chain.h, and the calls.
 
 Knows addresses and shapes; which modules become which structure is decided in `runtime.layers.native`.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -89,12 +89,19 @@ class CExpertsPart(ctypes.Structure):
     ]
 
 
+class CTurn(ctypes.Structure):
+    """`Turn` of layer.h."""
+
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p)]
+
+
 class CPassRows(ctypes.Structure):
-    """`PassRows` of layer.h."""
+    """`PassRows` of layer.h; it holds the array of turns that it is given."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "lengths", "table")),
-        *((name, c_int64) for name in ("rows", "sequences", "table_width")),
+        ("turns", ctypes.POINTER(CTurn)),
+        *((name, c_int64) for name in ("rows", "sequences", "table_width", "by_position")),
     ]
 
 
@@ -102,39 +109,57 @@ class CPlace(ctypes.Structure):
     """`Place` of layer.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values", "key_scales", "value_scales")),
-        *((name, c_int64) for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_int64) for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type", "turn")),
     ]
 
 
-def run_attention(library: Native, part: CAttentionPart, rows: CPassRows, place: CPlace, x: Tensor) -> Tensor:
-    """The stream x [..., hidden], bf16 and contiguous, through attention: keys and values go into the cache.
+class CHead(ctypes.Structure):
+    """`Head` of chain.h."""
 
-    Raises ValueError where lengths or blocks cannot be.
-    """
-    out = torch.empty_like(x)
-    asked = ctypes.byref(part), ctypes.byref(rows), ctypes.byref(place), x.data_ptr(), out.data_ptr()
-    failed = library.attention_part(*asked, torch.get_num_threads())
-    if failed == 1:
-        raise ResourceError("no memory for attention", code="less-context")
-    if failed:
-        raise ValueError("the lengths do not fit the blocks")
-    return out
+    _fields_ = [("norm", CGain), ("product", CLinear)]
 
 
-def run_mlp(library: Native, part: CMlpPart, x: Tensor) -> Tensor:
-    """The stream x [..., hidden], bf16 and contiguous, through an MLP."""
-    return _run(library.mlp_part, part, x)
+CPart = CAttentionPart | CMlpPart | CExpertsPart
+_KINDS: dict[type[CPart], int] = {CAttentionPart: 0, CMlpPart: 1, CExpertsPart: 2}  # `StepKind` of chain.h
 
 
-def run_experts(library: Native, part: CExpertsPart, x: Tensor) -> Tensor:
-    """The stream x [..., hidden], bf16 and contiguous, through a layer's experts."""
-    return _run(library.experts_part, part, x)
+class _CStep(ctypes.Structure):
+    """`Step` of chain.h."""
+
+    _fields_ = [("kind", c_int64), ("part", c_void_p), ("place", c_void_p)]
 
 
-def _run(function: Callable[..., int], part: CMlpPart | CExpertsPart, x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    rows = x.numel() // x.shape[-1]
-    if function(ctypes.byref(part), rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
-        raise ResourceError(f"no memory for the products of {rows} rows", code="less-context")
+class CChain:
+    """Parts in order, and a place for each that is attention, ready to be run in one call; it holds them."""
+
+    def __init__(self, parts: Sequence[CPart], places: Sequence[CPlace | None]) -> None:
+        self.parts, self._places = tuple(parts), places
+        steps = [
+            _CStep(_KINDS[type(part)], ctypes.addressof(part), None if place is None else ctypes.addressof(place))
+            for part, place in zip(parts, places, strict=True)
+        ]
+        self._steps, self._count = (_CStep * len(steps))(*steps), len(steps)
+
+    def __call__(self, library: Native, rows: CPassRows, x: Tensor) -> Tensor:
+        """The stream x [..., hidden], bf16 and contiguous, through all parts: keys and values go into the cache.
+
+        Raises ValueError where lengths or blocks cannot be.
+        """
+        out = torch.empty_like(x)
+        asked = self._steps, self._count, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
+        failed = library.run_parts(*asked, torch.get_num_threads())
+        if failed == 1:
+            raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
+        if failed:
+            raise ValueError("the lengths do not fit the blocks")
+        return out
+
+
+def run_head(library: Native, head: CHead, x: Tensor) -> Tensor:
+    """The stream x [rows, hidden], bf16 and contiguous, normed and multiplied: bf16 [rows, vocab]."""
+    out = x.new_empty(len(x), head.product.outputs)
+    asked = ctypes.byref(head), len(x), x.data_ptr(), out.data_ptr()
+    if library.run_head(*asked, torch.get_num_threads()):
+        raise ResourceError(f"no memory for the logits of {len(x)} rows", code="less-context")
     return out

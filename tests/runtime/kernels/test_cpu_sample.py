@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mycli.runtime.kernels.cpu.sample import softmax_draw
+from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
 
 pytestmark = pytest.mark.usefixtures("vectors")
 
@@ -30,6 +30,22 @@ def test_the_softmax_is_torchs_and_the_draw_its_running_sum(size: int) -> None:
         torch.testing.assert_close(out.double(), wanted, rtol=4e-6, atol=1e-36)
         before = float(sums[token - 1]) if token else 0.0
         assert before - 1e-6 <= number <= float(sums[token]) + 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_likeliest_is_the_first_of_the_largest(size: int) -> None:
+    """Rows apart, with equals, zeros of either sign, and rows that are no numbers."""
+    rows = torch.full((6, size + 3), math.inf)
+    rows[:, :size] = logits_of(size).bfloat16().float()
+    rows[1, :size] = -math.inf
+    rows[2, size // 2] = math.nan
+    rows[3, size - 1] = math.inf
+    rows[4, :size] = 0.0
+    rows[4, 0] = -0.0
+    rows[5, size // 3] = rows[5, size - 1] = 99.0
+    best = int((rows[0, :size] == rows[0, :size].max()).nonzero()[0])
+    assert best_tokens(rows[:, :size]) == [best, None, None, None, 0, size // 3]
+    assert best_tokens(rows[:1, :size]) == [best]
 
 
 def test_zero_chance_stays_zero_at_the_ends() -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CChain, CExpertsPart, CMlpPart
 from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.layers import transformer
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts, Mlp
@@ -50,6 +52,9 @@ def compiled() -> None:
         pytest.skip(f"no native code here: {found}")
 
 
+NAMES = {CAttentionPart: "attention", CMlpPart: "mlp", CExpertsPart: "experts"}
+
+
 class OnlyCalled:
     """A weight that nobody but its own code multiplies by."""
 
@@ -70,6 +75,7 @@ def load(folder: Path, kv: Kv = "bf16") -> ModelRunner:
 
 def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativePass, "make", lambda *_: None)
+    monkeypatch.setattr(transformer, "native_code", lambda *_: None)
 
 
 def run(runner: ModelRunner, kv: Kv) -> list[Tensor]:
@@ -83,19 +89,15 @@ def run(runner: ModelRunner, kv: Kv) -> list[Tensor]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of parts that native code runs, as they come."""
+    """The kinds of parts that native code runs, as they come; "|" after those of one call."""
     found: list[str] = []
+    plain = CChain.__call__
 
-    def count(name: str, plain: Callable[..., Any]) -> None:
-        def counting(self: NativePass, *arguments: Any) -> Any:
-            found.append(name)
-            return plain(self, *arguments)
+    def counting(self: CChain, *arguments: Any) -> Tensor:
+        found.extend([*(NAMES[type(part)] for part in self.parts), "|"])
+        return plain(self, *arguments)
 
-        monkeypatch.setattr(NativePass, name, counting)
-
-    count("attention", NativePass.attention)
-    count("mlp", NativePass.mlp)
-    count("experts", NativePass.experts)
+    monkeypatch.setattr(CChain, "__call__", counting)
     return found
 
 
@@ -133,7 +135,9 @@ def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, m
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **WHOLE[case]})
     runner = load(tmp_path, kv)
-    assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * runner.config.layers * ["attention", "mlp"]
+    layer = ["attention", "mlp", "|"] if runner.config.per_layer_width else ["attention", "mlp"]
+    each = runner.config.layers * layer + ([] if runner.config.per_layer_width else ["|"])
+    assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * each
 
 
 # Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
@@ -171,7 +175,8 @@ def test_experts_have_the_bits_of_their_steps(
         for seed, linear in enumerate(block.mlp.products if bits else ()):
             pack_linear(linear, bits or 4, 32, seed + 100 * index)
     assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [
-        part for kind in parts for part in ("attention", kind)
+        *(part for kind in parts for part in ("attention", kind)),
+        "|",
     ]
 
 
@@ -215,7 +220,7 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
         codes = torch.randint(0, 2**bits, (split, weight.shape[1]), dtype=torch.int32, generator=generator)
         scales = torch.rand(split, weight.shape[1] // 32, generator=generator).bfloat16() / 2**bits
         packed = PackedWeight(pack(codes, bits), scales, Packing(bits, 32), weight.shape[1])
-        qkv._matmuls = (prepare_product(packed, torch.bfloat16), dense_matmul(weight[split:].clone()))
+        qkv.matmuls = (prepare_product(packed, torch.bfloat16), dense_matmul(weight[split:].clone()))
     assert same_as_by_steps(runner, "bf16", monkeypatch).count("attention") == len(PASSES) * runner.config.layers
 
 
@@ -280,20 +285,22 @@ def test_other_weights_are_multiplied_step_by_step(tmp_path: Path, monkeypatch: 
     block = next(runner.model.layers())
     block.mlp.down.replace(OnlyCalled(block.mlp.down.weight()))
     ran = same_as_by_steps(runner, "bf16", monkeypatch)
-    assert ran.count("mlp") == len(PASSES) * (runner.config.layers - 1) < ran.count("attention")
+    assert ran == len(PASSES) * ["attention", "|", *(runner.config.layers - 1) * ["attention", "mlp"], "|"]
 
 
 def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> None:
     runner = load(random_model(tmp_path / "model"))
     cache = KVCache(runner.config, 1, 2 * NATIVE_ROWS, runner.device, torch.bfloat16)
-    tables = Rope(runner.config, 2 * NATIVE_ROWS, runner.device, runner.dtype).tables(0, NATIVE_ROWS)
+    rope = Rope(runner.config, 2 * NATIVE_ROWS, runner.device, runner.dtype)
 
-    def taken(rows: int, cache: KVCache) -> bool:
+    def taken(rows: int, cache: KVCache, dtype: torch.dtype = torch.bfloat16) -> bool:
         batch = Batch.of([Chunk([4] * rows, 0, (0,), 1)], cache.block_size, runner.device)
         with torch.inference_mode():
-            return NativePass.make(batch, cache, tables) is not None
+            x = torch.zeros(1, rows, runner.config.hidden_size, dtype=dtype)
+            return NativePass.make(x, batch, cache, rope) is not None
 
     assert taken(NATIVE_ROWS, cache) and not taken(NATIVE_ROWS + 1, cache)
+    assert not taken(1, cache, torch.float32)
     assert not taken(1, KVCache(runner.config, 1, 8, runner.device, torch.float32))
 
 

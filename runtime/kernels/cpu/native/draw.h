@@ -2,11 +2,37 @@
 
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "vectors.h"
 
 namespace {
+
+// The first of the largest of logits [n], -1 where that is no number: NaN, infinity, or -inf for all.
+inline int64_t likeliest(const float* logits, int64_t n) {
+    const float none = -__builtin_inff();
+    const int64_t whole = n / LANE * LANE;
+    V16 most = V16{} + none;
+    I16 odd = {};
+    for (int64_t i = 0; i < whole; i += LANE) {
+        const V16 x = load16(logits + i);
+        most = x > most ? x : most;
+        odd |= x != x;
+    }
+    float largest = none;
+    bool number = true;
+    for (int64_t lane = 0; lane < LANE; lane++) {
+        number &= !odd[lane];
+        largest = std::max(largest, most[lane]);
+    }
+    for (int64_t i = whole; i < n; i++) {
+        number &= logits[i] == logits[i];
+        largest = std::max(largest, logits[i]);
+    }
+    if (!number || largest == none || largest == -none) return -1;
+    return std::find(logits, logits + n, largest) - logits;
+}
 
 // Probabilities of logits [n] (-inf: none) to `out`, and the token at which their running sum in fp64 passes `number`, a
 // share of the whole from 0 to a little below 1. n where a logit is NaN or infinity, or where all are -inf.

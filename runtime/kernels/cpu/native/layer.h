@@ -1,7 +1,8 @@
-// A part of a layer on few rows of bf16, whole: from the residual stream to the residual stream.
+// Parts of layers on few rows of bf16, whole: from the residual stream to the residual stream. chain.h runs many in one call.
 //
 // What the parts in runtime/layers do product by product, in the same operations, rounded in the same places: the bits are the
-// same. Beside the products of one token, calling each of these steps by itself took a quarter of the time.
+// same. Beside the products of one token, calling each of these steps by itself took a quarter of the time, and calling each
+// part by itself half of it, for a small model.
 
 #pragma once
 
@@ -60,16 +61,20 @@ struct MlpPart {
     Feed feed;
     Sum sum;
 };
+struct Turn {  // a kind of rotation: cosines and sines [rows, half] of a pass, or of all positions
+    const uint16_t *cos, *sin;
+};
 struct PassRows {  // of one pass; see Attention
     const int32_t *starts, *lengths, *table;
+    const Turn* turns;
     int64_t rows, sequences, table_width;
+    int64_t by_position;  // whether turns have all positions
 };
-struct Place {  // cosines and sines [rows, half], and the cache of a layer
-    const uint16_t *cos, *sin;
+struct Place {  // where attention finds what is not its own: the cache of a layer, and which of the turns is its
     void *keys, *values;
     float *key_scales, *value_scales;
     int64_t blocks, block_size, block_stride, head_stride;
-    int64_t cache_type;
+    int64_t cache_type, turn;
 };
 
 constexpr int64_t ALONE = 16;  // rows up to which one thread has done a step before others are awake
@@ -155,8 +160,26 @@ struct AttentionRun {
     const Place& place;
     const Rowwise rowwise;
 
+    // Of each row the row of the tables of turns that is its.
+    void place_turns(int64_t* at) const {
+        for (int64_t s = 0; s < pass.sequences; s++)
+            for (int64_t row = pass.starts[s]; row < pass.starts[s + 1]; row++)
+                at[row] = pass.by_position ? pass.lengths[s] - pass.starts[s + 1] + row : row;
+    }
+
+    // `count` heads of each row of x, rows `stride` apart, turned: to [rows, count, head_dim].
+    void turn(const int64_t* at, const uint16_t* x, int64_t count, int64_t stride, uint16_t* to) const {
+        const Turn& tables = pass.turns[place.turn];
+        rowwise.each([&](int64_t row) {
+            const uint16_t *cos = tables.cos + at[row] * part.half, *sin = tables.sin + at[row] * part.half;
+            const Rotation r{x + row * stride, cos, sin, to + row * count * part.head_dim, 1, 1, count, part.head_dim, part.half, 0,
+                             stride, part.interleaved};
+            rotate_token(r, 0, 0);
+        });
+    }
+
     // `count` heads of each row of the first product, from `x` on, normed and turned: [rows, count, head_dim].
-    const uint16_t* turned(const uint16_t* x, int64_t count, const Gain& gain, Scratch& scratch) const {
+    const uint16_t* turned(const int64_t* at, const uint16_t* x, int64_t count, const Gain& gain, Scratch& scratch) const {
         const int64_t width = count * part.head_dim;
         int64_t stride = part.qkv.outputs;
         const auto normed = [&] {
@@ -167,8 +190,7 @@ struct AttentionRun {
         if (gain.gain && !part.norms_rotated) normed();
         if (part.half) {
             uint16_t* to = scratch.take(rowwise.rows * width);
-            const Rotation r{x, place.cos, place.sin, to, 1, rowwise.rows, count, part.head_dim, part.half, 0, stride, part.interleaved};
-            rowwise.each([&](int64_t row) { rotate_token(r, 0, row); });
+            turn(at, x, count, stride, to);
             x = to, stride = width;
         }
         if (gain.gain && part.norms_rotated) normed();
@@ -220,23 +242,25 @@ struct AttentionRun {
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
         const int64_t hidden = part.sum.hidden, widest = std::max(part.qkv.outputs, hidden);
-        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries) + 2 * part.head_dim);
+        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries + 4) + 2 * part.head_dim);
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
         const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
         if (!rowwise.multiply(part.qkv, entering, projected, spare)) return 1;
         uint16_t* attended = scratch.take(rows * queries);
-        const Attention a{turned(projected, part.heads, part.q_norm, scratch), place.keys, place.values, place.key_scales,
-                          place.value_scales, nullptr, attended, pass.starts, pass.lengths, pass.table, pass.sequences,
-                          pass.table_width, place.blocks, place.block_size, place.block_stride, place.head_stride,
-                          part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale, part.softcap,
-                          BF16, int32_t(place.cache_type), BF16};
-        if (!is_sound(a)) return 2;
+        Attention a{nullptr, place.keys, place.values, place.key_scales, place.value_scales, nullptr, attended, pass.starts,
+                    pass.lengths, pass.table, pass.sequences, pass.table_width, place.blocks, place.block_size, place.block_stride,
+                    place.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
+                    part.softcap, BF16, int32_t(place.cache_type), BF16};
+        if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
+        int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
+        place_turns(at);
+        a.query = turned(at, projected, part.heads, part.q_norm, scratch);
         if (part.makes_keys) {
             const uint16_t *key = projected + queries, *value = part.makes_values ? key + keys : key;
             int64_t stride = part.qkv.outputs;
             float* vector = reinterpret_cast<float*>(scratch.take(2 * part.head_dim));
-            store(a, turned(key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
+            store(a, turned(at, key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
             if (part.v_norm.gain) {
                 uint16_t* normed = scratch.take(rows * keys);
                 rowwise.norm(part.v_norm, value, keys, stride, normed);

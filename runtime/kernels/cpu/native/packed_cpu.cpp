@@ -183,6 +183,7 @@ inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 
 #include "products/experts.h"
 #include "experts_part.h"
+#include "chain.h"
 
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
@@ -253,6 +254,12 @@ EXPORT int pack_int4(const void* x, int32_t type, int64_t vectors, int64_t head_
     return pack_vectors(x, type, vectors, head_dim, to, threads) ? 0 : 1;
 }
 
+// As likeliest in draw.h, of each of `rows` of logits, `stride` apart.
+EXPORT void best(const float* logits, int64_t rows, int64_t stride, int64_t n, int64_t* found, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
+    for (int64_t row = 0; row < rows; row++) found[row] = likeliest(logits + row * stride, n);
+}
+
 // As softmax_draw in draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
@@ -274,17 +281,13 @@ EXPORT void rotate(const Rotation* r, int threads) {
     for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
 }
 
-// The stream x [rows, hidden] to out, through a part of a layer; see layer.h. 0: done; 1: no memory; 2: lengths or blocks that
-// cannot be.
-EXPORT int attention_part(const AttentionPart* part, const PassRows* pass, const Place* place, const uint16_t* x, uint16_t* out,
-                          int threads) {
-    return AttentionRun{*part, *pass, *place, {pass->rows, threads}}.run(x, out);
+// The stream x [rows, hidden] to out, through `count` parts, and from its rows to logits; see chain.h. 0: done; 1: no memory; 2:
+// lengths or blocks that cannot be.
+EXPORT int run_parts(const Step* steps, int64_t count, const PassRows* pass, const uint16_t* x, uint16_t* out, int threads) {
+    return run_chain(steps, count, *pass, threads, x, out);
 }
-EXPORT int mlp_part(const MlpPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
-    return run_mlp(*part, {rows, threads}, x, out);
-}
-EXPORT int experts_part(const ExpertsPart* part, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
-    return ExpertsRun{*part, {rows, threads}}.run(x, out);
+EXPORT int run_head(const Head* head, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
+    return multiply_head(*head, {rows, threads}, x, out);
 }
 
 // As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.

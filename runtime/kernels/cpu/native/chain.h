@@ -1,0 +1,47 @@
+// Parts of layers one after another, as many as there are, in one call; and what comes after the last. Between the parts of a small
+// model a caller takes longer than the parts do. Included by packed_cpu.cpp after experts_part.h.
+
+#pragma once
+
+#include "experts_part.h"
+#include "layer.h"
+
+namespace {
+
+// The structures are mirrored by layer.py.
+enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP };
+struct Step {
+    int64_t kind;
+    const void* part;    // AttentionPart, MlpPart or ExpertsPart
+    const Place* place;  // of attention
+};
+struct Head {  // from the stream to logits
+    Gain norm;
+    Linear product;
+};
+
+inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
+    switch (step.kind) {
+        case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *step.place, rowwise}.run(x, out);
+        case MLP_STEP: return run_mlp(*static_cast<const MlpPart*>(step.part), rowwise, x, out);
+        default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);
+    }
+}
+
+// A part reads a value of the stream for the last time where it writes it: all but the first go on in `out`.
+inline int run_chain(const Step* steps, int64_t count, const PassRows& pass, int threads, const uint16_t* x, uint16_t* out) {
+    for (int64_t i = 0; i < count; i++)
+        if (const int failed = run_step(steps[i], pass, {pass.rows, threads}, i ? out : x, out)) return failed;
+    return 0;
+}
+
+// x [rows, inputs], normed, to y [rows, outputs]. 0: done; 1: no memory.
+inline int multiply_head(const Head& head, const Rowwise& rowwise, const uint16_t* x, uint16_t* y) {
+    const int64_t inputs = rowwise.rows * head.product.parts[0].inputs;
+    Scratch scratch(inputs + rowwise.rows * head.product.outputs);
+    if (!scratch.at) return 1;
+    const uint16_t* entering = rowwise.entering(head.norm, x, scratch.take(inputs));
+    return rowwise.multiply(head.product, entering, y, scratch.take(rowwise.rows * head.product.outputs)) ? 0 : 1;
+}
+
+}  // namespace
