@@ -1,4 +1,4 @@
-"""The layers of a decoder in order, for a pass: as many parts in one native call as follow each other, the rest by steps.
+"""The layers of a decoder in order, for a pass: parts that follow each other in one native call, the rest by steps.
 
 Knows the parts of layers, and when what they are made of has been replaced; does not know what any of them computes.
 """
@@ -41,8 +41,9 @@ class Chain(nn.ModuleList):
     """The blocks of a model, run one after another."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        super().__init__(blocks)
-        self._parts = [part for block in self for part in block.parts]
+        layers = list(blocks)
+        super().__init__(layers)
+        self._parts = [part for block in layers for part in block.parts]
         watched = [pair for part in self._parts if isinstance(part, LayerPart) for pair in part.watched()]
         self._objects, self._names = [one for one, _ in watched], [name for _, name in watched]
         self._made_of: list[object] = []

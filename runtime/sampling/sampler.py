@@ -74,7 +74,7 @@ def likeliest(logits: Tensor) -> list[int | None]:
     if not isinstance(found, str):
         return found
     largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
-    return [token if math.isfinite(value) else None for token, value in zip(best.tolist(), largest.tolist(), strict=True)]
+    return [token if math.isfinite(top) else None for token, top in zip(best.tolist(), largest.tolist(), strict=True)]
 
 
 def not_numbers() -> ModelError:
