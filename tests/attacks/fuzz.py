@@ -42,7 +42,22 @@ Files = dict[str, bytes]  # of a model's folder, by name
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
 SECONDS, ROOM = 20, 1 << 30  # for one case
 _EDGES = (0, 1, 2, 3, 7, 31, 32, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
-_JUNK: tuple[Any, ...] = (None, True, False, -1, 1 << 40, 1e300, float("nan"), "", "x", "a\x1b[2J", [], {}, [1], {"a": 1})
+_JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    1 << 40,
+    1e300,
+    float("nan"),
+    "",
+    "x",
+    "a\x1b[2J",
+    [],
+    {},
+    [1],
+    {"a": 1},
+)
 
 
 class TooSlowError(Exception):
@@ -143,7 +158,10 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
         return stream.read(count)
 
     header = parse_gguf_header(read, len(data), "a.gguf")
-    metadata = {key: value if isinstance(value, int | float | str) else list(value) for key, value in header.metadata.values.items()}
+    metadata = {
+        key: value if isinstance(value, int | float | str) else list(value)
+        for key, value in header.metadata.values.items()
+    }
     table = [(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()]
     parts = {name: read(entry.offset, entry.nbytes) for name, entry in header.tensors.items()}
     for _ in range(draw.choice((1, 1, 2))):
@@ -159,7 +177,11 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
         elif kind < 0.8:
             table[at] = (draw.choice((f"{name}_", draw.choice(table)[0], name.replace("0", "1"))), dtype, shape)
         elif kind < 0.9:
-            table[at] = (name, dtype, tuple(draw.choice((size, size + 1, 2 * size, max(1, size // 2))) for size in shape))
+            table[at] = (
+                name,
+                dtype,
+                tuple(draw.choice((size, size + 1, 2 * size, max(1, size // 2))) for size in shape),
+            )
         else:
             parts[name] = _bytes(parts[name], draw)
     try:

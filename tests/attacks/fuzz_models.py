@@ -1,4 +1,4 @@
-"""Good models of every layout, small, whose damaged copies `fuzz` tries: files by name, models by a name of their own."""
+"""Small good models of every layout, whose damaged copies `fuzz` tries: the files of each by name."""
 
 import json
 import tempfile
