@@ -56,7 +56,7 @@ class TextPart:
     @classmethod
     def find(cls, raw: Fields) -> "TextPart":
         """In a parsed config.json. What the outer config says of the text counts before its section."""
-        whole = raw.values.get("model_type")
+        whole = raw.text("model_type", "")
         if whole not in TEXT_PARTS or not raw.has("text_config"):
             return cls(raw)
         section = raw.object("text_config")

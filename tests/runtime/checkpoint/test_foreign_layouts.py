@@ -139,8 +139,8 @@ def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
 COMPRESSED = dict(compressed())
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> None:
+def compressed_case(name: str) -> Case:
+    """What compressed-tensors makes of a case of `COMPRESSED`, and reads from it."""
     layout, arguments, parts = COMPRESSED[name]
     scheme = QuantizationScheme(targets=[LINEAR], weights=QuantizationArgs(**arguments), format=layout)
     compressor = BaseCompressor.get_value_from_registry(layout)
@@ -152,9 +152,15 @@ def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) 
         "input_activations": {"num_bits": 8},
     }
     section = {"quant_method": "compressed-tensors", "format": layout, "ignore": [], "config_groups": {"a": group}}
-    case = Case({"quantization_config": section}, tensors, expected)
+    return Case({"quantization_config": section}, tensors, expected)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> None:
+    case = compressed_case(name)
+    assert case.weight is not None
     _, dense = read(tmp_path, case)
-    assert torch.equal(dense.to(expected.dtype), expected)
+    assert torch.equal(dense.to(case.weight.dtype), case.weight)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])

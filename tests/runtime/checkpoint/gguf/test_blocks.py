@@ -39,7 +39,7 @@ def test_sizes_are_the_librarys() -> None:
         assert GGMLQuantizationType[kind.name] == kind.id
 
 
-def _random(name: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
+def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
     """Random blocks whose scales are finite and of either sign; all other bits are anything."""
     kind = TYPES_BY_NAME[name]
     rng = np.random.default_rng(seed)
@@ -72,7 +72,7 @@ def test_values_are_the_librarys_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
 def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     """Exactly; where a minimum becomes part of the offset, to one rounding of fp32 of the larger of the two."""
-    data = _random(kind.name, 24, 8)
+    data = random_blocks(kind.name, 24, 8)
     expected, found = torch.from_numpy(_library(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
     values = dequantize(found)
     packing = found.packing
@@ -87,7 +87,7 @@ def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind.half], ids=lambda kind: kind.name)
 def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
-    found = pack_rows(_random(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
+    found = pack_rows(random_blocks(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
     halves = replace(found, scales=found.scales.half().float())
     assert torch.equal(dequantize(halves), dequantize(found))
 

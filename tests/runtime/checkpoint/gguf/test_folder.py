@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _llama3_factors(config: dict[str, Any]) -> list[float]:
+def llama3_factors(config: dict[str, Any]) -> list[float]:
     """As LlamaModel.generate_extra_tensors of llama.cpp's converter writes them."""
     rope = config["rope_parameters"]
     dim, old = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], 16
@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     arch, model_type, changes, keys = MODELS[name]
     reference = make(tmp_path / "hf", model_type, changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    extra = {"rope_freqs.weight": _llama3_factors(config)} if name == "llama-rope-llama3" else {}
+    extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
     path = tmp_path / "model.gguf"
     keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **keys}
     gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra)

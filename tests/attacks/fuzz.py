@@ -1,0 +1,288 @@
+"""Damaged checkpoints without end: each is read and answers, or is refused with a message; anything else is a fault.
+
+    PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--keep FOLDER]
+
+A case is a good model of a layout with a few changes: of a config's fields, of tensors (missing, shorter, of another
+type), of what they hold, or of bytes wherever they are. It is opened as a command does and loaded, and runs a few
+tokens. Its seed alone makes it, so that a fault is seen again by `--seed N --seconds 0`. Seconds are of the process's
+own time. A case may take 20 of them, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
+"""
+
+import argparse
+import io
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
+from mycli.runtime.checkpoint.gguf.writer import make_gguf_header
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import UserError
+from mycli.runtime.layers.transformer import Transformer
+from tests.attacks.fuzz_models import LAYOUTS
+from tests.support.engines import whole
+from tests.support.models import CPU
+
+Files = dict[str, bytes]  # of a model's folder, by name
+WEIGHTS, FILE = "model.safetensors", "model.gguf"
+SECONDS, ROOM = 20, 1 << 30  # for one case
+_EDGES = (0, 1, 2, 3, 7, 31, 32, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
+_JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    1 << 40,
+    1e300,
+    float("nan"),
+    "",
+    "x",
+    "a\x1b[2J",
+    [],
+    {},
+    [1],
+    {"a": 1},
+)
+
+
+class TooSlowError(Exception):
+    """A case took longer than any file of its size may."""
+
+
+def _other(value: Any, draw: random.Random) -> Any:
+    """A JSON value changed in one place, or another in its stead."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        key, changed = draw.choice(list(value)), dict(value)
+        if draw.random() < 0.15:
+            del changed[key]
+        elif draw.random() < 0.1:
+            changed[f"{key}_"] = changed.pop(key)
+        else:
+            changed[key] = _other(value[key], draw)
+        return changed
+    if isinstance(value, list) and value and draw.random() < 0.7:
+        at, listed = draw.randrange(len(value)), list(value)
+        listed[at : at + 1] = draw.choice(([], [_other(listed[at], draw)], [listed[at]] * 2))
+        return listed
+    if isinstance(value, int) and draw.random() < 0.6:
+        return draw.choice((-value, value + 1, value - 1, 2 * value, value // 2, *_EDGES))
+    return draw.choice((*_JUNK, *_EDGES))
+
+
+def _bytes(data: bytes, draw: random.Random) -> bytes:
+    """Bytes changed, cut out, doubled or cut off; the beginning, where headers are, more often than the rest."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        reach = draw.choice((64, 1024, len(changed)))
+        at = draw.randrange(max(1, min(reach, len(changed))))
+        kind = draw.random()
+        if kind < 0.35:
+            changed[at : at + 1] = bytes([draw.choice((0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)))])
+        elif kind < 0.7:
+            size = draw.choice((2, 4, 8))
+            changed[at : at + size] = (draw.choice(_EDGES) % (1 << 8 * size)).to_bytes(size, "little")
+        elif kind < 0.8:
+            del changed[at : at + draw.randint(1, 64)]
+        elif kind < 0.9:
+            changed[at:at] = changed[at : at + draw.randint(1, 64)]
+        else:
+            del changed[at:]
+    return bytes(changed)
+
+
+def _tensors(data: bytes, draw: random.Random) -> bytes:
+    """A safetensors file with a tensor missing, of another name, size or type, or of other bits."""
+    tensors = load(data)
+    name = draw.choice(sorted(tensors))
+    tensor, kind = tensors[name], draw.random()
+    if kind < 0.15:
+        del tensors[name]
+    elif kind < 0.25:
+        tensors[draw.choice((f"{name}_", name.rpartition(".")[0], draw.choice(sorted(tensors))))] = tensors.pop(name)
+    elif kind < 0.4:
+        tensors[name] = tensor.flatten()[: draw.randrange(tensor.numel() + 1)].clone()
+    elif kind < 0.5:
+        tensors[name] = draw.choice((tensor.unsqueeze(0), tensor.flatten(), tensor.t() if tensor.ndim == 2 else tensor))
+    elif kind < 0.65:
+        tensors[name] = tensor.to(draw.choice((torch.float32, torch.uint8, torch.int64, torch.float16, torch.bool)))
+    elif tensor.numel():
+        bits = tensor.contiguous().clone()
+        flat = bits.flatten().view(torch.uint8)
+        for _ in range(draw.choice((1, 2, 8, len(flat)))):
+            flat[draw.randrange(len(flat))] = draw.choice((0, 0x7F, 0x80, 0xFF, draw.randrange(256)))
+        tensors[name] = flat.view(tensor.dtype).view(tensor.shape)
+    return save({key: value.contiguous() for key, value in tensors.items()})
+
+
+def _damaged_folder(files: Files, draw: random.Random) -> Files:
+    """A folder with one or two changes."""
+    made = dict(files)
+    for _ in range(draw.choice((1, 1, 2))):
+        kind = draw.random()
+        if kind < 0.35:
+            name = draw.choice([name for name in files if name.endswith(".json")])
+            made[name] = json.dumps(_other(json.loads(files[name]), draw)).encode()
+        elif kind < 0.7:
+            made[WEIGHTS] = _tensors(files[WEIGHTS], draw)
+        elif kind < 0.9:
+            made[WEIGHTS] = _bytes(files[WEIGHTS], draw)
+        else:
+            name = draw.choice(sorted(files))
+            made[name] = _bytes(files[name], draw)
+    return made
+
+
+def _damaged_file(data: bytes, draw: random.Random) -> bytes:
+    """A GGUF file with its metadata or its table changed and all else as the format asks, or with bytes changed."""
+    if draw.random() < 0.5:
+        return _bytes(data, draw)
+    stream = io.BytesIO(data)
+
+    def read(offset: int, count: int) -> bytes:
+        stream.seek(offset)
+        return stream.read(count)
+
+    header = parse_gguf_header(read, len(data), "a.gguf")
+    metadata = {
+        key: value if isinstance(value, int | float | str) else list(value)
+        for key, value in header.metadata.values.items()
+    }
+    table = [(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()]
+    parts = {name: read(entry.offset, entry.nbytes) for name, entry in header.tensors.items()}
+    for _ in range(draw.choice((1, 1, 2))):
+        at = draw.randrange(len(table))
+        name, dtype, shape = table[at]
+        kind = draw.random()
+        if kind < 0.6:
+            metadata = _other(metadata, draw)
+            if not isinstance(metadata, dict):
+                return _bytes(data, draw)
+        elif kind < 0.7:
+            del table[at]
+        elif kind < 0.8:
+            table[at] = (draw.choice((f"{name}_", draw.choice(table)[0], name.replace("0", "1"))), dtype, shape)
+        elif kind < 0.9:
+            table[at] = (
+                name,
+                dtype,
+                tuple(draw.choice((size, size + 1, 2 * size, max(1, size // 2))) for size in shape),
+            )
+        else:
+            parts[name] = _bytes(parts[name], draw)
+    try:
+        head, entries = make_gguf_header(metadata, table, "a.gguf")
+    except Exception:  # the format cannot say such a value
+        return _bytes(data, draw)
+    made = bytearray(head)
+    for name, entry in entries.items():
+        made += bytes(max(0, entry.offset - len(made)))
+        made += (parts.get(name, b"") + bytes(entry.nbytes))[: entry.nbytes] if entry.nbytes < 1 << 20 else b""
+    return bytes(made)
+
+
+def damaged(files: Files, seed: str) -> Files:
+    """The model `files` with the changes that `seed` stands for."""
+    draw = random.Random(seed)
+    return {FILE: _damaged_file(files[FILE], draw)} if FILE in files else _damaged_folder(files, draw)
+
+
+def use(folder: Path) -> None:
+    """What a command does with a model: open it, look at all that it brings, load it, and run a few tokens."""
+    opened = ModelFolder.open(folder / FILE if (folder / FILE).exists() else folder)
+    if opened.has_tokenizer:
+        tokenizer = opened.tokenizer()
+        tokenizer.decode(tokenizer.encode("Grüße 1,024 <|im_end|>\n\n", add_special=True))
+        opened.chat_template()
+    _ = opened.generation
+    model = load_model(opened, CPU, warn=lambda line: None).model
+    if isinstance(model, Transformer):
+        whole(model, torch.zeros(1, 3, dtype=torch.long))
+
+
+def attempt(files: Mapping[str, bytes]) -> str:
+    """What becomes of a case: the class of its error, or "read". Whatever is no UserError is raised."""
+    with tempfile.TemporaryDirectory() as name:
+        for file, data in files.items():
+            (Path(name) / file).write_bytes(data)
+        try:
+            use(Path(name))
+        except UserError as error:
+            assert error.message and "\n" not in error.message, error.message
+            return type(error).__name__
+    return "read"
+
+
+def _too_slow(*_: object) -> None:
+    raise TooSlowError(f"more than {SECONDS} s")
+
+
+def run(layout: str, seconds: float, seed: int, keep: Path) -> int:
+    """Cases of a layout for `seconds` of the processor, one at least; the number of different faults."""
+    good = LAYOUTS[layout]()
+    for name, files in good.items():
+        assert attempt(files) == "read", name
+    seen: Counter[str] = Counter()
+    faults: set[str] = set()
+    end, count = time.process_time() + seconds, 0
+    while not count or time.process_time() < end:
+        name = sorted(good)[(seed + count) % len(good)]
+        files = damaged(good[name], f"{layout} {seed + count}")
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        try:
+            seen[attempt(files)] += 1
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+            if what not in faults:
+                faults.add(what)
+                print(f"{layout}, seed {seed + count}, {name}: {what}: {error!s:.300}", flush=True)
+                traceback.print_exc(limit=-6)
+                _keep(keep / f"{layout}-{seed + count}", files)
+            seen[what] += 1
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        count += 1
+    print(f"{layout}: {count} cases of {len(good)} models, {len(faults)} faults; {dict(seen)}", flush=True)
+    return len(faults)
+
+
+def _keep(folder: Path, files: Files) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def main() -> None:
+    """One line a layout, and a trace for each fault, which ends the program with 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-faults"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGVTALRM, _too_slow)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
+    sys.exit(bool(sum(run(layout, given.seconds, given.seed, given.keep) for layout in given.layouts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Small good models of every layout, whose damaged copies `fuzz` tries: the files of each by name."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mycli.quant import pipeline
+from mycli.quant.planning import plan as planning
+from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.gguf.files import GgufFiles
+from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
+from mycli.runtime.checkpoint.gguf.writer import make_gguf_header
+from mycli.runtime.hub.resolve import Source
+from tests.runtime.checkpoint.gguf.test_blocks import random_blocks
+from tests.runtime.checkpoint.gguf.test_folder import MODELS, llama3_factors
+from tests.runtime.checkpoint.test_foreign_layouts import COMPRESSED, compressed_case
+from tests.runtime.checkpoint.test_layout_attacks import model_folder
+from tests.runtime.checkpoint.test_published_methods import RENAMED
+from tests.runtime.tokenizer.test_gguf_tokenizer import sentencepiece
+from tests.support import gguf_files
+from tests.support.families import make
+from tests.support.foreign_layouts import Case, stored
+from tests.support.models import CPU, random_model
+
+Models = dict[str, dict[str, bytes]]
+QUANTIZED_NAMES = [kind.name for kind in QUANTIZED]
+_GGUF = (
+    ("llama-rope-llama3", "Q8_0", gguf_files.byte_tokenizer),
+    ("llama-biases-hd32", "F16", sentencepiece),
+    ("qwen2-biases", "Q4_K", gguf_files.byte_tokenizer),
+    ("qwen3-hd32", "Q6_K", gguf_files.byte_tokenizer),
+    ("phi3-window16", "Q4_1", sentencepiece),
+    ("gemma2-window7", "F32", sentencepiece),
+    ("gemma3-window7-six-layers", "IQ2_XS", sentencepiece),
+    ("smollm3-five-layers", "MXFP4", gguf_files.byte_tokenizer),
+    ("olmo2-mha", "Q3_K", gguf_files.byte_tokenizer),
+)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def _of_cases(cases: dict[str, Case]) -> Models:
+    made: Models = {}
+    for name, case in cases.items():
+        with tempfile.TemporaryDirectory() as folder:
+            made[name] = _files(model_folder(Path(folder), case))
+    return made
+
+
+def _compressed() -> Models:
+    kept = ("pack-int3-g32", "pack-int4-g16-zeros", "pack-int8-gNone", "nvfp4", "mxfp4", "mxfp8", "float-block32")
+    names = [name for name in COMPRESSED if name in kept or name.endswith(("-quantized-tensor", "-channel-zeros"))]
+    return _of_cases({name: compressed_case(name) for name in names})
+
+
+def _published() -> Models:
+    return _of_cases({name: RENAMED[name] for name in sorted(RENAMED)[::5]})
+
+
+def _ours() -> Models:
+    """Folders that this program writes: packed words of several widths, and NF4."""
+    made: Models = {}
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        model = random_model(base / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+        recipes = [Recipe(method="rtn", bits=bits, group=32) for bits in (2, 3, 4, 8)]
+        for recipe in (*recipes, Recipe(method="nf4", group=64)):
+            name = f"{recipe.method}-int{recipe.bits}"
+            work = planning.plan_quantization(Source("dense", model), recipe, report="none")
+            made[name] = _files(pipeline.quantize(work, base / name, CPU).folder)
+    return made
+
+
+def _gguf() -> Models:
+    """Architectures, types, and kinds of tokenizer, each at least once."""
+    made: Models = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, kind, vocabulary in _GGUF:
+            path, (arch, model_type, changes, keys) = Path(folder) / "a.gguf", MODELS[name]
+            size = 256 if vocabulary is gguf_files.byte_tokenizer else len(sentencepiece()["tokenizer.ggml.tokens"])
+            words = vocabulary(size) if vocabulary is gguf_files.byte_tokenizer else sentencepiece()
+            wide = {"hidden_size": 256, "intermediate_size": 256} if kind in QUANTIZED_NAMES else {}
+            make(Path(folder) / name, model_type, {**changes, **wide, "vocab_size": size})
+            config = json.loads((Path(folder) / name / "config.json").read_text())
+            extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
+            stored = "F32" if kind in QUANTIZED_NAMES else kind
+            gguf_files.write_model(Path(folder) / name, path, arch, stored, config, {**words, **keys}, extra)
+            made[f"{name}-{kind}"] = {"model.gguf": _in_blocks(path, kind)}
+    return made
+
+
+def _in_blocks(path: Path, kind: str) -> bytes:
+    """The file with its matrices in a type that no library writes: any blocks whose values are finite."""
+    if kind not in QUANTIZED_NAMES:
+        return path.read_bytes()
+    header = GgufFiles.open(path).header
+    metadata = {key: _plain(value) for key, value in header.metadata.values.items()}
+    block = TYPES_BY_NAME[kind].block
+    table = [
+        (name, kind if len(one.shape) == 2 and one.shape[1] % block == 0 else one.dtype, one.shape)
+        for name, one in header.tensors.items()
+    ]
+    head, entries = make_gguf_header(metadata, table, path.name)
+    made, stored = bytearray(head), path.read_bytes()
+    for name, entry in entries.items():
+        made += bytes(entry.offset - len(made))
+        old = header.tensors[name]
+        if entry.dtype == kind:
+            made += random_blocks(kind, entry.shape[0], entry.shape[1] // block).numpy().tobytes()
+        else:
+            made += stored[old.offset : old.offset + old.nbytes]
+    return bytes(made)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else list(value)
+
+
+LAYOUTS: dict[str, Callable[[], Models]] = {
+    "gguf": _gguf,
+    "gptq": lambda: _of_cases(stored("gptq")),
+    "awq": lambda: _of_cases(stored("awq")),
+    "compressed-tensors": _compressed,
+    "fp8": lambda: _of_cases(stored("fp8")),
+    "mlx": lambda: _of_cases(stored("mlx")),
+    "bitsandbytes": lambda: _of_cases(stored("bitsandbytes")),
+    "ours": _ours,
+    "published": _published,
+}

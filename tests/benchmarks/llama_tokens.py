@@ -1,0 +1,166 @@
+"""llama-server reads GGUF files that we exported and says what we say: pico, and random models of three families.
+
+    PYTHONPATH=.links python -m tests.benchmarks.llama_tokens --llama-server PATH [--to gguf:q8_0 ...]
+
+Each model is written as a GGUF file and served by llama-server; it continues 20 prompts greedily, of which half are
+also sent as text, to see that both cut it into the same tokens. llama.cpp rounds activations and sums in another order,
+so that two tokens that are equally likely may change places: each of its tokens must be ours, or within `TIE` of the
+spread of our logits below ours, in our own pass in fp32 over its reply. The path may also stand in $LLAMA_SERVER.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycli.quant.evaluate import held_out_text
+from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.progress import silent
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.engines import whole
+from tests.support.families import make
+from tests.support.models import CPU
+from tests.support.paths import PICO
+
+TIE = 0.02  # of the standard deviation of a step's logits: what rounding activations to 8 bits moves
+PROMPTS, PROMPT, REPLY = 20, 24, 24
+WAIT = 120  # seconds for the server to be there
+_SIZE = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+_SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+FAMILIES = {"qwen3": {"head_dim": 64}, "olmo2": {"eos_token_id": 2, "pad_token_id": 1}, "qwen2": {}}
+
+
+def random_folder(folder: Path, family: str) -> Path:
+    """A random model with the vocabulary of pico."""
+    make(folder, family, {**_SIZE, **FAMILIES[family]})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, folder / name)
+    return folder
+
+
+@contextmanager
+def serving(program: str, file: Path) -> Iterator[str]:
+    """llama-server with the model of `file`; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["-t", "2", "-c", "256", "--parallel", "1", "--no-warmup", "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen([program, "-m", str(file), *options], stdout=said, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _await(address, process)
+            yield address
+        except Exception:
+            said.seek(0)
+            print(said.read()[-3000:].decode("utf-8", "replace"))
+            raise
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _await(address: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + WAIT
+    while True:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
+def ask(address: str, path: str, **body: Any) -> Any:
+    """One request."""
+    request = urllib.request.Request(
+        f"{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=WAIT) as answer:
+        return json.load(answer)
+
+
+def theirs(address: str, prompt: Sequence[int]) -> list[int]:
+    """The greedy continuation of token ids."""
+    sampling = {"temperature": 0, "n_predict": REPLY, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+    tokens: list[int] = ask(address, "/completion", prompt=list(prompt), samplers=["temperature"], **sampling)["tokens"]
+    return tokens
+
+
+def agreement(model: Transformer, prompt: Sequence[int], reply: Sequence[int]) -> tuple[int, float]:
+    """How many tokens are our greedy ones, and how far below ours the worst of the others lies, in deviations."""
+    logits = whole(model, torch.tensor([[*prompt, *reply]]))[0, len(prompt) - 1 : -1]
+    below = logits.max(1).values - logits.gather(1, torch.tensor(reply)[:, None]).squeeze(1)
+    return int((below == 0).sum()), float((below / logits.std(1)).max())
+
+
+def texts(tokenizer: Tokenizer) -> list[str]:
+    """Pieces of the held-out text, and what tokenizers differ in."""
+    text = held_out_text()
+    pieces = [text[start : start + 200] for start in range(0, PROMPTS * 200, 400)]
+    return [*pieces, "Grüße 1,024 — naïve\n\n\t x  y", "DON'T I'm we've", "日本語 🙂🚀 3.14159", " " * 7 + "a"]
+
+
+def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
+    """Export a model, serve it, and hold its replies and its tokens against ours."""
+    module, variant = find_export_target(to)
+    request = ExportRequest(Source(name, folder), ModelFolder.open(folder), work / "a.gguf", variant, True, True)
+    opened = ModelFolder.open(module.export(request, silent).path)
+    tokenizer, model = opened.tokenizer(), load_model(opened, CPU).model
+    assert isinstance(model, Transformer)
+    ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
+    prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
+    same, worst, cut = 0, 0.0, 0
+    with serving(program, work / "a.gguf") as address:
+        for prompt in prompts:
+            alike, below = agreement(model, prompt, theirs(address, prompt))
+            same, worst = same + alike, max(worst, below)
+        for text in texts(tokenizer):
+            found = ask(address, "/tokenize", content=text, add_special=False)["tokens"]
+            cut += found != tokenizer.encode(text, add_special=False)
+    ok = worst <= TIE and not cut
+    print(
+        f"{name} as {to}: {same} of {PROMPTS * REPLY} greedy tokens are ours, the others at most {worst:.4f} deviations"
+        f" below; {cut} of {len(texts(tokenizer))} texts cut otherwise: {'ok' if ok else 'FAILED'}",
+        flush=True,
+    )
+    return ok
+
+
+def main() -> None:
+    """One line a model and type; a failure ends the program with 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER"))
+    parser.add_argument("--to", nargs="*", default=["gguf", "gguf:q8_0", "gguf:q4_0"])
+    given = parser.parse_args()
+    if not given.llama_server or not Path(given.llama_server).exists():
+        print("skipped: no llama-server (give --llama-server or set LLAMA_SERVER)")
+        return
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        folders = {"pico": PICO, **{family: random_folder(work / family, family) for family in FAMILIES}}
+        for model, folder in folders.items():
+            for to in given.to:
+                failed |= not check(given.llama_server, model, folder, to, work)
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
