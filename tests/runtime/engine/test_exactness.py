@@ -109,12 +109,13 @@ class Drawing(Engine):
     drawn_from: dict[int, dict[int, int]]
 
     def _draw(
-        self, draws: Sequence[tuple[Turn, Tensor]], drafted: dict[int, list[int]], logits: Tensor
+        self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
     ) -> dict[int, list[int] | UserError]:
         for turn, rows in draws:
             kept = self.drawn_from.setdefault(turn.sequence.id, {})
             for place, row in enumerate(rows, start=len(turn.sequence.tokens)):
-                kept[place] = hash(row.contiguous().numpy().tobytes())  # of a refused token: written over by the next
+                bits = logits[row].contiguous().view(torch.uint8)
+                kept[place] = hash(bits.numpy().tobytes())  # of a refused token: written over by the next
         return super()._draw(draws, drafted, logits)
 
 
