@@ -158,14 +158,16 @@ def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv:
     compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=30)
 
 
-def compare_with_each_alone(dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int) -> None:
+def compare_with_each_alone(
+    dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int, preempted: int = 100
+) -> None:
     runner, asked, expected = each_alone(dtype, kv, folder, most)
     draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
     engine = drawing(runner, CacheShape(CONTEXT, blocks, 8), 32, draft)
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [bits for _, bits in found] == [bits for _, bits in expected]
-    assert engine.stats.preemptions >= 100 and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
+    assert engine.stats.preemptions >= preempted and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,7 @@ def test_two_hundred_replies_of_100_million_weights_have_the_bits_of_each_alone(
     tenth: Path, dtype: torch.dtype, drafts: bool
 ) -> None:
     """G43, on a model larger than the core's cache."""
-    compare_with_each_alone(dtype, "auto", tenth, 20, drafts, blocks=14)
+    compare_with_each_alone(dtype, "auto", tenth, 20, drafts, blocks=14, preempted=60)
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:
