@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.soak --seconds 300 --clients 32 --idle 10000
 
-Says how much memory and how many blocks the server has before, meanwhile and after, what the clients were answered,
-and how long /health took with so many sockets open that say nothing. Ends with 1 where blocks are left in use, memory
-grew by more than a tenth after the warm-up, an answer was a 5xx other than 503, or /health went unanswered.
+Says how much memory and how many blocks, threads and files the server has before, meanwhile and after, what the
+clients were answered, and how long /health took with so many sockets open that say nothing. Ends with 1 where blocks,
+threads or files are left in use, memory grew by more than a tenth after the warm-up, an answer was a 5xx other than
+503, or /health went unanswered.
 """
 
 import argparse
@@ -178,16 +179,16 @@ async def live(port: int, process: int, seconds: float, clients: int, sockets: i
     await asyncio.gather(*(client(port, seed, warm, Counter()) for seed in range(clients)))
     begun = {**await at_rest(port), **memory(process)}
     end = time.monotonic() + seconds
-    resident: list[int] = []
+    series: list[dict[str, int]] = []
 
     async def watch() -> None:
         while time.monotonic() < end:
-            resident.append(memory(process)["resident"])
+            series.append({"answers": sum(told.values()), **memory(process)})
             await asyncio.sleep(max(seconds / 20, 1))
 
     await asyncio.gather(watch(), *(client(port, 1000 + seed, end, told) for seed in range(clients)))
     ended = {**await at_rest(port), **memory(process)}
-    found = {"answers": dict(told), "begun": begun, "resident": resident, "ended": ended}
+    found = {"answers": dict(told), "begun": begun, "series": series, "ended": ended}
     if sockets:
         found["idle"] = await idle(port, sockets)
         found["after_idle"] = {**await at_rest(port), **memory(process)}
@@ -223,6 +224,8 @@ def main() -> int:
         not bad
         and ended["kv_cache_usage_perc"] == 0
         and ended["resident"] <= 1.1 * begun["resident"]
+        and ended["threads"] <= begun["threads"]
+        and ended["files"] <= begun["files"]
         and health["recovered"]
         and len(health["health"]) > 0
         and found_code == 143

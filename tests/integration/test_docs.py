@@ -28,6 +28,14 @@ def test_the_files_that_architecture_names_exist() -> None:
     assert not [one for one in named if not any(path.endswith(f"/{one}") for path in files)]
 
 
+def test_every_fault_of_the_server_is_told_with_a_test_that_exists() -> None:
+    table = re.findall(r"^\| G(\d+) \|.*$", text := (DOCS / "results" / "server.md").read_text(), re.M)
+    assert sorted({int(number) for number in table}) == list(range(1, 44))
+    tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", text)
+    assert len(tests) >= 43
+    assert not [one for one in tests if f"def {one[1]}(" not in (ROOT / "tests" / one[0]).read_text()]
+
+
 def test_the_tables_of_families_are_up_to_date() -> None:
     """`make docs` writes them."""
     text = (ROOT / "docs" / "families.md").read_text()

@@ -137,7 +137,7 @@ def _ask(given: ResponsesRequest) -> ChatAsk:
         choice="named" if isinstance(choice, NamedFunction) else choice,
         named=choice.name if isinstance(choice, NamedFunction) else None,
         parallel=given.parallel_tool_calls is not False,
-        format=None if form is None else ResponseFormat(type=form.type, json_schema=form),
+        format=None if form is None else ResponseFormat(type=form.type, json_schema=form, schema=None),
         arguments=effort_arguments(None if given.reasoning is None else given.reasoning.effort),
         limit=given.max_output_tokens,
     )

@@ -1,4 +1,4 @@
-"""A reply has the same bits alone, among others, after a prefix hit, after a preemption: pico on the CPU.
+"""A reply has the same bits alone, among others, after a prefix hit, after a preemption: pico, and slowly 0.1 B.
 
 However a text is read (in other chunks, beside other prompts, from where another began alike, again after a
 preemption), the logits are those of the reply alone, bit for bit, in bf16 and in fp32, with any kind of cache.
@@ -7,6 +7,7 @@ preemption), the logits are those of the reply alone, bit for bit, in bf16 and i
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.engines import drain, together
+from tests.support.models import random_model
 from tests.support.paths import PICO
 
 CPU = torch.device("cpu")
@@ -54,8 +56,8 @@ class Recorded(ModelRunner):
         return logits
 
 
-def recorded(dtype: torch.dtype, kv: Kv) -> Recorded:
-    loaded = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), dtype, kv=kv))
+def recorded(dtype: torch.dtype, kv: Kv, folder: Path = PICO) -> Recorded:
+    loaded = load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), dtype, kv=kv))
     runner = Recorded(loaded.model, loaded.kv)
     runner.seen = {}
     return runner
@@ -107,12 +109,13 @@ class Drawing(Engine):
     drawn_from: dict[int, dict[int, int]]
 
     def _draw(
-        self, draws: Sequence[tuple[Turn, Tensor]], drafted: dict[int, list[int]], logits: Tensor
+        self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
     ) -> dict[int, list[int] | UserError]:
         for turn, rows in draws:
             kept = self.drawn_from.setdefault(turn.sequence.id, {})
             for place, row in enumerate(rows, start=len(turn.sequence.tokens)):
-                kept[place] = hash(row.contiguous().numpy().tobytes())  # of a refused token: written over by the next
+                bits = logits[row].contiguous().view(torch.uint8)
+                kept[place] = hash(bits.numpy().tobytes())  # of a refused token: written over by the next
         return super()._draw(draws, drafted, logits)
 
 
@@ -139,9 +142,11 @@ def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[in
 
 
 @cache
-def each_alone(dtype: torch.dtype, kv: Kv) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
+def each_alone(
+    dtype: torch.dtype, kv: Kv, folder: Path = PICO, most: int = 44
+) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
     """A model, 200 requests, and what each of them gets alone."""
-    runner, asked = recorded(dtype, kv), requests(200, seed=1, most=44)
+    runner, asked = recorded(dtype, kv, folder), requests(200, seed=1, most=most)
     return runner, asked, [with_logits(drawing(runner, CacheShape.lanes(CONTEXT), 1), [one])[0] for one in asked]
 
 
@@ -150,13 +155,37 @@ def each_alone(dtype: torch.dtype, kv: Kv) -> tuple[Recorded, list[Request], lis
 @pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
 def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: Kv, drafts: bool) -> None:
     """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
-    runner, asked, expected = each_alone(dtype, kv)
+    compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=30)
+
+
+def compare_with_each_alone(
+    dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int, preempted: int = 100
+) -> None:
+    runner, asked, expected = each_alone(dtype, kv, folder, most)
     draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
-    engine = drawing(runner, CacheShape(CONTEXT, 30, 8), 32, draft)
+    engine = drawing(runner, CacheShape(CONTEXT, blocks, 8), 32, draft)
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [bits for _, bits in found] == [bits for _, bits in expected]
-    assert engine.stats.preemptions >= 100 and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
+    assert engine.stats.preemptions >= preempted and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
+
+
+@pytest.fixture(scope="module")
+def tenth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 0.1 B, whose products are as wide as those that kernels split."""
+    layers = {"num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("tenth") / "model"
+    return random_model(folder, 0.03, hidden_size=768, intermediate_size=2048, max_position_embeddings=2048, **layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")])
+@pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
+def test_two_hundred_replies_of_100_million_weights_have_the_bits_of_each_alone(
+    tenth: Path, dtype: torch.dtype, drafts: bool
+) -> None:
+    """G43, on a model larger than the core's cache."""
+    compare_with_each_alone(dtype, "auto", tenth, 20, drafts, blocks=14, preempted=60)
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:

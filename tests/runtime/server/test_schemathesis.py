@@ -1,0 +1,33 @@
+"""schemathesis and our description: requests made from it are answered as it says, and never by a 500.
+
+Runs where its program is on PATH: it wants libraries of its own.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.engine.completion import LoadedModel
+from tests.support.served import ScriptedEngine, serving
+
+PROGRAM = shutil.which("schemathesis")
+# A request can be of its schema and yet refused: for the context, the vocabulary, or what two fields say together.
+CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance", "--max-response-time", "60")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="schemathesis is not on PATH")
+def test_requests_made_from_the_description_are_answered_as_it_says(loaded: LoadedModel, tmp_path: Path) -> None:
+    assert PROGRAM is not None
+    with serving(loaded, ScriptedEngine(lambda request: [5, 6, 7])) as served:
+        done = subprocess.run(
+            [PROGRAM, "run", f"{served.url}/openapi.json", *CHECKS, "--phases", "coverage,fuzzing", "--seed", "1"]
+            + ["--max-examples", "25", "--continue-on-failure", "--suppress-health-check", "all"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,  # where it keeps what it found
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert not [line for line in served.log if "failed:" in line or "Error:" in line]
