@@ -63,11 +63,6 @@ def _prefix_store(
     call: Call, folder: ModelFolder, loaded: LoadedModel, engine: EngineConfig, place: Path
 ) -> PrefixStore | None:
     """What keeps texts in the folder `place`; None, and why, where they cannot be kept or the folder not be trusted."""
-    if folder.config.recurrent:
-        call.out.warn(
-            "nothing is kept over restarts: recurrent layers need the whole text, and their states are not kept"
-        )
-        return None
     assert engine.context is not None
     made = identity(folder, loaded.runner, engine.context)
     try:

@@ -143,6 +143,16 @@ class BlockTable:
             assert states is not None
             states.move(self._snapshots, length, node.states, length - start)
 
+    @property
+    def snapshots(self) -> dict[int, int]:
+        """The slots of states that are kept of its text, by length: its own, and those in the index."""
+        found, node, end = dict(self._snapshots), self._node, self._indexed * self._pool.block_size
+        while node.parent is not None:
+            end -= self._pool.block_size
+            found |= {end + at: slot for at, slot in node.states.items()}
+            node = node.parent
+        return found
+
     def branch(self) -> "BlockTable":
         """A table of the same text, in the same blocks."""
         other = BlockTable(self._pool)

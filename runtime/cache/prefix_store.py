@@ -1,10 +1,10 @@
 """Pieces of a key-value cache in a folder, so that a text is not read again after a restart.
 
-A file holds what the cache has of `PIECE` tokens of one text. Its name is a chain of SHA-256 over what made the values
-(`identity`) and all tokens up to there, so programs that share a folder never write different things under one name,
-and a file appears whole, by a rename. Nothing in a file is believed: its owner, size, identity, tokens and checksum are
-compared before a value is used, and one that fails is removed and counted by its reason. The least recently used files
-make room.
+A file holds what the cache has of `PIECE` tokens of one text, or recurrent states after them. Its name is a chain of
+SHA-256 over what made the values (`identity`) and all tokens up to there, so programs that share a folder never write
+different things under one name, and a file appears whole, by a rename. Nothing in a file is believed: owner, size,
+identity, tokens and checksum are compared before a value is used, and one that fails is removed and counted by its
+reason. The least recently used files make room.
 
 Layout, little-endian: `HEADER` (magic, identity, name, bytes of the values), the tokens as int64, the values, and the
 SHA-256 of all of that.
@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mycli.runtime.errors import UsageError
@@ -57,6 +57,11 @@ class KeptPiece:
     name: bytes
     tokens: bytes
     used: int = 0
+
+    @property
+    def state(self) -> "KeptPiece":
+        """The file of what recurrent layers keep after it."""
+        return replace(self, name=hashlib.sha256(self.name + b"state").digest())
 
 
 @dataclass(frozen=True)
@@ -139,18 +144,23 @@ class PrefixStore:
         found: list[KeptPiece] = []
         miss = "less than a piece" if len(tokens) % PIECE else ""
         for piece in _pieces(self._identity, tokens):
-            try:
-                state = self._path(piece).lstat()
-            except OSError:
-                miss = "not kept on disk"
-                break
-            if not stat.S_ISREG(state.st_mode) or state.st_size != self._size(nbytes):
-                self._ignore(piece, "truncated" if stat.S_ISREG(state.st_mode) else _NO_FILE)
-                miss = "damaged on disk"
+            if why := self.lacks(piece, nbytes):
+                miss = why
                 break
             found.append(piece)
         self._touch(found)
         return Found(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
+
+    def lacks(self, piece: KeptPiece, nbytes: int) -> str:
+        """Why there is no file for `nbytes` of values of a piece; "" where there is. It is not opened."""
+        try:
+            state = self._path(piece).lstat()
+        except OSError:
+            return "not kept on disk"
+        if stat.S_ISREG(state.st_mode) and state.st_size == self._size(nbytes):
+            return ""
+        self._ignore(piece, "truncated" if stat.S_ISREG(state.st_mode) else _NO_FILE)
+        return "damaged on disk"
 
     def _touch(self, pieces: Iterable[KeptPiece]) -> None:
         for piece in pieces:
@@ -188,12 +198,15 @@ class PrefixStore:
         if first:
             self._tell(told)
 
-    def missing(self, tokens: Sequence[int]) -> list[KeptPiece]:
-        """The whole pieces of a text that are neither there nor about to be. The others are used now."""
-        pieces = list(_pieces(self._identity, tokens))
-        there = {piece.index for piece in pieces if self._path(piece).exists()}
-        self._touch(piece for piece in pieces if piece.index in there)
-        return [piece for piece in pieces if piece.index not in there and piece.name not in self._pending]
+    def pieces(self, tokens: Sequence[int]) -> list[KeptPiece]:
+        """The whole pieces of a text, there or not."""
+        return list(_pieces(self._identity, tokens))
+
+    def missing(self, pieces: Iterable[KeptPiece]) -> list[KeptPiece]:
+        """Those of `pieces` that are neither there nor about to be. The others are used now."""
+        there = {piece: self._path(piece).exists() for piece in pieces}
+        self._touch(piece for piece in there if there[piece])
+        return [piece for piece in there if not there[piece] and piece.name not in self._pending]
 
     def write(self, piece: KeptPiece, values: bytes) -> None:
         """Keep the values of a piece, soon; not at all where too much waits already."""

@@ -48,6 +48,24 @@ class StateStore:
             for tensor in states:
                 tensor[target] = tensor[source]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of what a slot holds, as `take` gives them."""
+        return self.nbytes // max(self.slots, 1)
+
+    def take(self, slot: int) -> bytes:
+        """What a slot holds, layer after layer."""
+        parts = (tensor[slot] for states in self._layers.values() for tensor in states)
+        return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def put(self, slot: int, values: bytearray) -> None:
+        """What `take` gave."""
+        at = 0
+        for tensor in (tensor for states in self._layers.values() for tensor in states):
+            part = torch.frombuffer(values, dtype=tensor.dtype, count=tensor[slot].numel(), offset=at)
+            tensor[slot].copy_(part.view(tensor.shape[1:]))
+            at += part.nbytes
+
     def wait(self, slot: int, replay: TakeOn) -> None:
         """A pass over a slot left one layer's state as it was; `replay` makes it what it is to be."""
         self._waiting.setdefault(slot, []).append(replay)

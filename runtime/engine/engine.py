@@ -60,7 +60,7 @@ class Engine:
     ) -> None:
         """vocab_size: ids that may be drawn; running: sequences at once, None for one for each block; chunk: tokens of
         prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are; store:
-        keeps texts over restarts, of models without recurrent layers.
+        keeps texts over restarts.
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
         running = running or shape.blocks
@@ -71,7 +71,7 @@ class Engine:
         states = StatePool(slots) if runner.config.recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
-        self._kept = None if store is None or states is not None else KeptTexts(store, self.cache, self._copy_blocks)
+        self._kept = None if store is None else KeptTexts(store, self.cache, self._make_copies)
         self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._kept)
         self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
         self._live: dict[int, _Live] = {}
@@ -176,9 +176,13 @@ class Engine:
         if self._kept is not None:
             self._kept.close()
 
-    def _copy_blocks(self) -> None:
-        for source, target in self.scheduler.pool.take_copies():
+    def _make_copies(self) -> None:
+        """Of blocks and states, as they were noted down."""
+        pool = self.scheduler.pool
+        for source, target in pool.take_copies():
             self.cache.copy(source, target)
+        for source, target in () if pool.states is None else pool.states.take_copies():
+            self.cache.states.copy(source, target)
 
     def step(self) -> list[SequenceOutput]:
         """One pass: what it did for each of its sequences, and who has ended since the last step."""
@@ -195,10 +199,7 @@ class Engine:
             return speculator.wanted(sequence.id, sequence.tokens, room, decoding)
 
         turns = self.scheduler.schedule(drafts)
-        self._copy_blocks()
-        if self.scheduler.pool.states is not None:
-            for source, target in self.scheduler.pool.states.take_copies():
-                self.cache.states.copy(source, target)
+        self._make_copies()
         self.step_seconds = 0.0
         if turns:
             self._sure = False

@@ -15,7 +15,7 @@ import torch
 
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache, Run
-from mycli.runtime.cache.prefix_store import PIECE, Found, PrefixStore, StoreStats
+from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore, StoreStats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu.build import native
@@ -74,11 +74,14 @@ def _kernels(device: torch.device) -> list[str]:
 
 
 class KeptTexts:
-    """A store beside a cache. `settle`: makes the copies between blocks that are still to be made."""
+    """A store beside a cache. `settle`: makes the copies between blocks, and states, that are still to be made.
+
+    Where layers keep states a text is gone on from only where one was kept, and is brought back whole up to there.
+    """
 
     def __init__(self, store: PrefixStore, cache: KVCache, settle: Callable[[], None]) -> None:
         self._store, self._cache, self._settle = store, cache, settle
-        self._nbytes = cache.nbytes_of(PIECE)
+        self._nbytes, self._state_bytes = cache.nbytes_of(PIECE), cache.states.slot_bytes
 
     @property
     def stats(self) -> StoreStats:
@@ -86,28 +89,51 @@ class KeptTexts:
         return self._store.stats
 
     def find(self, tokens: Sequence[int]) -> Found:
-        """What the folder has of a text."""
-        return self._store.find(tokens, self._nbytes)
+        """What the folder has of a text, and can be gone on from."""
+        if not self._state_bytes:
+            return self._store.find(tokens, self._nbytes)
+        found = self._store.find(tokens[:-1], self._nbytes)  # the last is always run
+        for count in range(len(found.pieces), 0, -1):
+            if not self._store.lacks(found.pieces[count - 1].state, self._state_bytes):
+                without = f"recurrent state not kept on disk from token {count * PIECE + 1} on"
+                return Found(found.pieces[:count], found.miss if count == len(found.pieces) else without)
+        return Found((), "recurrent state not kept on disk" if found.pieces else found.miss)
 
     def restore(self, found: Found, table: BlockTable, end: int) -> bool:
-        """Fill in the positions of a table from its length up to `end`, in one piece, where blocks are reserved.
+        """Fill in the positions of a table from its length up to `end`, where blocks are reserved: within one piece,
+        or, where the table has a state, at the end of one, with the state after it.
 
-        False where the file is of no use; the table holds no more than before.
+        False where a file is of no use; the table holds no more than before.
         """
-        piece = found.pieces[table.length // PIECE]
-        values = self._store.read(piece, self._nbytes)
-        if values is None:
-            return False
-        self._settle()  # a copy into these blocks, made later, would undo it
-        skip = table.length - piece.index * PIECE
-        self._cache.put(values, PIECE, skip, list(self._runs(table, table.length, end)))
-        return True
+        at = table.length
+        while at < end:
+            piece = found.pieces[at // PIECE]
+            values, stop = self._store.read(piece, self._nbytes), min(end, (piece.index + 1) * PIECE)
+            if values is None:
+                return False
+            self._settle()  # a copy into these blocks, made later, would undo it
+            self._cache.put(values, PIECE, at - piece.index * PIECE, list(self._runs(table, at, stop)))
+            at = stop
+        return table.state is None or self._restore_state(found.pieces[end // PIECE - 1].state, table.state)
+
+    def _restore_state(self, state: KeptPiece, slot: int) -> bool:
+        values = self._store.read(state, self._state_bytes)
+        if values is not None:
+            self._cache.states.put(slot, values)
+        return values is not None
 
     def keep(self, tokens: Sequence[int], table: BlockTable) -> None:
-        """Write the whole pieces that a table holds of `tokens`, unless they are kept already."""
-        for piece in self._store.missing(tokens[: table.length]):
+        """Write the whole pieces that a table holds of `tokens`, and the states kept at their ends, unless they are
+        kept already."""
+        pieces = self._store.pieces(tokens[: table.length])
+        for piece in self._store.missing(pieces):
             start = piece.index * PIECE
             self._store.write(piece, self._cache.take(list(self._runs(table, start, start + PIECE))))
+        ends = {(piece.index + 1) * PIECE: piece.state for piece in pieces}
+        states = {ends[length]: slot for length, slot in table.snapshots.items() if length in ends}
+        for state in self._store.missing(states):
+            self._settle()
+            self._store.write(state, self._cache.states.take(states[state]))
 
     def close(self) -> None:
         """Write what waits to be written; nothing is kept after that."""

@@ -19,7 +19,8 @@ class TextSource(Protocol):
         ...
 
     def restore(self, found: Found, table: BlockTable, end: int) -> bool:
-        """Fill in a table from its length up to `end`, within one piece. False where that cannot be had after all."""
+        """Fill in a table from its length up to `end`: within one piece, or all that was found where the table has a
+        state. False where that cannot be had after all."""
         ...
 
 
@@ -47,7 +48,8 @@ class Restorer:
         """
         began, table, hits = sequence.table.length, sequence.table, 0
         while table.length - began < budget and table.length < (last := self._end(sequence)):
-            start, end = table.length, min((table.length // PIECE + 1) * PIECE, last)
+            start = table.length
+            end = last if table.state is not None else min((start // PIECE + 1) * PIECE, last)
             if not reserve(sequence, end):
                 break
             assert self._source is not None

@@ -121,7 +121,7 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def weigh_rows(x: Tensor, gate: Tensor) -> Tensor:
-    """x [..., size] times the sigmoid of gate [..., 1]; in the dtype of both."""
+    """x [..., size] times the sigmoid of gate [..., 1] or [..., size]; in the dtype of both."""
     return x * torch.sigmoid(gate)
 
 

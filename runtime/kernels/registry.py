@@ -22,6 +22,7 @@ from mycli.runtime.kernels import recurrent, reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
+    native_layer_norm,
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
@@ -87,7 +88,8 @@ RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
 RMS_NORM = Operation("RMSNorm", (_for_replies(native_rms_norm), reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
-LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor] = Operation("LayerNorm", (reference.layer_norm,))
+LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor]
+LAYER_NORM = Operation("LayerNorm", (_for_replies(native_layer_norm), reference.layer_norm))
 # By the names of `runtime.models.part_spec.ActivationName`: of what the first product of an MLP makes.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (_for_replies(native_silu_multiply), reference.silu_multiply)),

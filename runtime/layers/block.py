@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart
-from mycli.runtime.kernels.registry import ACTIVATION
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CToldPart
+from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
 from mycli.runtime.layers.linear import Linear, load_linears
-from mycli.runtime.layers.native import (
-    NativePart,
-    ReadyPart,
-    attention_part,
-)
+from mycli.runtime.layers.native import NativePart, ReadyPart, attention_part, told_part
+from mycli.runtime.layers.native_recurrent import CRecurrentPart, recurrent_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
@@ -42,22 +39,27 @@ class Attention(LayerPart):
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
         self.sinks: Tensor | None = None
-        self._inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared: NativePart[CAttentionPart] = self._native_part(*self._inner_norms)
+        self.inner_norms = self.q_norm, self.k_norm, self.v_norm
+        self._prepared: NativePart[CAttentionPart] = self._native_part(*self.inner_norms, others=[(self, "sinks")])
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
         if self.spec.sinks is not None:
             self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
 
-    def _prepare(self) -> CAttentionPart:
-        return attention_part(self.spec, self._around(), self._inner_norms, self.qkv, self.o)
+    def prepare(self) -> CAttentionPart:
+        """For native code. Raises NotNative."""
+        return attention_part(self.spec, self._around(), self.inner_norms, self.qkv, self.o, self.sinks)
+
+    @property
+    def reads(self) -> int:
+        """Of which layer the keys and values are."""
+        return self._layer if self.spec.shares is None else self.spec.shares
 
     def ready(self) -> ReadyPart | None:
         """As `LayerPart.ready`."""
-        part, spec = self._prepared.get(self._prepare), self.spec
-        layer = self._layer if spec.shares is None else spec.shares
-        return None if part is None else ReadyPart(part, layer, spec.rope)
+        part = self._prepared.get(self.prepare)
+        return None if part is None else ReadyPart(part, self.reads, self.spec.rope)
 
     def watched(self) -> Sequence[tuple[object, str]]:
         """As `LayerPart.watched`."""
@@ -78,7 +80,7 @@ class Attention(LayerPart):
         query, own = heads[:, :, : spec.queries], heads[:, :, spec.queries :]
         if spec.gated:
             query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
-            return self._attended_to(query, own, context) * gate.flatten(2).sigmoid()
+            return ROW_WEIGHTS(self._attended_to(query, own, context), gate.flatten(2))
         return self._attended_to(query, own, context)
 
     def _attended_to(self, query: Tensor, own: Tensor, context: PassContext) -> Tensor:
@@ -121,11 +123,27 @@ class Recurrent(LayerPart):
     def __init__(self, spec: RecurrentSpec, layer: int) -> None:
         super().__init__(spec)
         self.mixer = make_mixer(spec, layer)
+        self._layer = layer
         self.products = (self.mixer.projection, self.mixer.out)
+        self.kept = self.mixer.kept
+        self._prepared: NativePart[CRecurrentPart] = self._native_part(*self.mixer.norms, others=self.mixer.tensors)
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
-        self.mixer.load(checkpoint, device, dtype)
+        super().load_own(checkpoint, device, dtype)
+        self.mixer.load(checkpoint, device)
+
+    def _prepare(self) -> CRecurrentPart:
+        return recurrent_part(self.mixer, self._around())
+
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else ReadyPart(part, self._layer, mixer=self.mixer)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -145,6 +163,20 @@ class PerLayer(LayerPart):
         self.projection = Linear((spec.projection,))
         self.products = (self.gate, self.projection)
         self._activate = ACTIVATION[spec.activation]
+        self._spec = spec
+        self._prepared: NativePart[CToldPart] = self._native_part()
+
+    def _prepare(self) -> CToldPart:
+        return told_part(self._spec, self._around(), self._layer, self.gate, self.projection)
+
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else ReadyPart(part)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -156,11 +188,26 @@ class PerLayer(LayerPart):
 
 
 class Parallel:
-    """Two parts that read the same input, normed as the first norms it; both are added to what entered."""
+    """Attention and an MLP that read the same input, normed as the first norms it; both are added to what entered."""
 
-    def __init__(self, first: LayerPart, second: LayerPart) -> None:
+    def __init__(self, first: Attention, second: Mlp) -> None:
         self._first, self._second = first, second
         self.products = (*first.products, *second.products)
+        norms = first.norm, first.output_norm, *first.inner_norms, second.norm, second.output_norm
+        watched = [norm for norm in norms if norm is not None]
+        self._prepared: NativePart[CParallelPart] = NativePart(watched, self.products, others=[(first, "sinks")])
+
+    def _prepare(self) -> CParallelPart:
+        return CParallelPart(self._first.prepare(), self._second.prepare())
+
+    def ready(self) -> ReadyPart | None:
+        """As `LayerPart.ready`."""
+        part = self._prepared.get(self._prepare)
+        return None if part is None else ReadyPart(part, self._first.reads, self._first.spec.rope)
+
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """As `LayerPart.watched`."""
+        return self._prepared.watched
 
     def run(self, x: Tensor, context: PassContext) -> Tensor:
         """As `LayerPart.run`."""
@@ -188,8 +235,10 @@ class Block(nn.Module):
         self.mlp = Mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
         others = () if self.per_layer is None else (self.per_layer,)
-        first = (Parallel(self.mixer, self.mlp),) if spec.parallel else (self.mixer, self.mlp)
-        self.parts: tuple[LayerPart | Parallel, ...] = (*first, *others)
+        self.parts: tuple[LayerPart | Parallel, ...] = (self.mixer, self.mlp, *others)
+        if spec.parallel:
+            assert isinstance(self.mixer, Attention) and isinstance(self.mlp, Mlp)
+            self.parts = (Parallel(self.mixer, self.mlp), *others)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec.name: norm for norm in self._norms()}

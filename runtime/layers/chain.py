@@ -3,24 +3,23 @@
 Knows the parts of layers, and when what they are made of has been replaced; does not know what any of them computes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import is_not
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.cpu.layer import CChain
+from mycli.runtime.kernels.cpu.layer import CChain, CPlace, CStatePlace
 from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, Parallel
 from mycli.runtime.layers.layer_part import LayerPart, PassContext
 from mycli.runtime.layers.native import NativePass, ReadyPart
-from mycli.runtime.layers.recurrent import BatchStates
+from mycli.runtime.layers.native_recurrent import StatesOfRun
+from mycli.runtime.layers.recurrent import BatchStates, begin_texts
 from mycli.runtime.layers.rope import Rope
-
-Told = Callable[[int], Tensor]  # as `PassContext.told`
 
 
 @dataclass(eq=False)
@@ -28,13 +27,23 @@ class _Run:
     """Parts that follow each other and are one call; and that call by the cache that it reads."""
 
     parts: tuple[ReadyPart, ...]
-    chains: WeakKeyDictionary[KVCache, CChain]
+    states: StatesOfRun
+    chains: WeakKeyDictionary[KVCache, CChain] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, x: Tensor, native: NativePass) -> Tensor:
         chain = self.chains.get(native.cache)
         if chain is None:
-            chain = self.chains[native.cache] = native.chain(self.parts)
-        return chain(native.library, native.rows, x)
+            places = [self._place(one, native) for one in self.parts]
+            chain = self.chains[native.cache] = CChain([one.part for one in self.parts], places)
+        kept = self.states.keep(native)
+        x = chain(native.library, native.rows, x)
+        self.states.wait(native, kept)
+        return x
+
+    def _place(self, ready: ReadyPart, native: NativePass) -> CPlace | CStatePlace | None:
+        if ready.mixer is not None:
+            return self.states.place(ready, native.cache)
+        return None if ready.layer is None else native.place(ready)
 
 
 class Chain(nn.ModuleList):
@@ -44,7 +53,7 @@ class Chain(nn.ModuleList):
         layers = list(blocks)
         super().__init__(layers)
         self._parts = [part for block in layers for part in block.parts]
-        watched = [pair for part in self._parts if isinstance(part, LayerPart) for pair in part.watched()]
+        watched = [pair for part in self._parts for pair in part.watched()]
         self._objects, self._names = [one for one, _ in watched], [name for _, name in watched]
         self._made_of: list[object] = []
         self._pieces: list[_Run | LayerPart | Parallel] = []
@@ -56,18 +65,22 @@ class Chain(nn.ModuleList):
             self._made_of, self._pieces = now, []  # held, so that nothing new can stand where these stood
             run: list[ReadyPart] = []
             for part in [*self._parts, None]:
-                ready = part.ready() if isinstance(part, LayerPart) else None
+                ready = None if part is None else part.ready()
                 if ready is not None:
                     run.append(ready)
                     continue
-                self._pieces += [_Run(tuple(run), WeakKeyDictionary())] if run else []
+                self._pieces += [_Run(tuple(run), StatesOfRun(run))] if run else []
                 self._pieces += [] if part is None else [part]
                 run = []
         return self._pieces
 
-    def run(self, x: Tensor, batch: Batch, rope: Rope, cache: KVCache, told: Told | None = None) -> Tensor:
-        """The residual stream x [1, T, hidden] through all of them. Keys, values and states go into the cache."""
-        native = NativePass.make(x, batch, cache, rope)
+    def run(self, x: Tensor, batch: Batch, rope: Rope, cache: KVCache, told: Tensor | None = None) -> Tensor:
+        """The residual stream x [1, T, hidden] through all of them. Keys, values and states go into the cache.
+
+        `told`: what layers are told of each token beside, [1, T, layers, width].
+        """
+        begin_texts(batch, cache.states)
+        native = NativePass.make(x, batch, cache, rope, told)
         pieces = self._parts if native is None else self._prepared()
         context: PassContext | None = None
         for piece in pieces:
@@ -77,6 +90,7 @@ class Chain(nn.ModuleList):
                 continue
             if context is None:
                 states = BatchStates(batch, cache.states)
-                context = PassContext(rope.rows(batch.spans), PagedAttention(batch, cache), told, states)
+                each = None if told is None else lambda layer: told[..., layer, :]
+                context = PassContext(rope.rows(batch.spans), PagedAttention(batch, cache), each, states)
             x = piece.run(x, context)
         return x

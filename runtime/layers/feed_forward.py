@@ -34,12 +34,13 @@ class Mlp(LayerPart):
         self._activate = ACTIVATION[spec.activation]
         self._prepared: NativePart[CMlpPart] = self._native_part()
 
-    def _prepare(self) -> CMlpPart:
+    def prepare(self) -> CMlpPart:
+        """For native code. Raises NotNative."""
         return mlp_part(self.spec, self._around(), self.gate_up, self.down)
 
     def ready(self) -> ReadyPart | None:
         """As `LayerPart.ready`."""
-        part = self._prepared.get(self._prepare)
+        part = self._prepared.get(self.prepare)
         return None if part is None else ReadyPart(part)
 
     def watched(self) -> Sequence[tuple[object, str]]:

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear, RoutedProduct
-from mycli.runtime.layers.native import (
-    Around,
-    NativePart,
-    ReadyPart,
-)
+from mycli.runtime.layers.native import NativePart, ReadyPart
+from mycli.runtime.layers.native_tensors import Around
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates
 from mycli.runtime.layers.rope import RopeTables
@@ -107,10 +104,11 @@ class LayerPart(nn.Module):
         hidden = self.products[-1].out_features
         return Around(self.norm, self.output_norm, self.scalar, self._residual, hidden)
 
-    def _native_part(self, *norms: RMSNorm | None) -> NativePart[Any]:
-        """What watches whatever may be replaced: the tensors of its norms, those of `norms` too, and its products."""
+    def _native_part(self, *norms: RMSNorm | None, others: Sequence[tuple[object, str]] = ()) -> NativePart[Any]:
+        """What watches whatever may be replaced: the tensors of its norms, those of `norms` too, its products, and
+        `others`, attributes."""
         gains = [norm for norm in (self.norm, self.output_norm, *norms) if norm is not None]
-        return NativePart(gains, self.products)
+        return NativePart(gains, (*self.products, *self.kept), others=others)
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """Read what is neither norm nor product."""

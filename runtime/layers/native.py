@@ -6,7 +6,7 @@ parts follow each other (`runtime.layers.chain`), or what a layer is.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_int32, c_void_p
+from ctypes import addressof, c_int32, c_uint8, c_void_p
 from dataclasses import dataclass
 from operator import is_not
 from typing import Generic, TypeVar
@@ -17,124 +17,61 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, Native
+from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
-    MOST_PARTS,
     CAttentionPart,
-    CChain,
     CExpertProduct,
     CExpertsPart,
     CFeed,
-    CGain,
     CHead,
     CLinear,
     CMlpPart,
     CPart,
     CPassRows,
     CPlace,
-    CProduct,
-    CSum,
+    CToldPart,
     CTurn,
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
+from mycli.runtime.layers.native_tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer, vectors
 from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import PerLayerSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
-from mycli.runtime.quantization.packed_weight import Matmul
 
 NATIVE_ROWS = 64  # of a pass: the steps of many take longer than getting from one to the next
 
 _T = TypeVar("_T")
 
 
-class NotNative(Exception):
-    """Why a part is run step by step."""
-
-
-@dataclass(frozen=True)
-class Around:
-    """What stands around the products of a part: the norms on the residual stream, how the sum is made."""
-
-    norm: RMSNorm | None
-    output_norm: RMSNorm | None
-    scalar: Tensor | None
-    residual: float
-    hidden: int
-
-
-def _multiple(count: int, what: str) -> int:
-    if count % LANES:
-        raise NotNative(f"{what} is not a multiple of {LANES}")
-    return count
-
-
-def c_gain(norm: RMSNorm | None) -> CGain:
-    """`norm` as layer.h has it. Raises NotNative."""
-    if norm is None:
-        return CGain()
-    gain = norm.weight
-    if norm.spec.centred or gain.dtype not in ROW_TYPES or not gain.is_contiguous():
-        raise NotNative("takes RMSNorms with gains of bf16 or fp32")
-    size = _multiple(gain.shape[0], "the width of a norm")
-    return CGain(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype])
-
-
-def _product(matmul: Matmul) -> CProduct:
-    if isinstance(matmul, CpuMatmul):
-        return CProduct(matmul.address, None, *matmul.shape)
-    if not isinstance(matmul, DenseMatmul):
-        raise NotNative("takes packed and dense weights that native code multiplies by")
-    weight = matmul.dequantize()
-    if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or weight.shape[1] % 32:
-        raise NotNative("takes dense weights of bf16 and inputs in multiples of 32")
-    return CProduct(None, weight.data_ptr(), *weight.shape)
-
-
-def c_linear(linear: Linear) -> CLinear:
-    """`linear` as layer.h has it. Raises NotNative."""
-    if not 0 < len(linear.matmuls) <= MOST_PARTS:
-        raise NotNative(f"takes products of at most {MOST_PARTS} parts")
-    parts = [_product(matmul) for matmul in linear.matmuls]
-    bias = linear.bias
-    if bias is not None and (bias.dtype != torch.bfloat16 or linear.out_features % LANES):
-        raise NotNative("takes biases of bf16")
-    address = None if bias is None else bias.data_ptr()
-    return CLinear((CProduct * MOST_PARTS)(*parts), len(parts), linear.out_features, address)
-
-
-def c_sum(around: Around) -> CSum:
-    """`around` as layer.h has it. Raises NotNative."""
-    scalar = around.scalar
-    if scalar is not None and scalar.dtype != torch.bfloat16:
-        raise NotNative("takes factors of bf16")
-    address = None if scalar is None else scalar.data_ptr()
-    return CSum(c_gain(around.output_norm), address, _multiple(around.hidden, "the stream"), around.residual)
-
-
 def attention_part(
-    spec: AttentionSpec, around: Around, norms: tuple[RMSNorm | None, ...], qkv: Linear, o: Linear
+    spec: AttentionSpec,
+    around: Around,
+    norms: tuple[RMSNorm | None, ...],
+    qkv: Linear,
+    o: Linear,
+    sinks: Tensor | None,
 ) -> CAttentionPart:
-    """Attention as layer.h has it; `norms` of queries, keys and values. Raises NotNative."""
+    """Attention as layer.h has it; `norms` of queries, keys and values, `sinks` fp32. Raises NotNative."""
     rope = spec.rope
-    if spec.clip is not None or spec.sinks is not None or spec.gated:
-        raise NotNative("takes no clips, no sinks and no gates of heads")
-    if rope is not None and rope.scaling.query_beta:
-        raise NotNative("takes no factors of queries")
-    half = 0 if rope is None else _multiple(rope.dim // 2, "what is turned of a head")
+    if spec.clip is not None:
+        raise NotNative("takes no clips")
+    half = 0 if rope is None else vectors(rope.dim // 2, "what is turned of a head")
     return CAttentionPart(
         c_gain(around.norm),
         *(c_gain(norm) for norm in norms),
         c_linear(qkv),
         c_linear(o),
         c_sum(around),
+        pointer(sinks),
         heads=spec.heads,
         kv_heads=spec.kv_heads,
-        head_dim=_multiple(spec.head_dim, "a head"),
+        head_dim=vectors(spec.head_dim, "a head"),
         half=half,
         window=FOREVER if spec.window is None else spec.window,
         scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
@@ -143,17 +80,24 @@ def attention_part(
         norms_rotated=spec.norms_rotated,
         makes_keys=spec.shares is None,
         makes_values=spec.makes_values,
+        gated=spec.gated,
     )
 
 
-def _gate_type(spec: MlpSpec | ExpertsSpec) -> int:
-    if spec.activation not in GATE_TYPES:
-        raise NotNative("takes gated activations")
+def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
+    if spec.activation not in GATE_TYPES or (spec.activation == "relu2" and not isinstance(spec, MlpSpec)):
+        raise NotNative("takes SiLU and GELU of a gate, and squared ReLU in an MLP")
     return GATE_TYPES[spec.activation]
 
 
+def told_part(spec: PerLayerSpec, around: Around, layer: int, gate: Linear, projection: Linear) -> CToldPart:
+    """What a layer is told of its tokens as layer.h has it. Raises NotNative."""
+    size, products = vectors(spec.gate.out_features, "what a layer is told"), (c_linear(gate), c_linear(projection))
+    return CToldPart(c_gain(around.norm), *products, c_sum(around), layer * size, size, _gate_type(spec))
+
+
 def _feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeed:
-    return CFeed(c_linear(gate_up), c_linear(down), _multiple(spec.size, "an MLP"), _gate_type(spec))
+    return CFeed(c_linear(gate_up), c_linear(down), vectors(spec.size, "an MLP"), _gate_type(spec))
 
 
 def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
@@ -203,7 +147,7 @@ def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpe
         None if own.scales is None else own.scales.data_ptr(),
         len(spec.experts),
         spec.top_k,
-        _multiple(spec.size, "an expert"),
+        vectors(spec.size, "an expert"),
         _gate_type(spec),
         spec.normalized,
     )
@@ -217,12 +161,18 @@ def head_part(norm: RMSNorm, head: Linear) -> CHead:
 class NativePart(Generic[_T]):
     """A part made ready for native code, once; and again where what it is made of has been replaced.
 
-    `norms`, `products`: all whose tensors may be, but for products that have `changes` in common. Looked at in every
-    pass, and so without detours.
+    `norms`, `products`: all whose tensors may be, but for products that have `changes` in common; `others`: attributes
+    with other tensors. Looked at in every pass, and so without detours.
     """
 
-    def __init__(self, norms: Sequence[RMSNorm], products: Sequence[Linear], changes: Changes | None = None) -> None:
-        self.watched: list[tuple[object, str]] = [(norm, "weight") for norm in norms]
+    def __init__(
+        self,
+        norms: Sequence[RMSNorm],
+        products: Sequence[Linear],
+        changes: Changes | None = None,
+        others: Sequence[tuple[object, str]] = (),
+    ) -> None:
+        self.watched: list[tuple[object, str]] = [*others, *((norm, "weight") for norm in norms)]
         self.watched += [(linear, name) for linear in products for name in ("matmuls", "bias")]
         self.watched += [] if changes is None else [(changes, "last")]
         self._made_of: list[object] = []
@@ -250,51 +200,52 @@ def native_code(x: Tensor) -> Native | None:
 
 @dataclass(frozen=True)
 class ReadyPart:
-    """A part as native code has it. Of attention: which layer's keys and values it reads, and how its heads turn."""
+    """A part as native code has it. Of attention: which layer's keys and values it reads, and how its heads turn; of
+    what keeps a state: which layer's, and by what it goes on."""
 
     part: CPart
     layer: int | None = None
     rope: RopeSpec | None = None
+    mixer: DeltaNet | ShortConv | None = None
 
 
 class NativePass:
     """One pass of few bf16 rows on the CPU, as native parts see it: whose rows they are, how they turn, the cache."""
 
-    def __init__(self, library: Native, batch: Batch, cache: KVCache, rope: Rope) -> None:
+    def __init__(self, library: Native, batch: Batch, cache: KVCache, rope: Rope, told: Tensor | None) -> None:
         self.library, self.batch, self.cache = library, batch, cache
         every = rope.every(max([span.length for span in batch.spans]))
         tables = rope.rows(batch.spans) if every is None else every
         self.rotations = tuple(tables)
-        turns = [CTurn(one.cos.data_ptr(), one.sin.data_ptr()) for one in tables.values()]
+        turns = [CTurn(*map(pointer, (one.cos, one.sin, one.query_scale))) for one in tables.values()]
         starts, lengths = batch.starts_and_lengths
         table, width = batch.padded_blocks
-        held = [(c_int32 * len(each))(*each) for each in (starts, lengths, table)]
-        self._held = held, tables  # the addresses below are theirs
-        shape = starts[-1], len(lengths), width
-        self.rows = CPassRows(*map(addressof, held), (CTurn * len(turns))(*turns), *shape, every is not None)
+        slots, self.drafted = [span.state for span in batch.spans], [span for span in batch.spans if span.drafted]
+        drafts = (c_uint8 * len(slots))(*(span.drafted > 0 for span in batch.spans))
+        held = [(c_int32 * len(each))(*each) for each in (starts, lengths, table, slots)]
+        self._held = held, drafts, tables, told  # the addresses below are theirs
+        shape = starts[-1], len(lengths), width, 0 if told is None else told.stride(1)
+        addresses = (*map(addressof, held), addressof(drafts), (CTurn * len(turns))(*turns), pointer(told), None)
+        self.rows = CPassRows(*addresses, *shape, every is not None)
 
     @classmethod
-    def make(cls, x: Tensor, batch: Batch, cache: KVCache, rope: Rope) -> "NativePass | None":
-        """For the stream x [1, T, hidden]; None where native code does not take the pass."""
+    def make(
+        cls, x: Tensor, batch: Batch, cache: KVCache, rope: Rope, told: Tensor | None = None
+    ) -> "NativePass | None":
+        """For the stream x [1, T, hidden], layers being `told` [1, T, layers, width]; None where native code does not
+        take the pass."""
         if cache.dtype not in (torch.bfloat16, torch.int8, PACKED):
             return None
         library = native_code(x[0])
-        return None if library is None else cls(library, batch, cache, rope)
+        return None if library is None else cls(library, batch, cache, rope, told)
 
-    def chain(self, ready: Sequence[ReadyPart]) -> CChain:
-        """`ready` in one call, good for every pass with this cache."""
-        return CChain([one.part for one in ready], [self._place(one) for one in ready])
-
-    def _place(self, ready: ReadyPart) -> CPlace | None:
-        if ready.layer is None:
-            return None
+    def place(self, ready: ReadyPart) -> CPlace:
+        """Where attention finds the keys and values of its layer."""
+        assert ready.layer is not None
         keys, values = self.cache.all(ready.layer)
         strides = keys.data.stride()
         return CPlace(
-            keys.data.data_ptr(),
-            values.data.data_ptr(),
-            None if keys.scales is None else keys.scales.data_ptr(),
-            None if values.scales is None else values.scales.data_ptr(),
+            *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
             keys.data.shape[0],
             keys.data.shape[2],
             strides[0],

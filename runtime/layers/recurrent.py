@@ -44,8 +44,15 @@ class TextStates:
         return result.view(sequences, tokens, -1)
 
 
+def begin_texts(batch: Batch, store: StateStore) -> None:
+    """Clear the states of those sequences of a batch whose texts begin."""
+    for span in batch.spans:
+        if not span.start:
+            store.clear(span.state)
+
+
 class BatchStates:
-    """Of the sequences of a ragged batch, in the slots of a store. Where a text begins the slot is cleared.
+    """Of the sequences of a ragged batch, in the slots of a store; `begin_texts` comes first.
 
     Where tokens are drafted a state stays what it was, until `StateStore.settle` says how many of them stand.
     """
@@ -55,9 +62,6 @@ class BatchStates:
         self._drafts = any(span.drafted for span in batch.spans)
         starts = (*(span.row for span in batch.spans), batch.rows)
         self._runs = Runs(starts, tuple(span.state for span in batch.spans))
-        for span in batch.spans:
-            if not span.start:
-                store.clear(span.state)
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
         """As `RecurrentStates.advance`, with all rows of the batch as one sequence: [1, T, ...]."""
@@ -72,8 +76,15 @@ class BatchStates:
         place = tuple(one[span.state : span.state + 1] for one in states)
         if not span.drafted:
             return step(own, place, Runs.alike(1, span.count))
-        self._store.wait(span.state, partial(_replay, own, place, step))
+        wait_for_drafts(self._store, span, rows, states, step)
         return step(own, tuple(one.clone() for one in place), Runs.alike(1, span.count))
+
+
+def wait_for_drafts(store: StateStore, span: Span, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> None:
+    """The `states` of a layer, of all slots, go on by as many `rows` [1, T, ...] of a sequence as will turn out to
+    stand."""
+    own = tuple(one[0, span.row : span.row + span.count] for one in rows)
+    store.wait(span.state, partial(_replay, own, tuple(one[span.state : span.state + 1] for one in states), step))
 
 
 @torch.inference_mode()
@@ -115,13 +126,15 @@ class DeltaNet(nn.Module):
 
     def __init__(self, spec: DeltaNetSpec, layer: int) -> None:
         super().__init__()
-        self._spec, self._layer = spec, layer
-        self._sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
+        self.spec, self._layer = spec, layer
+        self.sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
+        self.widths = spec.convolution.channels, 2 * spec.heads  # of the rows that states go on by
         self.projection = Linear(spec.projections)
         self.gates = Linear(spec.gates)
         self.convolution = Convolution(spec.convolution)
         self.norm = RMSNorm(spec.head_norm)
         self.out = Linear((spec.out,))
+        self.norms, self.kept = (self.norm,), (self.gates,)
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(spec.heads, device="meta")
 
@@ -130,30 +143,35 @@ class DeltaNet(nn.Module):
         """Bytes of memory held beside linears and norms."""
         return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read what is neither norm nor product."""
-        self.gates.load(checkpoint, {}, device, dtype)
+    @property
+    def tensors(self) -> tuple[tuple[object, str], ...]:
+        """Where the tensors of that memory are: attributes."""
+        return (self.convolution, "weight"), (self.convolution, "bias"), (self, "rate"), (self, "dt_bias")
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Read what is neither norm nor linear."""
         self.convolution.load(checkpoint, device)
-        self.rate = -checkpoint.read(self._spec.decay).to(device, torch.float32).exp()
-        self.dt_bias = checkpoint.read(self._spec.dt_bias).to(device, torch.float32)
+        self.rate = -checkpoint.read(self.spec.decay).to(device, torch.float32).exp()
+        self.dt_bias = checkpoint.read(self.spec.dt_bias).to(device, torch.float32)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """What `out` multiplies, of the part's input x and what `projection` made of it, [sequences, tokens, ...]."""
-        spec, gates = self._spec, self.gates(x)
+        spec, gates = self.spec, self.gates(x)
         channels, copies = spec.convolution.channels, spec.heads // spec.key_heads
         if spec.by_key_head:
             width = copies * spec.value_dim
             projected = _in_order(projected, spec.key_heads, (spec.key_dim, spec.key_dim, width, width))
             gates = _in_order(gates, spec.key_heads, (copies, copies))
         mixed, gate = projected[..., :channels], projected[..., channels:]
-        read = states.advance(self._layer, spec, (mixed, gates), self._advance)
+        read = states.advance(self._layer, spec, (mixed, gates), self.advance)
         normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
         return normed.view_as(read)
 
-    def _advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """An `Advance`, by rows of what is to be convolved and of the gates."""
         (mixed, gates), (inputs, matrices) = rows, states
         qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
-        return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self._sizes)
+        return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self.sizes)
 
 
 class ShortConv(nn.Module):
@@ -161,26 +179,35 @@ class ShortConv(nn.Module):
 
     def __init__(self, spec: ShortConvSpec, layer: int) -> None:
         super().__init__()
-        self._spec, self._layer = spec, layer
+        self.spec, self._layer = spec, layer
         self.projection = Linear((spec.projection,))
         self.convolution = Convolution(spec.convolution)
+        self.widths = (spec.convolution.channels,)
         self.out = Linear((spec.out,))
+        self.norms: tuple[RMSNorm, ...] = ()
+        self.kept: tuple[Linear, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held beside linears and norms."""
         return self.convolution.nbytes
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read what is neither norm nor product."""
+    @property
+    def tensors(self) -> tuple[tuple[object, str], ...]:
+        """As `DeltaNet.tensors`."""
+        return (self.convolution, "weight"), (self.convolution, "bias")
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """As `DeltaNet.load`."""
         self.convolution.load(checkpoint, device)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """As `DeltaNet.forward`."""
         before, after, inner = projected.chunk(3, dim=-1)
-        return after * states.advance(self._layer, self._spec, (before * inner,), self._advance)
+        return after * states.advance(self._layer, self.spec, (before * inner,), self.advance)
 
-    def _advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """An `Advance`, by rows of what is to be convolved."""
         return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
 
 

@@ -113,11 +113,9 @@ class Transformer(nn.Module):
 
     def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
         """The residual stream after the last block: [1, T, hidden]. Keys and values go into the cache."""
-        tokens, told = batch.tokens[None], None
+        tokens = batch.tokens[None]
         x = embed_tokens(tokens, self.embedding, self.config)
-        if self.per_layer is not None:
-            inputs = self.per_layer(tokens, x)
-            told = lambda layer: inputs[..., layer, :]  # noqa: E731  (a name would say no more)
+        told = None if self.per_layer is None else self.per_layer(tokens, x)
         return self.blocks.run(x, batch, rope, cache, told)
 
     def _logits(self, x: Tensor) -> Tensor:

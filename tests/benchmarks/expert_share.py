@@ -11,23 +11,15 @@ import argparse
 import statistics
 import time
 
-import torch
-
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.kernels.registry import prepare_product
-from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, parse_config
-from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.random_packed import PACKING, random_model
 
-PACKING = Packing(4, 128)
 PROMPT, TOKENS = 8, 24
 
 
@@ -51,31 +43,6 @@ def shape(layers: int, hidden: int, experts: int, size: int) -> ModelConfig:
         "torch_dtype": "bfloat16",
     }
     return parse_config(Fields(fields, "a random shape"))
-
-
-def packed(linear: Linear, generator: torch.Generator) -> PackedWeight:
-    """Random codes, with scales that keep the outputs as large as the inputs."""
-    rows, columns = linear.out_features, linear.in_features
-    codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int64, generator=generator).int()
-    scales = (torch.rand(rows, columns // 128, generator=generator) + 0.5) * 0.3 / columns**0.5
-    return PackedWeight(codes, scales.bfloat16(), PACKING, columns)
-
-
-def random_model(config: ModelConfig) -> Transformer:
-    """In memory alone."""
-    model, generator = Transformer(config), torch.Generator().manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.weight = torch.ones(module.weight.shape, dtype=torch.bfloat16)
-    for block in model.layers():
-        for linear in block.products.values():
-            linear.replace(prepare_product(packed(linear, generator), torch.bfloat16))
-        for linear in block.mlp.kept:
-            dense = torch.randn(linear.out_features, linear.in_features, generator=generator)
-            linear.replace((dense / linear.in_features**0.5).bfloat16())
-    model.embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator).bfloat16()
-    model.head.replace(model.embedding)
-    return model
 
 
 def main() -> None:

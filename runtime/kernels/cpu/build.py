@@ -82,7 +82,7 @@ class CNorm(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "gain", "y")),
         *((name, c_int64) for name in ("rows", "size")),
         ("eps", c_float),
-        *((name, c_int32) for name in ("type", "gain_type")),
+        *((name, c_int32) for name in ("type", "gain_type", "centred")),
     ]
 
 
@@ -163,7 +163,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
-        weigh=function("weigh", None, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+        weigh=function("weigh", None, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int),
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         run_parts=function("run_parts", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
         run_head=function("run_head", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),

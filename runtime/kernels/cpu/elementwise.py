@@ -3,7 +3,7 @@
 Beside weights that leave nothing in the caches, each operation of torch takes longer to begin than to do, and these are
 a dozen and a half of them a layer. The code is steps.h; it rounds where torch does. A row's bits depend on neither the
 rows beside it nor their number. Each function returns the reason where this code cannot. What is a single operation of
-torch anyway (LayerNorm, squared ReLU) is left to it: a call from here takes as long.
+torch anyway, rounded once (squared ReLU), is left to it: a call from here takes as long.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
-GATE_TYPES = {"silu": 0, "gelu_tanh": 1}  # `GateType` of steps.h
+GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # `GateType` of steps.h; the last has no gate
 
 
 def _library(x: Tensor, width: int) -> Native | str:
@@ -42,6 +42,15 @@ def _tokens(x: Tensor) -> int:
 
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
     """x bf16 or fp32 [..., size] to the same, rounded once; gain [size] in its dtype, or in fp32 as 1 + w is."""
+    return _normed(x, gain, eps, centred=False)
+
+
+def native_layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
+    """As `native_rms_norm`, the mean taken away first."""
+    return _normed(x, gain, eps, centred=True)
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | str:
     size = x.shape[-1]
     found = _library(x, size)
     if isinstance(found, str):
@@ -53,7 +62,7 @@ def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | str:
     given = x.contiguous()
     y = torch.empty_like(given)
     pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
-    task = CNorm(*pointers, given.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype])
+    task = CNorm(*pointers, given.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype], centred)
     found.norm(ctypes.byref(task), threads_for(_tokens(x)))
     return y
 
@@ -88,7 +97,8 @@ def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
 
 
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | str:
-    """x bf16 or fp32 [..., size] times the sigmoid of gate [..., 1], which is rounded first; in the dtype of both."""
+    """x bf16 or fp32 [..., size] times the sigmoid of gate [..., 1] or [..., size], rounded first; in the dtype
+    of both."""
     size = x.shape[-1]
     found = _library(x, size)
     if isinstance(found, str):
@@ -96,9 +106,9 @@ def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | str:
     if gate.dtype != x.dtype or gate.requires_grad:
         return "takes gates without a gradient, in the dtype of its input"
     given, weights, y = x.contiguous(), gate.contiguous(), x.new_empty(x.shape)
-    rows = weights.numel()
-    assert rows * size == x.numel()
-    pointers = given.data_ptr(), weights.data_ptr(), rows, size, y.data_ptr()
+    rows, each = x.numel() // size, gate.shape == x.shape
+    assert each or gate.shape == (*x.shape[:-1], 1)
+    pointers = given.data_ptr(), weights.data_ptr(), rows, size, each, y.data_ptr()
     found.weigh(ROW_TYPES[x.dtype], *pointers, threads_for(rows))
     return y
 

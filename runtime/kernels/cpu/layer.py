@@ -34,7 +34,7 @@ class CLinear(ctypes.Structure):
 class CGain(ctypes.Structure):
     """`Gain` of layer.h."""
 
-    _fields_ = [("gain", c_void_p), ("size", c_int64), ("eps", c_float), ("type", c_int32)]
+    _fields_ = [("gain", c_void_p), ("size", c_int64), ("eps", c_float), ("type", c_int32), ("centred", c_int32)]
 
 
 class CSum(ctypes.Structure):
@@ -50,9 +50,11 @@ class CAttentionPart(ctypes.Structure):
         *((name, CGain) for name in ("norm", "q_norm", "k_norm", "v_norm")),
         *((name, CLinear) for name in ("qkv", "o")),
         ("sum", CSum),
+        ("sinks", c_void_p),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "half", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("interleaved", "norms_rotated", "makes_keys", "makes_values")),
+        ("gated", c_int64),
     ]
 
 
@@ -66,6 +68,23 @@ class CMlpPart(ctypes.Structure):
     """`MlpPart` of layer.h."""
 
     _fields_ = [("norm", CGain), ("feed", CFeed), ("sum", CSum)]
+
+
+class CParallelPart(ctypes.Structure):
+    """`ParallelPart` of layer.h."""
+
+    _fields_ = [("attention", CAttentionPart), ("mlp", CMlpPart)]
+
+
+class CToldPart(ctypes.Structure):
+    """`ToldPart` of layer.h."""
+
+    _fields_ = [
+        ("norm", CGain),
+        *((name, CLinear) for name in ("gate", "projection")),
+        ("sum", CSum),
+        *((name, c_int64) for name in ("first", "size", "gate_type")),
+    ]
 
 
 class CExpertProduct(ctypes.Structure):
@@ -89,19 +108,44 @@ class CExpertsPart(ctypes.Structure):
     ]
 
 
+class CDeltaPart(ctypes.Structure):
+    """`DeltaPart` of recurrent_part.h."""
+
+    _fields_ = [
+        *((name, CGain) for name in ("norm", "head_norm")),
+        *((name, CLinear) for name in ("projection", "gates", "out")),
+        ("sum", CSum),
+        *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias")),
+        *((name, c_int64) for name in ("taps", "heads", "key_heads", "key_dim", "value_dim", "by_key_head")),
+    ]
+
+
+class CConvolutionPart(ctypes.Structure):
+    """`ConvolutionPart` of recurrent_part.h."""
+
+    _fields_ = [
+        ("norm", CGain),
+        *((name, CLinear) for name in ("projection", "out")),
+        ("sum", CSum),
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_int64) for name in ("channels", "taps")),
+    ]
+
+
 class CTurn(ctypes.Structure):
     """`Turn` of layer.h."""
 
-    _fields_ = [("cos", c_void_p), ("sin", c_void_p)]
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("scale", c_void_p)]
 
 
 class CPassRows(ctypes.Structure):
     """`PassRows` of layer.h; it holds the array of turns that it is given."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "lengths", "table")),
+        *((name, c_void_p) for name in ("starts", "lengths", "table", "slots", "drafts")),
         ("turns", ctypes.POINTER(CTurn)),
-        *((name, c_int64) for name in ("rows", "sequences", "table_width", "by_position")),
+        *((name, c_void_p) for name in ("told", "kept")),
+        *((name, c_int64) for name in ("rows", "sequences", "table_width", "told_width", "by_position")),
     ]
 
 
@@ -114,14 +158,23 @@ class CPlace(ctypes.Structure):
     ]
 
 
+class CStatePlace(ctypes.Structure):
+    """`StatePlace` of recurrent_part.h."""
+
+    _fields_ = [*((name, c_void_p) for name in ("inputs", "matrices")), ("slots", c_int64), ("at", c_int64)]
+
+
 class CHead(ctypes.Structure):
     """`Head` of chain.h."""
 
     _fields_ = [("norm", CGain), ("product", CLinear)]
 
 
-CPart = CAttentionPart | CMlpPart | CExpertsPart
-_KINDS: dict[type[CPart], int] = {CAttentionPart: 0, CMlpPart: 1, CExpertsPart: 2}  # `StepKind` of chain.h
+CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CToldPart | CDeltaPart | CConvolutionPart
+# In the order of `StepKind` of chain.h.
+_DENSE: Sequence[type[CPart]] = CAttentionPart, CMlpPart, CExpertsPart
+_OTHERS: Sequence[type[CPart]] = CParallelPart, CToldPart, CDeltaPart, CConvolutionPart
+_KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate((*_DENSE, *_OTHERS))}
 
 
 class _CStep(ctypes.Structure):
@@ -131,9 +184,9 @@ class _CStep(ctypes.Structure):
 
 
 class CChain:
-    """Parts in order, and a place for each that is attention, ready to be run in one call; it holds them."""
+    """Parts in order, and a place for each that reads the cache, ready to be run in one call; it holds them."""
 
-    def __init__(self, parts: Sequence[CPart], places: Sequence[CPlace | None]) -> None:
+    def __init__(self, parts: Sequence[CPart], places: Sequence[CPlace | CStatePlace | None]) -> None:
         self.parts, self._places = tuple(parts), places
         steps = [
             _CStep(_KINDS[type(part)], ctypes.addressof(part), None if place is None else ctypes.addressof(place))
@@ -142,9 +195,9 @@ class CChain:
         self._steps, self._count = (_CStep * len(steps))(*steps), len(steps)
 
     def __call__(self, library: Native, rows: CPassRows, x: Tensor) -> Tensor:
-        """The stream x [..., hidden], bf16 and contiguous, through all parts: keys and values go into the cache.
+        """The stream x [..., hidden], bf16 and contiguous, through all parts. The cache takes keys, values and states.
 
-        Raises ValueError where lengths or blocks cannot be.
+        Raises ValueError where lengths, blocks or slots cannot be.
         """
         out = torch.empty_like(x)
         asked = self._steps, self._count, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
@@ -152,7 +205,7 @@ class CChain:
         if failed == 1:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
         if failed:
-            raise ValueError("the lengths do not fit the blocks")
+            raise ValueError("the lengths do not fit the blocks, or slots those that there are")
         return out
 
 

@@ -24,6 +24,7 @@ class _Runs(ctypes.Structure):
     _fields_ = [
         ("starts", ctypes.POINTER(c_int32)),
         ("slots", ctypes.POINTER(c_int32)),
+        ("stays", c_void_p),
         ("runs", c_int64),
         ("type", c_int32),
     ]
@@ -77,7 +78,7 @@ def _threads(values: int) -> int:
 def _rows(x: Tensor, runs: Runs) -> _Runs:
     starts, slots = (c_int32 * len(runs.starts))(*runs.starts), (c_int32 * len(runs.slots))(*runs.slots)
     # The structure keeps what its pointers point at alive.
-    return _Runs(starts, slots, len(runs.slots), ROW_TYPES[x.dtype])
+    return _Runs(starts, slots, None, len(runs.slots), ROW_TYPES[x.dtype])
 
 
 def _exact(*tensors: Tensor | None) -> bool:
@@ -91,6 +92,20 @@ def _fits(runs: Runs, rows: int, slots: int) -> bool:
     return ordered and inside and len(runs.starts) == len(runs.slots) + 1
 
 
+def decline_convolution(channels: int, taps: int) -> str | None:
+    """Why such a convolution is not taken; None where it is."""
+    if channels % LANES or not 2 <= taps <= _MOST_TAPS:
+        return f"takes channels in multiples of {LANES}, and 2 to {_MOST_TAPS} taps"
+    return None
+
+
+def decline_delta(sizes: DeltaSizes) -> str | None:
+    """Why a delta rule of such sizes is not taken; None where it is."""
+    if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MOST_KEYS:
+        return f"takes heads in multiples of {LANES}, keys of at most {_MOST_KEYS}"
+    return None
+
+
 def native_convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool
 ) -> Tensor | str:
@@ -98,8 +113,8 @@ def native_convolve(
     found, (taps, channels) = _library(x), weight.shape
     if isinstance(found, str):
         return found
-    if channels % LANES or not 2 <= taps <= _MOST_TAPS:
-        return f"takes channels in multiples of {LANES}, and 2 to {_MOST_TAPS} taps"
+    if (why := decline_convolution(channels, taps)) is not None:
+        return why
     if not _exact(weight, bias, state) or state.shape[1:] != (taps - 1, channels) or x.shape[1:] != (channels,):
         return "takes contiguous fp32 weights and states of matching shapes"
     if not _fits(runs, len(x), len(state)):
@@ -124,8 +139,8 @@ def native_delta_rule(
     found, width = _library(qkv, gates), sizes.key_heads * sizes.key_dim
     if isinstance(found, str):
         return found
-    if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MOST_KEYS:
-        return f"takes heads in multiples of {LANES}, keys of at most {_MOST_KEYS}"
+    if (why := decline_delta(sizes)) is not None:
+        return why
     values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
     fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), 2 * sizes.heads)
     if not _exact(rate, dt_bias, state) or state.shape[1:] != shape or not fitting or not qkv.is_contiguous():

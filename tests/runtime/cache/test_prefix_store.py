@@ -26,7 +26,7 @@ def values(index: int) -> bytes:
 
 def filled(folder: Path, identity: bytes = ONE, limit: int = LIMIT, text: list[int] = TEXT) -> PrefixStore:
     store = PrefixStore(folder, identity, limit)
-    for piece in store.missing(text):
+    for piece in store.missing(store.pieces(text)):
         store.write(piece, values(piece.index))
     store.flush()
     return store
@@ -41,7 +41,7 @@ def test_what_was_written_is_there_after_a_restart_for_texts_that_begin_alike(tm
     again = PrefixStore(tmp_path / "kept", ONE, LIMIT)
     assert held(again) == [values(0), values(1), values(2)]
     assert again.find(TEXT, NBYTES).miss == f"less than a piece from token {3 * PIECE + 1} on"
-    assert again.missing(TEXT) == [] and again.stats.nbytes == 3 * FILE
+    assert again.missing(again.pieces(TEXT)) == [] and again.stats.nbytes == 3 * FILE
     parted = [*TEXT[: PIECE + 3], 5, *TEXT[PIECE + 4 :]]
     assert held(again, parted) == [values(0)]
     assert again.find(parted, NBYTES).miss == f"not kept on disk from token {PIECE + 1} on"
@@ -56,7 +56,7 @@ def test_another_model_finds_nothing_and_takes_no_file_for_its_own(tmp_path: Pat
     filled(tmp_path)
     other = PrefixStore(tmp_path, OTHER, LIMIT)
     assert other.find(TEXT, NBYTES).pieces == ()
-    (wanted, *_) = other.missing(TEXT)
+    (wanted, *_) = other.missing(other.pieces(TEXT))
     source = next(tmp_path.iterdir())
     (tmp_path / f"{wanted.name.hex()}.kv").write_bytes(source.read_bytes())
     assert held(other) == [None] and other.stats.ignored == {"of another model or program": 1}
@@ -105,7 +105,7 @@ def test_a_file_that_was_changed_is_never_read(tmp_path: Path, change: tuple[str
         None if piece.index == which else values(piece.index) for piece in pieces
     ]
     assert sum(store.stats.ignored.values()) == 1 and len(told) == 1 and str(path) in told[0]
-    assert not path.exists() and [piece.index for piece in store.missing(TEXT)] == [which]
+    assert not path.exists() and [piece.index for piece in store.missing(store.pieces(TEXT))] == [which]
     store.write(pieces[which], values(which))
     store.flush()
     assert held(store) == [values(0), values(1), values(2)], "it is built again"
@@ -170,7 +170,7 @@ def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None
     def work() -> None:
         store = PrefixStore(tmp_path, ONE, 9 * FILE)
         for text in texts:
-            for piece in store.missing(text):
+            for piece in store.missing(store.pieces(text)):
                 store.write(piece, values(piece.index))
             found = [store.read(piece, NBYTES) for piece in store.find(text, NBYTES).pieces]
             assert all(one is None or one == values(index) for index, one in enumerate(found))
@@ -214,7 +214,7 @@ def test_a_disk_that_takes_no_more_is_told_once_and_stops_nobody(
     told: list[str] = []
     monkeypatch.setattr("mycli.runtime.cache.prefix_store.write_atomic", full)
     store = PrefixStore(tmp_path, ONE, LIMIT, told.append)
-    for piece in store.missing(TEXT):
+    for piece in store.missing(store.pieces(TEXT)):
         store.write(piece, values(0))
     store.close()
     assert store.stats.ignored == {"cannot be written (No space left on device)": 3} and len(told) == 1
@@ -225,10 +225,10 @@ def test_more_than_may_wait_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("mycli.runtime.cache.prefix_store.write_atomic", lambda *_, **__: go.wait(10))
     monkeypatch.setattr("mycli.runtime.cache.prefix_store.MAX_PENDING", 2 * NBYTES)
     store = PrefixStore(tmp_path, ONE, LIMIT)
-    pieces = store.missing(TEXT)
+    pieces = store.missing(store.pieces(TEXT))
     for piece in pieces:
         store.write(piece, values(0))
-    assert [piece.index for piece in store.missing(TEXT)] == [2] and store.stats.skipped == 1
+    assert [piece.index for piece in store.missing(store.pieces(TEXT))] == [2] and store.stats.skipped == 1
     go.set()
     store.close()
     assert store.stats.written == 2 and MAX_PENDING > 2 * NBYTES

@@ -32,6 +32,9 @@ from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_scheduler import VOCAB, World
 from tests.support.engines import together
+from tests.support.families import CASES as FAMILIES
+from tests.support.families import make
+from tests.support.family_parts import SMALL
 from tests.support.paths import PICO
 
 CONTEXT = 256
@@ -52,8 +55,8 @@ class Watched(ModelRunner):
     tokens: int
 
 
-def watched(dtype: torch.dtype, kv: Kv) -> Watched:
-    loaded = load_model(ModelFolder.open(PICO), Placement(CPU, dtype, kv=kv))
+def watched(dtype: torch.dtype, kv: Kv, folder: Path = PICO) -> Watched:
+    loaded = load_model(ModelFolder.open(folder), Placement(CPU, dtype, kv=kv))
     runner = Watched(loaded.model, loaded.kv)
     runner.seen, runner.tokens = [], 0
     return runner
@@ -106,6 +109,58 @@ def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtyp
         assert reply(runner, again, parted)[:2] == (reply(runner, alone, parted)[0], PIECE)
         assert again.stats.misses == {"not kept on disk from": 1}
         again.close()
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with states of both kinds beside keys and values."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    model_type, changes = FAMILIES["qwen3_5-delta"]
+    make(folder, model_type, {**SMALL, **changes, "max_position_embeddings": CONTEXT})
+    return folder
+
+
+@exact
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=["lane", "blocks"])
+def test_states_are_kept_over_a_restart(tmp_path: Path, recurrent: Path, shape: CacheShape) -> None:
+    """At the last end of a piece before a prompt's end; a text that parts before it is read from its beginning."""
+    runner, chance = watched(torch.bfloat16, "auto", recurrent), random.Random(4)
+    text = [chance.randrange(3, 97) for _ in range(2 * PIECE + 30)]
+    ends = PIECE + 9, 2 * PIECE, 150, 158
+    alone = {end: reply(runner, engine(runner, SHAPES[0], None), text[:end]) for end in ends}
+    first = engine(runner, shape, tmp_path)
+    assert reply(runner, first, text)[:2] == (alone[158][0], 0)
+    first.close()
+    assert len(list(tmp_path.iterdir())) == 3, "two pieces, and the states after the second"
+    again = engine(runner, shape, tmp_path)
+    for end, kept in zip(ends, (0, PIECE, 2 * PIECE), strict=False):
+        tokens, cached, logits, read = reply(runner, again, text[:end])
+        assert (tokens, cached, read) == (alone[end][0], kept, alone[end][3] - kept), end
+        assert all(torch.equal(one, two) for one, two in zip(logits, alone[end][2], strict=True))
+    again.forget()
+    assert reply(runner, again, text)[1] == 2 * PIECE, "the folder has it, though the cache has not"
+    again.close()
+
+
+@exact
+def test_a_damaged_state_costs_time_and_no_bit(tmp_path: Path, recurrent: Path) -> None:
+    runner, chance = watched(torch.bfloat16, "auto", recurrent), random.Random(5)
+    text = [chance.randrange(3, 97) for _ in range(PIECE + 30)]
+    first = engine(runner, SHAPES[3], tmp_path)
+    expected = reply(runner, first, text)
+    first.close()
+    state = max(tmp_path.iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 16
+    state.write_bytes(data)
+    again = engine(runner, SHAPES[3], tmp_path)
+    found = reply(runner, again, text)
+    assert found[:2] == expected[:2] and all(map(torch.equal, found[2], expected[2]))
+    assert again.stats.kept is not None and again.stats.kept.ignored == {"damaged": 1}
+    again.close()
+    again = engine(runner, SHAPES[3], tmp_path)
+    assert reply(runner, again, text)[:2] == (expected[0], PIECE), "what was damaged is there again"
+    again.close()
 
 
 @exact

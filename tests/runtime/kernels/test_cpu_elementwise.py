@@ -15,6 +15,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
+    native_layer_norm,
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
@@ -22,6 +23,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
 )
 from mycli.runtime.kernels.reference import (
     gelu_multiply,
+    layer_norm,
     rms_norm,
     rotate_heads,
     silu_multiply,
@@ -53,6 +55,30 @@ def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> N
     x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1)
     gain = gain.bfloat16() if gain_type is torch.bfloat16 else 1 + gain * 2**-6
     same(native_rms_norm(x, gain, 1e-5), rms_norm(x, gain, 1e-5), 0.002)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 40, 48), (1, 1, 4096)], ids=str)
+def test_layer_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    """Far from zero the mean is taken away before anything is squared."""
+    x, gain = (normal(*shape) + offset).to(dtype), normal(shape[-1], seed=1).to(dtype)
+    found, expected = native_layer_norm(x, gain, 1e-5), layer_norm(x.double(), gain.double(), 1e-5)
+    assert isinstance(found, Tensor) and found.dtype == dtype
+    step = 2**-8 if dtype == torch.bfloat16 else 2**-20
+    torch.testing.assert_close(found.double(), expected, rtol=1.01 * step, atol=4e-6 * max(offset, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_weights_of_values(dtype: torch.dtype) -> None:
+    """A gate for each value, not for the row."""
+    x, gate = normal(3, 5, 48).to(dtype), (normal(3, 5, 48, seed=1) * 6).to(dtype)
+    found, expected = native_weigh_rows(x, gate), weigh_rows(x, gate)
+    if dtype == torch.bfloat16:
+        same(found, expected, 0.01)
+    else:
+        assert isinstance(found, Tensor)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

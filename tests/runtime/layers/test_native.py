@@ -19,11 +19,20 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CChain, CExpertsPart, CMlpPart
+from mycli.runtime.kernels.cpu.layer import (
+    CAttentionPart,
+    CChain,
+    CConvolutionPart,
+    CDeltaPart,
+    CExpertsPart,
+    CMlpPart,
+    CParallelPart,
+    CToldPart,
+)
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers import transformer
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.block import Attention
+from mycli.runtime.layers.block import Attention, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
@@ -37,13 +46,14 @@ from tests.support.models import random_model
 CONTEXT, BLOCK_SIZE = 32, 8
 WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
 KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
-# Two sequences in blocks that lie anywhere: read in part, one after the other, together, and cut back by one.
+# Two sequences in blocks and states that lie anywhere: read in part, one after the other, together, cut back by one.
 PASSES: Sequence[Sequence[Chunk]] = (
-    [Chunk(list(range(4, 17)), 0, (3, 1), 13)],
-    [Chunk([40], 13, (3, 1), 1), Chunk(list(range(50, 59)), 0, (5, 2), 9)],
-    [Chunk([41, 42], 14, (3, 1), 2), Chunk([60], 9, (5, 2), 1)],
-    [Chunk([43], 15, (3, 1), 1), Chunk([61], 9, (5, 2), 1)],
+    [Chunk(list(range(4, 17)), 0, (3, 1), 13, 2)],
+    [Chunk([40], 13, (3, 1), 1, 2), Chunk(list(range(50, 59)), 0, (5, 2), 9)],
+    [Chunk([41, 42], 14, (3, 1), 2, 2, drafted=1), Chunk([60], 9, (5, 2), 1, 0, drafted=1)],
+    [Chunk([43], 15, (3, 1), 1, 2), Chunk([61], 9, (5, 2), 1)],
 )
+STAND = {2: 1, 0: 0}  # of the tokens that the third pass drafted, by state
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +62,15 @@ def compiled() -> None:
         pytest.skip(f"no native code here: {found}")
 
 
-NAMES = {CAttentionPart: "attention", CMlpPart: "mlp", CExpertsPart: "experts"}
+NAMES = {
+    CAttentionPart: "attention",
+    CMlpPart: "mlp",
+    CExpertsPart: "experts",
+    CParallelPart: "parallel",
+    CToldPart: "told",
+    CDeltaPart: "delta",
+    CConvolutionPart: "convolution",
+}
 
 
 class OnlyCalled:
@@ -80,12 +98,18 @@ def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(runner: ModelRunner, kv: Kv) -> list[Tensor]:
     """Logits of `PASSES` and all that the cache holds after them."""
-    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype))
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype), slots=4)
     rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
-    logits = [runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache) for chunks in PASSES]
+    logits = []
+    for chunks in PASSES:
+        logits.append(runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache))
+        for slot, count in STAND.items():
+            cache.states.settle(slot, count)
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
     scales = [part.scales for part in parts if part.scales is not None]
-    return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales)]
+    recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]
+    states = [state for layer in recurrent for state in cache.states.layer(layer)]
+    return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales, *states)]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -117,7 +141,7 @@ def same_as_by_steps(runner: ModelRunner, kv: Kv, monkeypatch: pytest.MonkeyPatc
 HEAD = {"head_dim": 32}
 # Those that have everything: biases; norms before and after, caps and windows; layers that lend, factors on the sum,
 # norms of values; norms of all heads at once; factors on what is added; norms after the rotation; neighbours turned;
-# heads turned in part.
+# heads turned in part; attention and MLP side by side after a LayerNorm; an MLP without a gate; factors of queries.
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "llama-biases": {},
     "gemma2-mqa-low-caps-untied": HEAD,
@@ -127,7 +151,11 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "hunyuan-alpha": HEAD,
     "ernie4_5-untied-biases": HEAD,
     "glm4-half-turned": {"head_dim": 64},
+    "cohere2-window7-tied": HEAD,
+    "arcee-yarn": HEAD,
+    "ministral3-beyond": HEAD,
 }
+PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "told"], "cohere2-window7-tied": ["parallel"]}
 
 
 @pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
@@ -135,9 +163,17 @@ def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, m
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **WHOLE[case]})
     runner = load(tmp_path, kv)
-    layer = ["attention", "mlp", "|"] if runner.config.per_layer_width else ["attention", "mlp"]
-    each = runner.config.layers * layer + ([] if runner.config.per_layer_width else ["|"])
-    assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * each
+    each = runner.config.layers * PARTS.get(case, ["attention", "mlp"])
+    assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * [*each, "|"]
+
+
+def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside experts that are not taken: a call for each attention."""
+    model_type, changes = CASES["gpt_oss-window7-gqa4:2"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
+    runner = load(tmp_path)
+    ran = same_as_by_steps(runner, "bf16", monkeypatch)
+    assert ran == len(PASSES) * runner.config.layers * ["attention", "|"]
 
 
 # Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
@@ -159,6 +195,59 @@ def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
     scales = torch.rand(shape[0], shape[1] // group, generator=generator).bfloat16() / (8 << bits)
     weight = PackedWeight(pack(codes, bits), scales, Packing(bits, group), shape[1])
     linear.replace(prepare_product(weight, torch.bfloat16))
+
+
+# Heads that share keys, what is projected in order, of two products or key head by key head, beside gated attention;
+# and convolutions, with biases.
+QUARTER = {"head_dim": 128}  # of which a quarter is turned
+RECURRENT: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "qwen3_5-delta": (QUARTER, ["delta", "mlp"] * 3 + ["attention", "mlp"]),
+    "qwen3_5_moe-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
+    "qwen3_next-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
+    "lfm2-tied": (HEAD, ["convolution", "mlp", "attention", "mlp", "convolution", "mlp"]),
+    "lfm2-untied-biases": (HEAD, ["attention", "mlp"] + ["convolution", "mlp"] * 2),
+}
+
+
+@pytest.mark.parametrize("bits", (None, 4), ids=("dense", "int4"))
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_parts_have_the_bits_of_their_steps(
+    case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their states, which go on by what stands of a draft."""
+    model_type, changes = CASES[case]
+    more, parts = RECURRENT[case]
+    make(tmp_path, model_type, {**WIDE, **changes, **more})
+    runner = load(tmp_path)
+    mixers = [layer.mixer for layer in runner.model.layers() if isinstance(layer.mixer, Recurrent)]
+    for seed, linear in enumerate(linear for mixer in mixers if bits for linear in mixer.products):
+        pack_linear(linear, bits or 4, 32, seed)
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [*parts, "|"]
+
+
+def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states, and those of the layers before and after, begin with a text and wait for what stands of a draft."""
+    model_type, changes = CASES["qwen3_5-delta"]
+    make(tmp_path, model_type, {**WIDE, **changes, **QUARTER})
+    runner = load(tmp_path)
+    mixer = next(layer for layer in runner.model.layers() if layer.spec.index == 1).mixer
+    mixer.mixer.out.replace(OnlyCalled(mixer.mixer.out.weight()))
+    whole = ["delta", "mlp", "|", "mlp", "delta", "mlp", "attention", "mlp", "|"]
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * whole
+
+
+def test_slots_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    """Nothing is read or written outside of the states."""
+    model_type, changes = CASES["lfm2-tied"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
+    runner = load(tmp_path)
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, torch.bfloat16, slots=2)
+    both = Chunk([4], 1, (0,), 1, 1), Chunk([5], 1, (1,), 1, 1)
+    for chunks in (both, [Chunk([4], 1, (0,), 1, 2)], [Chunk([4], 1, (0,), 1, -1)]):
+        with pytest.raises(ValueError, match="slots"):
+            runner.run(chunks, cache)
 
 
 @pytest.mark.parametrize("bits", (None, 4), ids=("dense", "int4"))

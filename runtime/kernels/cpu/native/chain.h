@@ -5,15 +5,16 @@
 
 #include "experts_part.h"
 #include "layer.h"
+#include "recurrent_part.h"
 
 namespace {
 
 // The structures are mirrored by layer.py.
-enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP };
+enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, TOLD_STEP, DELTA_STEP, CONVOLUTION_STEP };
 struct Step {
     int64_t kind;
-    const void* part;    // AttentionPart, MlpPart or ExpertsPart
-    const Place* place;  // of attention
+    const void* part;   // AttentionPart and so on
+    const void* place;  // Place of attention, StatePlace of what keeps states
 };
 struct Head {  // from the stream to logits
     Gain norm;
@@ -21,9 +22,15 @@ struct Head {  // from the stream to logits
 };
 
 inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
+    const Place* place = static_cast<const Place*>(step.place);
+    const StatePlace* states = static_cast<const StatePlace*>(step.place);
     switch (step.kind) {
-        case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *step.place, rowwise}.run(x, out);
+        case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *place, rowwise}.run(x, out);
         case MLP_STEP: return run_mlp(*static_cast<const MlpPart*>(step.part), rowwise, x, out);
+        case PARALLEL_STEP: return run_parallel(*static_cast<const ParallelPart*>(step.part), pass, *place, rowwise, x, out);
+        case TOLD_STEP: return run_told(*static_cast<const ToldPart*>(step.part), pass, rowwise, x, out);
+        case DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const DeltaPart*>(step.part), x, out);
+        case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
         default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);
     }
 }

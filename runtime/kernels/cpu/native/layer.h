@@ -35,7 +35,7 @@ struct Gain {  // of a norm over `size` values
     const void* gain;  // null: no norm
     int64_t size;
     float eps;
-    int32_t type;
+    int32_t type, centred;
 };
 struct Sum {  // how what a part has made joins the stream
     Gain norm;
@@ -47,9 +47,11 @@ struct AttentionPart {
     Gain norm, q_norm, k_norm, v_norm;
     Linear qkv, o;
     Sum sum;
+    const float* sinks;  // see Attention
     int64_t heads, kv_heads, head_dim, half, window;  // half: pairs of a head that are turned, 0 for none
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
+    int64_t gated;  // whether the product has, after the query of each head, as many values that gate what it attended to
 };
 struct Feed {  // an MLP by itself
     Linear gate_up, down;
@@ -61,13 +63,28 @@ struct MlpPart {
     Feed feed;
     Sum sum;
 };
+struct ParallelPart {  // two that read what the first one's norm makes; both are added to the stream
+    AttentionPart attention;
+    MlpPart mlp;
+};
+struct ToldPart {  // what a layer is told of each token, through a gate
+    Gain norm;
+    Linear gate, projection;
+    Sum sum;
+    int64_t first, size, gate_type;  // first: of what is told of a token
+};
 struct Turn {  // a kind of rotation: cosines and sines [rows, half] of a pass, or of all positions
     const uint16_t *cos, *sin;
+    const uint16_t* scale;  // of the queries there, or null
 };
 struct PassRows {  // of one pass; see Attention
     const int32_t *starts, *lengths, *table;
+    const int32_t* slots;   // [sequences]: where each has the states of recurrent layers
+    const uint8_t* drafts;  // [sequences]: whether tokens of it are drafted, so that its states stay as they were
     const Turn* turns;
-    int64_t rows, sequences, table_width;
+    const uint16_t* told;  // [rows, told_width]: what layers are told of each token, or null
+    uint16_t* kept;        // where recurrent layers keep what their states are to go on by; null: nothing is drafted
+    int64_t rows, sequences, table_width, told_width;
     int64_t by_position;  // whether turns have all positions
 };
 struct Place {  // where attention finds what is not its own: the cache of a layer, and which of the turns is its
@@ -125,10 +142,26 @@ struct Rowwise {
         return true;
     }
 
+    // x [groups * all of `widths`] of rows `stride` apart, the parts of each group side by side, to y [rows, ...], the parts of all
+    // groups side by side.
+    void order(const uint16_t* x, int64_t stride, int64_t groups, std::initializer_list<int64_t> widths, uint16_t* y) const {
+        int64_t all = 0;
+        for (const int64_t width : widths) all += width;
+        each([&](int64_t row) {
+            const uint16_t* from = x + row * stride;
+            uint16_t* to = y + row * groups * all;
+            int64_t at = 0;
+            for (const int64_t width : widths) {
+                for (int64_t group = 0; group < groups; group++, to += width) memcpy(to, from + group * all + at, size_t(width) * 2);
+                at += width;
+            }
+        });
+    }
+
     // Rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values normed by itself.
     void norm(const Gain& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
         each([&](int64_t row) {
-            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type};
+            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type, gain.centred};
             for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
         });
     }
@@ -238,26 +271,48 @@ struct AttentionRun {
             }
     }
 
-    // 0: done; 1: no memory; 2: lengths or blocks that cannot be.
-    int run(const uint16_t* x, uint16_t* out) const {
+    // Queries and their gates, head by head in each row of `projected`, to all queries, then all gates.
+    void split_gates(uint16_t* projected, Scratch& scratch) const {
+        const int64_t width = 2 * part.heads * part.head_dim;
+        uint16_t* ordered = scratch.take(rowwise.rows * width);
+        rowwise.order(projected, part.qkv.outputs, part.heads, {part.head_dim, part.head_dim}, ordered);
+        for (int64_t row = 0; row < rowwise.rows; row++)
+            memcpy(projected + row * part.qkv.outputs, ordered + row * width, size_t(width) * 2);
+    }
+
+    // Queries [rows, width] as attention takes them, times the factors of their positions where there are any.
+    const uint16_t* scaled(const int64_t* at, const uint16_t* x, int64_t width, Scratch& scratch) const {
+        const uint16_t* scale = part.half ? pass.turns[place.turn].scale : nullptr;
+        if (!scale) return x;
+        uint16_t* to = scratch.take(rowwise.rows * width);
+        rowwise.each([&](int64_t row) {
+            for (int64_t i = row * width; i < (row + 1) * width; i += LANE) store16(to + i, load16(x + i) * from_bf16(scale[at[row]]));
+        });
+        return to;
+    }
+
+    // What is to be normed and added, of what enters the products, both [rows, hidden]. 0: done; 1: no memory; 2: lengths or
+    // blocks that cannot be.
+    int make(const uint16_t* entering, uint16_t* made) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
-        const int64_t hidden = part.sum.hidden, widest = std::max(part.qkv.outputs, hidden);
-        Scratch scratch(rows * (2 * widest + part.qkv.outputs + 2 * hidden + 3 * (queries + 2 * keys) + queries + 4) + 2 * part.head_dim);
+        const int64_t widest = std::max(part.qkv.outputs, part.sum.hidden);
+        Scratch scratch(rows * (widest + part.qkv.outputs + 3 * (queries + 2 * keys) + (2 + 2 * part.gated) * queries + 4) + 2 * part.head_dim);
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
-        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
         if (!rowwise.multiply(part.qkv, entering, projected, spare)) return 1;
+        if (part.gated) split_gates(projected, scratch);
         uint16_t* attended = scratch.take(rows * queries);
-        Attention a{nullptr, place.keys, place.values, place.key_scales, place.value_scales, nullptr, attended, pass.starts,
+        Attention a{nullptr, place.keys, place.values, place.key_scales, place.value_scales, part.sinks, attended, pass.starts,
                     pass.lengths, pass.table, pass.sequences, pass.table_width, place.blocks, place.block_size, place.block_stride,
                     place.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
                     part.softcap, BF16, int32_t(place.cache_type), BF16};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
         place_turns(at);
-        a.query = turned(at, projected, part.heads, part.q_norm, scratch);
+        a.query = scaled(at, turned(at, projected, part.heads, part.q_norm, scratch), queries, scratch);
+        const uint16_t* gates = projected + queries;
         if (part.makes_keys) {
-            const uint16_t *key = projected + queries, *value = part.makes_values ? key + keys : key;
+            const uint16_t *key = part.gated ? gates + queries : gates, *value = part.makes_values ? key + keys : key;
             int64_t stride = part.qkv.outputs;
             float* vector = reinterpret_cast<float*>(scratch.take(2 * part.head_dim));
             store(a, turned(at, key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
@@ -269,9 +324,22 @@ struct AttentionRun {
             store(a, value, stride, place.values, place.value_scales, vector);
         }
         if (const int failed = attend_any(a, rowwise.threads, have_amx())) return failed;
-        uint16_t* made = scratch.take(rows * hidden);
-        if (!rowwise.multiply(part.o, attended, made, spare)) return 1;
-        rowwise.add(part.sum, x, made, spare, out);
+        if (part.gated)
+            rowwise.each([&](int64_t row) {
+                uint16_t* to = attended + row * queries;
+                weigh_row(to, gates + row * part.qkv.outputs, queries, to);
+            });
+        return rowwise.multiply(part.o, attended, made, spare) ? 0 : 1;
+    }
+
+    // The stream x to out. As above.
+    int run(const uint16_t* x, uint16_t* out) const {
+        const int64_t values = rowwise.rows * part.sum.hidden;
+        Scratch scratch(2 * values);
+        if (!scratch.at) return 1;
+        uint16_t *normed = scratch.take(values), *made = scratch.take(values);
+        if (const int failed = make(rowwise.entering(part.norm, x, normed), made)) return failed;
+        rowwise.add(part.sum, x, made, normed, out);
         return 0;
     }
 };
@@ -285,7 +353,7 @@ inline bool feed_forward(const Feed& f, const Rowwise& rowwise, const uint16_t* 
     uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
     uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
     if (!rowwise.multiply(f.gate_up, x, both, spare)) return false;
-    rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * 2 * f.size, f.size, activated + row * f.size); });
+    rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * f.gate_up.outputs, f.size, activated + row * f.size); });
     return rowwise.multiply(f.down, activated, made, spare);
 }
 
@@ -297,6 +365,41 @@ inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* 
     const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
     uint16_t *made = scratch.take(values), *spare = scratch.take(values);
     if (!feed_forward(part.feed, rowwise, entering, scratch, made)) return 1;
+    rowwise.add(part.sum, x, made, spare, out);
+    return 0;
+}
+
+// 0: done; 1: no memory; 2: lengths or blocks that cannot be.
+inline int run_parallel(const ParallelPart& part, const PassRows& pass, const Place& place, const Rowwise& rowwise,
+                        const uint16_t* x, uint16_t* out) {
+    const int64_t values = rowwise.rows * part.attention.sum.hidden;
+    Scratch scratch(feed_values(part.mlp.feed, rowwise.rows) + 4 * values);
+    if (!scratch.at) return 1;
+    const uint16_t* entering = rowwise.entering(part.attention.norm, x, scratch.take(values));
+    uint16_t *attended = scratch.take(values), *fed = scratch.take(values), *spare = scratch.take(values);
+    if (const int failed = AttentionRun{part.attention, pass, place, rowwise}.make(entering, attended)) return failed;
+    if (!feed_forward(part.mlp.feed, rowwise, entering, scratch, fed)) return 1;
+    rowwise.add(part.attention.sum, x, attended, spare, out);
+    rowwise.add(part.mlp.sum, out, fed, spare, out);
+    return 0;
+}
+
+// 0: done; 1: no memory.
+inline int run_told(const ToldPart& part, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
+    const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, size = part.size, widest = std::max(size, part.sum.hidden);
+    Scratch scratch(2 * values + rows * (widest + 3 * size));
+    if (!scratch.at) return 1;
+    uint16_t *spare = scratch.take(rows * widest), *gate = scratch.take(rows * size), *both = scratch.take(2 * rows * size);
+    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
+    if (!rowwise.multiply(part.gate, entering, gate, spare)) return 1;
+    rowwise.each([&](int64_t row) {
+        uint16_t* at = both + row * 2 * size;
+        memcpy(at, gate + row * size, size_t(size) * 2);
+        memcpy(at + size, pass.told + row * pass.told_width + part.first, size_t(size) * 2);
+        gate_row(int32_t(part.gate_type), at, size, gate + row * size);
+    });
+    uint16_t* made = scratch.take(values);
+    if (!rowwise.multiply(part.projection, gate, made, spare)) return 1;
     rowwise.add(part.sum, x, made, spare, out);
     return 0;
 }

@@ -272,9 +272,11 @@ EXPORT void gate(int32_t gate_type, int32_t type, const void* x, int64_t rows, i
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) gate_row(gate_type, type, x, row, size, y);
 }
-EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, int64_t size, void* y, int threads) {
+EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, int64_t size, int32_t each, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t row = 0; row < rows; row++) weigh_row(type, x, gates, row, size, y);
+    for (int64_t row = 0; row < rows; row++)
+        type == F32 ? weigh_row(static_cast<const float*>(x), static_cast<const float*>(gates), row, size, each, static_cast<float*>(y))
+                    : weigh_row(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(gates), row, size, each, static_cast<uint16_t*>(y));
 }
 EXPORT void rotate(const Rotation* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -282,7 +284,7 @@ EXPORT void rotate(const Rotation* r, int threads) {
 }
 
 // The stream x [rows, hidden] to out, through `count` parts, and from its rows to logits; see chain.h. 0: done; 1: no memory; 2:
-// lengths or blocks that cannot be.
+// lengths, blocks or slots that cannot be.
 EXPORT int run_parts(const Step* steps, int64_t count, const PassRows* pass, const uint16_t* x, uint16_t* out, int threads) {
     return run_chain(steps, count, *pass, threads, x, out);
 }

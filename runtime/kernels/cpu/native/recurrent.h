@@ -17,6 +17,7 @@ inline V16 silu(V16 v) { return times_sigmoid(v, v); }
 struct Runs {  // mirrored by recurrent.py; of all sequences of a pass
     const int32_t* starts;  // [runs + 1]: sequence s has the rows starts[s] .. starts[s + 1]
     const int32_t* slots;   // [runs]: where its state lies
+    const uint8_t* stays;   // [runs]: whether its state is left as it was; null: none is
     int64_t runs;
     int32_t type;  // of activations: F32 or BF16
 };
@@ -51,6 +52,7 @@ template <class T> void convolve_channels(const Runs& r, const Convolution& c, i
         put16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
         oldest = oldest + 1 == c.taps ? 0 : oldest + 1;
     }
+    if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < before; i++) put16(state + i * c.channels, kept[(oldest + i) % c.taps]);
 }
 
@@ -65,14 +67,6 @@ struct Delta {  // mirrored by recurrent.py
 };
 
 constexpr int64_t MOST_KEYS = 256;
-
-inline float number(float x) { return x; }
-inline float number(uint16_t x) {
-    const uint32_t word = uint32_t(x) << 16;
-    float v;
-    memcpy(&v, &word, 4);
-    return v;
-}
 
 // A row's queries and keys of length one, the queries over sqrt(key_dim), then exp(g) and beta of each head.
 template <class T> void delta_inputs(const Delta& d, int64_t row) {
@@ -123,6 +117,7 @@ template <class T> void delta_columns(const Runs& r, const Delta& d, int64_t run
             }
         put16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column, (read[0] + read[1]) + (read[2] + read[3]));
     }
+    if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < d.key_dim; i++) put16(state + i * d.value_dim, s[i]);
 }
 

@@ -25,6 +25,9 @@ inline void store16(uint16_t* at, V16 v) {
 
 inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
 
+inline float number(float x) { return x; }
+inline float number(uint16_t x) { return from_bf16(x); }
+
 struct Norm {  // mirrored by build.py
     const void* x;      // [rows, size] of type; size is a multiple of 16
     const void* gain;   // [size] of gain_type
@@ -32,12 +35,27 @@ struct Norm {  // mirrored by build.py
     int64_t rows, size;
     float eps;
     int32_t type, gain_type;  // a gain of F32 beside BF16: 1 + w, where w alone has a place in bf16
+    int32_t centred;          // whether the mean is taken away first
 };
+
+// (x - mean) / sqrt(variance + eps) * gain of a row, rounded once (arXiv 1607.06450).
+template <class T, class Gain> inline void centred_row(const Norm& n, const T* x, const Gain* gain, T* y) {
+    V16 all = {}, sum = {};
+    for (int64_t i = 0; i < n.size; i += LANE) all += load16(x + i);
+    const float mean = sum_of(all) / float(n.size);
+    for (int64_t i = 0; i < n.size; i += LANE) {
+        const V16 v = load16(x + i) - mean;
+        sum += v * v;
+    }
+    const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
+    for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, (load16(x + i) - mean) * root * load16(gain + i));
+}
 
 // x / sqrt(mean of x^2 + eps) * gain of a row, rounded once.
 template <class T, class Gain> inline void norm_row(const Norm& n, int64_t row, const T* all, const Gain* gain) {
     const T* x = all + row * n.size;
     T* y = static_cast<T*>(n.y) + row * n.size;
+    if (n.centred) return centred_row(n, x, gain, y);
     V16 sum = {};
     for (int64_t i = 0; i < n.size; i += LANE) {
         const V16 v = load16(x + i);
@@ -54,7 +72,7 @@ inline void norm_row(const Norm& n, int64_t row) {
     norm_row(n, row, x, static_cast<const uint16_t*>(n.gain));
 }
 
-enum GateType : int32_t { SILU, GELU_TANH };  // mirrored by elementwise.py
+enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE };  // mirrored by elementwise.py
 
 // x / (1 + e^-z), one exponential for either sign of z.
 inline V16 times_sigmoid(V16 x, V16 z) {
@@ -75,7 +93,16 @@ template <class Active> inline void gate_row(const uint16_t* x, int64_t size, ui
 template <class Active> inline void gate_row(const float* x, int64_t size, float* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)) * load16(x + size + i));
 }
+// ReLU(x)^2 of a row that has no gate; NaN stays NaN.
+template <class T> inline void square_row(const T* x, int64_t size, T* y) {
+    for (int64_t i = 0; i < size; i += LANE) {
+        const V16 v = load16(x + i), none = {};
+        const V16 positive = v <= 0 ? none : v;
+        store16(y + i, positive * positive);
+    }
+}
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
+    if (gate_type == RELU_SQUARE) return square_row(x, size, y);
     if (gate_type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
     gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });
 }
@@ -84,19 +111,23 @@ inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row
     else gate_row(gate_type, static_cast<const uint16_t*>(x) + 2 * row * size, size, static_cast<uint16_t*>(y) + row * size);
 }
 
-// x [size], a multiple of 16, times the sigmoid of `gate`, which is rounded first.
-inline void weigh_row(const uint16_t* x, uint16_t gate, int64_t size, uint16_t* y) {
-    const V16 zero = {}, weight = rounded(times_sigmoid(zero + 1.0f, zero + from_bf16(gate)));
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
-}
-inline void weigh_row(const float* x, float gate, int64_t size, float* y) {
-    const V16 zero = {}, weight = times_sigmoid(zero + 1.0f, zero + gate);
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
-}
+// The sigmoid of a gate, rounded as values of the type are.
+inline V16 sigmoid_of(V16 gate, const uint16_t*) { return rounded(times_sigmoid(V16{} + 1.0f, gate)); }
+inline V16 sigmoid_of(V16 gate, const float*) { return times_sigmoid(V16{} + 1.0f, gate); }
 
-inline void weigh_row(int32_t type, const void* x, const void* gates, int64_t row, int64_t size, void* y) {
-    if (type == F32) weigh_row(static_cast<const float*>(x) + row * size, static_cast<const float*>(gates)[row], size, static_cast<float*>(y) + row * size);
-    else weigh_row(static_cast<const uint16_t*>(x) + row * size, static_cast<const uint16_t*>(gates)[row], size, static_cast<uint16_t*>(y) + row * size);
+// x [size], a multiple of 16, times the sigmoid of `gate`, which is rounded first.
+template <class T> inline void weigh_row(const T* x, T gate, int64_t size, T* y) {
+    const V16 weight = sigmoid_of(V16{} + number(gate), x);
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
+}
+// As above, by a gate for each value.
+template <class T> inline void weigh_row(const T* x, const T* gates, int64_t size, T* y) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * sigmoid_of(load16(gates + i), x));
+}
+// Of rows x [rows, size] one, by gates [rows, size] if they are `each` value's, else [rows].
+template <class T> inline void weigh_row(const T* x, const T* gates, int64_t row, int64_t size, bool each, T* y) {
+    if (each) weigh_row(x + row * size, gates + row * size, size, y + row * size);
+    else weigh_row(x + row * size, gates[row], size, y + row * size);
 }
 
 struct Rotation {  // mirrored by build.py

@@ -1,0 +1,127 @@
+// What a recurrent layer has in place of attention, on few rows of bf16, whole, as layer.h does its other parts: norm, projections,
+// the convolution and the recurrence with their states, the gated norm, the last product, and the residual stream.
+
+#pragma once
+
+#include "layer.h"
+#include "recurrent.h"
+
+namespace {
+
+// The structures are mirrored by layer.py.
+struct DeltaPart {
+    Gain norm, head_norm;  // of a head a gain of bf16
+    Linear projection, gates, out;
+    Sum sum;
+    const float *weight, *bias, *rate, *dt_bias;  // see Convolution and Delta
+    int64_t taps, heads, key_heads, key_dim, value_dim;
+    int64_t by_key_head;  // whether what is projected lies key head by key head, gates likewise
+};
+struct ConvolutionPart {
+    Gain norm;
+    Linear projection, out;  // B, C and x side by side; C * convolution(B * x)
+    Sum sum;
+    const float *weight, *bias;
+    int64_t channels, taps;
+};
+struct StatePlace {  // of a layer
+    float *inputs, *matrices;  // of all slots: what the convolution and the recurrence go on from
+    int64_t slots;
+    int64_t at;  // values of a row that other layers keep before this one, of PassRows::kept
+};
+
+constexpr int64_t SHARED = 1 << 15;  // values: of so few one thread is done before others are awake
+
+struct RecurrentRun {
+    const PassRows& pass;
+    const StatePlace& place;
+    const Rowwise rowwise;
+
+    bool is_sound() const {
+        for (int64_t s = 0; s < pass.sequences; s++) {
+            if (pass.slots[s] < 0 || pass.slots[s] >= place.slots || pass.starts[s] > pass.starts[s + 1]) return false;
+            for (int64_t other = 0; other < s; other++)
+                if (pass.slots[other] == pass.slots[s]) return false;
+        }
+        return pass.starts[0] == 0 && pass.starts[pass.sequences] == pass.rows;
+    }
+    Runs runs() const { return {pass.starts, pass.slots, pass.drafts, pass.sequences, BF16}; }
+    int threads_for(int64_t values) const { return values <= SHARED ? 1 : rowwise.threads; }
+
+    // y = the convolution of x [rows, channels], rows `stride` apart, by all sequences.
+    void convolve(const float* weight, const float* bias, int64_t channels, int64_t taps, const uint16_t* x, int64_t stride,
+                  bool silu, uint16_t* y) const {
+        const Convolution c{x, weight, bias, place.inputs, y, stride, channels, taps, silu};
+        convolve_rows<uint16_t>(runs(), c, threads_for(rowwise.rows * channels));
+    }
+
+    // Where tokens are drafted, the first `width` values of rows `stride` apart, after `before` others of this layer's.
+    void keep(const uint16_t* x, int64_t stride, int64_t width, int64_t before) const {
+        uint16_t* to = pass.kept ? pass.kept + rowwise.rows * (place.at + before) : nullptr;
+        for (int64_t row = 0; to && row < rowwise.rows; row++) memcpy(to + row * width, x + row * stride, size_t(width) * 2);
+    }
+
+    // 0: done; 1: no memory; 2: slots that cannot be.
+    int run(const DeltaPart& part, const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, hidden = part.sum.hidden, keys = part.key_heads * part.key_dim;
+        const int64_t values = part.heads * part.value_dim, channels = 2 * keys + values, inputs = 2 * (keys + part.heads);
+        const int64_t widest = std::max({part.projection.outputs, part.gates.outputs, hidden});
+        if (!is_sound()) return 2;
+        Scratch scratch(rows * (widest + 2 * hidden + 2 * (part.projection.outputs + part.gates.outputs) + channels + 2 * inputs + 2 * values));
+        if (!scratch.at) return 1;
+        uint16_t* spare = scratch.take(rows * widest);
+        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
+        uint16_t *projected = scratch.take(rows * part.projection.outputs), *gates = scratch.take(rows * part.gates.outputs);
+        if (!rowwise.multiply(part.projection, entering, projected, spare) || !rowwise.multiply(part.gates, entering, gates, spare)) return 1;
+        if (part.by_key_head) {
+            const int64_t copies = part.heads / part.key_heads, width = copies * part.value_dim;
+            uint16_t *other = scratch.take(rows * part.projection.outputs), *others = scratch.take(rows * part.gates.outputs);
+            rowwise.order(projected, part.projection.outputs, part.key_heads, {part.key_dim, part.key_dim, width, width}, other);
+            rowwise.order(gates, part.gates.outputs, part.key_heads, {copies, copies}, others);
+            projected = other, gates = others;
+        }
+        keep(projected, part.projection.outputs, channels, 0);
+        keep(gates, part.gates.outputs, part.gates.outputs, channels);
+        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * values), *normed = scratch.take(rows * values);
+        convolve(part.weight, part.bias, channels, part.taps, projected, part.projection.outputs, true, mixed);
+        const Delta d{mixed, gates, part.rate, part.dt_bias, place.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
+                      read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim};
+        delta_rows<uint16_t>(runs(), d, threads_for(rows * values * part.key_dim));
+        const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
+                          part.projection.outputs, part.head_norm.eps};
+        gated_norm_rows<uint16_t>(n, threads_for(rows * values));
+        uint16_t* made = scratch.take(rows * hidden);
+        if (!rowwise.multiply(part.out, normed, made, spare)) return 1;
+        rowwise.add(part.sum, x, made, spare, out);
+        return 0;
+    }
+
+    // As above.
+    int run(const ConvolutionPart& part, const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, hidden = part.sum.hidden, channels = part.channels, width = 3 * channels;
+        const int64_t widest = std::max(width, hidden);
+        if (!is_sound()) return 2;
+        Scratch scratch(rows * (widest + 2 * hidden + width + 2 * channels));
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
+        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
+        if (!rowwise.multiply(part.projection, entering, projected, spare)) return 1;
+        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * channels), *made = scratch.take(rows * hidden);
+        const auto multiplied = [&](int64_t first, const uint16_t* by, int64_t stride, uint16_t* y) {
+            rowwise.each([&](int64_t row) {
+                const uint16_t* gate = projected + row * width + first;
+                for (int64_t i = 0; i < channels; i += LANE)
+                    store16(y + row * channels + i, load16(gate + i) * load16(by + row * stride + i));
+            });
+        };
+        multiplied(0, projected + 2 * channels, width, mixed);
+        keep(mixed, channels, channels, 0);
+        convolve(part.weight, part.bias, channels, part.taps, mixed, channels, false, read);
+        multiplied(channels, read, channels, mixed);
+        if (!rowwise.multiply(part.out, mixed, made, spare)) return 1;
+        rowwise.add(part.sum, x, made, spare, out);
+        return 0;
+    }
+};
+
+}  // namespace

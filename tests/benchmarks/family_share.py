@@ -1,0 +1,210 @@
+"""How much of the memory's rate a reply of each family reaches, beside Llama's in the same seconds.
+
+    python -m tests.benchmarks.family_share [FAMILY ...] [--megabytes 150] [--rounds 12] [--steps]
+
+Of each family a random model in memory, int4 in groups of 128, with as many layers of a like width as read about
+`--megabytes` for a token. A round decodes some tokens with Llama and some with the family; printed are the medians of
+both shares of the memory's rate, of their ratio, and the milliseconds of a token; with `--steps` also those where no
+part of a layer runs in one call.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
+from mycli.runtime.layers.native import NativePass
+from mycli.runtime.memory.ceiling import bytes_per_step
+from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.random_packed import PACKING, random_model
+
+PROMPT, TOKENS = 8, 8  # of a round
+SHAPE = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+DELTA = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+MIXTURE = {
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+NARROW = {"sliding_window": 512}
+# What differs from `SHAPE`, by model_type.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": NARROW,
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    },
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "olmo2": {},
+    "olmo3": NARROW,
+    "gemma2": {**NARROW, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64},
+    "gemma3_text": {**NARROW, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64},
+    "gemma4_text": {
+        **NARROW,
+        "global_head_dim": 128,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 8192,
+        "num_kv_shared_layers": 0,
+    },
+    "smollm3": {},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "seed_oss": {},
+    "exaone4": {**NARROW, "sliding_window_pattern": 4},
+    "cohere2": NARROW,
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "arcee": {"hidden_act": "relu2"},
+    "cwm": NARROW,
+    "qwen3_moe": {**MIXTURE, "norm_topk_prob": True},
+    "qwen2_moe": {**MIXTURE, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "olmoe": {**MIXTURE, "intermediate_size": 512},
+    "granitemoe": {
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 512,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **MIXTURE},
+    "qwen3_next": {**DELTA, **MIXTURE},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
+}
+
+
+def shape(family: str, layers: int) -> ModelConfig:
+    """A config of `family` with so many layers."""
+    fields = {**SHAPE, **FAMILIES[family], "model_type": family, "num_hidden_layers": layers}
+    if family == "lfm2":
+        fields["layer_types"] = ["full_attention" if index % 3 == 2 else "conv" for index in range(layers)]
+    return parse_config(Fields(fields, "a random shape"))
+
+
+def read_of(config: ModelConfig) -> int:
+    """Bytes that a token reads."""
+    return bytes_per_step(MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512), PROMPT)
+
+
+def sized(family: str, nbytes: int) -> ModelConfig:
+    """As few layers of `family` as read so much, in fours: kinds of layers take turns."""
+    layers = 8
+    while read_of(shape(family, layers)) < nbytes:
+        layers += 4
+    return shape(family, layers)
+
+
+class Decoder:
+    """A random model and the bytes that a token of it reads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.nbytes = config, read_of(config)
+        self._runner = ModelRunner(random_model(config))
+        self._cache = self._runner.make_cache(CacheShape.lanes(512))
+
+    def seconds(self, turn: int) -> float:
+        """Of a token, the median of some."""
+        self._runner.run([Chunk(list(range(PROMPT)), 0, (0,), 1)], self._cache)
+        times = []
+        for place in range(PROMPT, PROMPT + TOKENS):
+            began = time.perf_counter()
+            self._runner.run([Chunk([(place * 7919 + turn) % 8192], place, (0,), 1)], self._cache)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+
+def compare(family: str, llama: Decoder, nbytes: int, rounds: int, steps: bool) -> None:
+    """Print a line."""
+    own = Decoder(sized(family, nbytes))
+    ours, theirs, ratios, stepwise = [], [], [], []
+    own.seconds(0)
+    for turn in range(rounds):
+        rate = memory_bandwidth(1 << 27, 2)
+        assert rate is not None
+        seconds = own.seconds(turn)
+        ours.append(seconds)
+        theirs.append(llama.nbytes / llama.seconds(turn) / rate)
+        ratios.append(own.nbytes / seconds / rate / theirs[-1])
+        if steps:
+            with mock.patch.object(NativePass, "make", lambda *_: None):
+                stepwise.append(own.seconds(turn))
+    ratio, share, token = (statistics.median(each) for each in (ratios, theirs, ours))
+    by_steps = f", {1e3 * statistics.median(stepwise):.2f} by steps" if steps else ""
+    layers, megabytes = own.config.layers, own.nbytes / 1e6
+    print(
+        f"{family:17} {ratio:4.2f} of Llama's share, {ratio * share:.2f} of {share:.2f}: "
+        f"{layers} layers, {megabytes:.0f} MB, {1e3 * token:.2f} ms{by_steps}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """A line for each family."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--megabytes", type=float, default=150)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", action="store_true")
+    given = parser.parse_args()
+    families: Sequence[str] = given.families or list(FAMILIES)
+    if unknown := set(families) - set(FAMILIES):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if memory_bandwidth(1 << 20, 1) is None:
+        raise SystemExit("there is no native code here")
+    nbytes = int(given.megabytes * 1e6)
+    llama = Decoder(sized("llama", nbytes))
+    for family in families:
+        compare(family, llama, nbytes, given.rounds, given.steps)
+
+
+if __name__ == "__main__":
+    main()

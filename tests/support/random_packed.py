@@ -1,0 +1,61 @@
+"""Random models in memory alone, of any declared family, packed as `quantize` packs: for what measures speed."""
+
+import torch
+
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.layers.block import Attention
+from mycli.runtime.layers.layer_part import LayerPart
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.packed_weight import PackedWeight
+from mycli.runtime.quantization.scheme import Packing
+
+PACKING = Packing(4, 128)
+
+
+def packed(linear: Linear, generator: torch.Generator) -> PackedWeight:
+    """Random codes, with scales that keep the outputs as large as the inputs."""
+    rows, columns = linear.out_features, linear.in_features
+    codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int64, generator=generator).int()
+    scales = (torch.rand(rows, columns // 128, generator=generator) + 0.5) * 0.3 / columns**0.5
+    return PackedWeight(codes, scales.bfloat16(), PACKING, columns)
+
+
+def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
+    """What is neither stored packed nor a norm."""
+    if isinstance(module, Convolution):
+        module.weight = torch.randn(module.weight.shape, generator=generator)
+    elif isinstance(module, DeltaNet):
+        module.rate, module.dt_bias = -torch.rand(module.rate.shape, generator=generator), torch.rand(module.rate.shape)
+    elif isinstance(module, Attention) and module.spec.sinks is not None:
+        module.sinks = torch.zeros(module.spec.heads)
+    for linear in module.kept if isinstance(module, LayerPart) else ():
+        dense = torch.randn(linear.out_features, linear.in_features, generator=generator)
+        linear.replace((dense / linear.in_features**0.5).bfloat16())
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """In bf16, its products int4 in groups of 128, the embedding tied."""
+    model, generator = Transformer(config), torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            dtype = torch.float32 if module.spec.exact else torch.bfloat16
+            module.weight = torch.ones(module.weight.shape, dtype=dtype)
+        if isinstance(module, Linear) and module.specs[0].bias:
+            module.bias = torch.zeros(module.out_features, dtype=torch.bfloat16)
+        _fill(module, generator)
+    for block in model.layers():
+        for linear in block.products.values():
+            linear.replace(prepare_product(packed(linear, generator), torch.bfloat16))
+        if block.spec.scalar is not None:
+            (block.per_layer or block.mlp).scalar = torch.ones(1, dtype=torch.bfloat16)
+    if model.per_layer is not None:
+        for name in ("table", "projection"):
+            shape = getattr(model.per_layer, name).shape
+            setattr(model.per_layer, name, torch.randn(shape, generator=generator).bfloat16())
+    model.embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator).bfloat16()
+    model.head.replace(model.embedding)
+    return model
