@@ -70,7 +70,8 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
     const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);
     // A row has 2 bytes an input; a tile may be read as if it had one row more.
     const int64_t room = rounded_up((path == Path::BYTES ? rows * 2 * stride : (rows + 1) * 2 * w.inputs) + 64);
-    const int64_t notes = rounded_up(rows * segments * 4), own = rounded_up(2 * w.inputs);
+    const int64_t notes = rounded_up(rows * segments * 4);
+    const int64_t own = (path == Path::WORDS ? tiling.high : 1) * rounded_up(2 * w.inputs);
     const int64_t totals = rounded_up(tiling.together(2 * w.inputs) * tiling.high * 2 * ROWS * 4);
     const Memory memory(room + 3 * notes + threads * (own + totals));
     if (!memory.at) return false;
@@ -85,16 +86,25 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         char* mine = memory.at + room + 3 * notes + self * (own + totals);
         int16_t* integers = reinterpret_cast<int16_t*>(mine);
         float* total = reinterpret_cast<float*>(mine + own);
+        if (path == Path::WORDS) {
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < rows; m++) {
-            make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
-            if (path == Path::WORDS) place_row(tiling, m, steps, integers, reinterpret_cast<int32_t*>(memory.at));
-            int8_t* bytes = reinterpret_cast<int8_t*>(memory.at) + m * 2 * stride;
-            if (path == Path::BYTES) cut_bytes(integers, w.inputs, bytes, bytes + stride);
+            for (int64_t t = 0; t < tiling.tiles; t++) {
+                const int64_t start = tiling.first(t);
+                for (int64_t m = start; m < tiling.first(t + 1); m++)
+                    make_integers(x + m * w.inputs, w.inputs, segment, m, integers + (m - start) * w.inputs, units);
+                place_tile(tiling, t, steps, [&](int64_t m) { return integers + m * w.inputs; }, reinterpret_cast<int32_t*>(memory.at));
+            }
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t m = 0; m < rows; m++) {
+                make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
+                int8_t* bytes = reinterpret_cast<int8_t*>(memory.at) + m * 2 * stride;
+                if (path == Path::BYTES) cut_bytes(integers, w.inputs, bytes, bytes + stride);
 #if AMX
-            if (path == Path::TILES)
-                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+                if (path == Path::TILES)
+                    place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
 #endif
+            }
         }
         if (path == Path::WORDS)
             each_panel(w, tiling, 2 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
@@ -144,13 +154,15 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
 #pragma omp atomic capture
         self = next++;
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < rows; m++) {
-            for (int64_t s = 0; s < segments; s++) {
-                float sum = 0;
-                for (int64_t i = 0; i < segment; i++) sum += x[m * w.inputs + s * segment + i];
-                units.shift[m * units.row + s * units.segment] = sum;
-            }
-            place_row(tiling, m, w.inputs, x + m * w.inputs, placed);
+        for (int64_t t = 0; t < tiling.tiles; t++) {
+            const int64_t start = tiling.first(t);
+            for (int64_t m = start; m < tiling.first(t + 1); m++)
+                for (int64_t s = 0; s < segments; s++) {
+                    float sum = 0;
+                    for (int64_t i = 0; i < segment; i++) sum += x[m * w.inputs + s * segment + i];
+                    units.shift[m * units.row + s * units.segment] = sum;
+                }
+            place_tile(tiling, t, w.inputs, [&](int64_t m) { return x + (start + m) * w.inputs; }, placed);
         }
         float* total = reinterpret_cast<float*>(memory.at + room + notes + self * totals);
         each_panel(w, tiling, 4 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {

@@ -108,8 +108,7 @@ template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
     Activation<T>* x = static_cast<Activation<T>*>(aligned_alloc(64, size_t(d.rows * d.inputs) * sizeof(Activation<T>)));
     if (!x) return false;
     const Tiling tiling(d.rows, DENSE_HIGH);
-    const int64_t together = tiling.together(d.inputs * int64_t(sizeof *x)), parts = (tiling.tiles + together - 1) / together;
-    const int64_t panels = (d.outputs + DENSE_ACROSS - 1) / DENSE_ACROSS;
+    const int64_t parts = tiling.parts(d.inputs * int64_t(sizeof *x)), panels = (d.outputs + DENSE_ACROSS - 1) / DENSE_ACROSS;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -179,12 +178,12 @@ inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
     const int64_t pairs = d.inputs / 2, high = (d.rows + tiling.tiles - 1) / tiling.tiles;
     int32_t* x = static_cast<int32_t*>(aligned_alloc(64, size_t(d.rows * pairs * 4 + 127) & ~size_t(63)));  // a column is read past the end
     if (!x) return false;
-    const int64_t together = tiling.together(2 * d.inputs), parts = (tiling.tiles + together - 1) / together;
-    const int64_t panels = (d.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    const int64_t parts = tiling.parts(2 * d.inputs), panels = (d.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < d.rows; m++) place_row(tiling, m, pairs, d.x + m * d.inputs, x);
+        for (int64_t t = 0; t < tiling.tiles; t++)
+            place_tile(tiling, t, pairs, [&](int64_t m) { return d.x + (tiling.first(t) + m) * d.inputs; }, x);
         const Tiles tiles(ROWS, 64, 4 * high);
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++) {

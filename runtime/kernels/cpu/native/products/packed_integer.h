@@ -23,13 +23,11 @@ struct Units {
 };
 
 // How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each
-// rounded once. `at` is the row's segment.
-inline Floats scaled(Ints sum, Floats scale, const Units& units, int64_t at, Floats total) {
-    return fused(__builtin_convertvector(sum, Floats), scale * units.unit[at], total);
+// rounded once. The unit and the shift are of the row's segment.
+inline Floats scaled(Ints sum, Floats scale, float unit, Floats total) {
+    return fused(__builtin_convertvector(sum, Floats), scale * unit, total);
 }
-inline Floats shifted(Floats offset, const Units& units, int64_t at, Floats total) {
-    return fused(offset, Floats{} + units.shift[at], total);
-}
+inline Floats shifted(Floats offset, float shift, Floats total) { return fused(offset, spread_lanes(shift), total); }
 
 // Integers [SEGMENT] of activations [SEGMENT], rounded to units, which go to place `at`. What is within 1/128 of the segment's
 // largest keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
@@ -171,12 +169,12 @@ template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, cons
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
                 total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), load_vector<Floats>(scales + part * LANES),
-                                        x.units, m * x.units.row + s * x.units.segment, total[part][m]);
+                                        x.units.unit[m * x.units.row + s * x.units.segment], total[part][m]);
         if (w.offsets)
             for (int m = 0; m < M; m++)
                 for (int part = 0; part < PARTS; part++)
-                    total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES), x.units,
-                                             m * x.units.row + s * x.units.segment, total[part][m]);
+                    total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES),
+                                             x.units.shift[m * x.units.row + s * x.units.segment], total[part][m]);
     }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);

@@ -146,21 +146,44 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+inline Floats spread_lanes(float x) {
+#if VECTOR == 64
+    return (Floats)_mm512_set1_ps(x);
+#elif VECTOR == 32
+    return (Floats)_mm256_set1_ps(x);
+#else
+    return Floats{x, x, x, x};
+#endif
+}
+
 // Loops of one type each, which compilers make vectors of.
 inline void load_scales(const Weight& w, int64_t index, float* to) {
-    if (w.scale_type == F32) memcpy(to, static_cast<const float*>(w.scales) + index, ROWS * sizeof *to);
-    else if (w.scale_type == BF16)
-        for (int j = 0; j < ROWS; j++) to[j] = from_bf16(static_cast<const uint16_t*>(w.scales)[index + j]);
+    uint16_t half[ROWS];
+    if (w.scale_type == F32) {
+        memcpy(to, static_cast<const float*>(w.scales) + index, sizeof *to * ROWS);
+        return;
+    }
+    memcpy(half, static_cast<const uint16_t*>(w.scales) + index, sizeof half);
+    if (w.scale_type == BF16)
+        for (int j = 0; j < ROWS; j++) to[j] = from_bf16(half[j]);
     else
-        for (int j = 0; j < ROWS; j++) to[j] = from_f16(static_cast<const uint16_t*>(w.scales)[index + j]);
+        for (int j = 0; j < ROWS; j++) to[j] = from_f16(half[j]);
 }
 
 inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {
-    if (type == F32) memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);
-    else if (type == BF16)
-        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_bf16(from[j]);
-    else
-        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_f16(from[j]);
+    if (type == F32) {
+        memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);
+        return;
+    }
+    uint16_t* to = static_cast<uint16_t*>(out) + index;
+    int64_t j = 0;
+    if (type == BF16) {
+        for (; j + ROWS <= count; j += ROWS)
+            for (int i = 0; i < ROWS; i++) to[j + i] = to_bf16(from[j + i]);
+        for (; j < count; j++) to[j] = to_bf16(from[j]);
+    } else {
+        for (; j < count; j++) to[j] = to_f16(from[j]);
+    }
 }
 
 // ---- Codes ----

@@ -7,20 +7,32 @@
 
 namespace {
 
-// A panel is [steps][PANEL lanes of 4 bytes]: a pair of inputs as words, or one input as a float. A register tile is up to HIGH
-// rows times ACROSS vectors. Of 32 vector registers 24 are sums, of 16 at most 12.
+// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a segment or several: a pair of inputs as words, or one input
+// as a float. A register tile is up to HIGH rows times ACROSS vectors: of 32 vector registers 24 are sums, of 16 at most 12.
 constexpr int ACROSS = 2, HIGH = VECTOR == 64 ? 12 : VECTOR == 32 ? 6 : 4;
 constexpr int PANEL_BLOCKS = VECTOR == 64 ? 2 : 1, PANEL = PANEL_BLOCKS * ROWS;
+constexpr int UNROLL = VECTOR == 64 ? 1 : 2;  // steps of a tile; of few instructions their count is felt
+constexpr int64_t PANEL_INPUTS = 128;  // a multiple of every segment
+constexpr int64_t SHORTEST = 16;  // segment
 constexpr int64_t ACTIVATION_BYTES = 1 << 20;  // of the rows that are multiplied at a time: they stay in the second cache
 
-// Rows are cut into tiles of nearly the same height. In a tile, steps of its rows lie side by side: [steps][rows of the tile].
+// Rows are cut into tiles of nearly the same height, the higher ones first. In a tile, steps of its rows lie side by side:
+// [steps][rows of the tile].
 struct Tiling {
-    int64_t rows, high, tiles;
-    Tiling(int64_t rows, int64_t high) : rows(rows), high(high), tiles((rows + high - 1) / high) {}
-    int64_t first(int64_t tile) const { return rows * tile / tiles; }
-    int64_t tile_of(int64_t row) const { return ((row + 1) * tiles - 1) / rows; }
-    int64_t together(int64_t row_bytes) const {  // tiles whose rows, of `row_bytes`, are multiplied at a time
-        return std::max<int64_t>(1, std::min(tiles, ACTIVATION_BYTES / (high * row_bytes)));
+    int64_t rows, high, tiles, low, higher;  // `higher` tiles have one row more than `low`
+    Tiling(int64_t rows, int64_t high)
+        : rows(rows), high(high), tiles(std::max<int64_t>(1, (rows + high - 1) / high)), low(rows / tiles), higher(rows % tiles) {}
+    int64_t first(int64_t tile) const { return tile * low + std::min(tile, higher); }
+    int64_t tile_of(int64_t row) const {
+        const int64_t beyond = row - higher * (low + 1);
+        return beyond < 0 ? row / (low + 1) : higher + beyond / low;
+    }
+    // Parts of the tiles, of nearly one size (threads would wait for each other); the rows of one, of `row_bytes`, are
+    // multiplied at a time.
+    int64_t parts(int64_t row_bytes) const { return std::min(tiles, (rows * row_bytes + ACTIVATION_BYTES - 1) / ACTIVATION_BYTES); }
+    int64_t together(int64_t row_bytes) const {  // tiles of the largest part
+        const int64_t count = parts(row_bytes);
+        return (tiles + count - 1) / count;
     }
 };
 
@@ -41,7 +53,8 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 #endif
 }
 
-// Integers of 16 bits. Codes are unsigned: sums begin at what their zero costs.
+// Integers of 16 bits, times signed codes. `step` may let the instruction read `x` itself, which is one instruction less than to
+// spread it first, but a load for each vector instead of one: done for every second row, neither is what the core has too few of.
 struct WordPanel {
     typedef Ints Sum;
     static constexpr int PER_STEP = 2;  // inputs
@@ -51,16 +64,20 @@ struct WordPanel {
         for (int r = from; r < to; r++, panel += PANEL)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                const Words codes = pair_of<B>(block, r, part);
+                const Words codes = pair_of<B>(block, r, part) - uint16_t(1 << (B - 1));
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
-    static Sum begin(const Units& units, int64_t at, int32_t zero) { return Ints{} - zero * units.sum[at]; }
-    static Sum step(Sum sum, const int32_t* codes, int32_t x) { return dot_words(sum, load_vector<Ints>(codes), Ints{} + x); }
-    static Floats end(Sum sum, Floats scale, const Units& units, int64_t at, Floats total) {
-        return scaled(sum, scale, units, at, total);
+    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x) {
+#if VECTOR == 64 && defined(__AVX512VNNI__)
+        if (READ) {
+            asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*x));
+            return sum;
+        }
+#endif
+        return dot_words(sum, codes, Ints{} + *x);
     }
-    static Floats shift(Floats offset, const Units& units, int64_t at, Floats total) { return shifted(offset, units, at, total); }
+    static Floats end(Sum sum, Floats scale, float unit, Floats total) { return scaled(sum, scale, unit, total); }
 };
 
 // fp32: of the units there is the shift, which is the sum of the activations of a segment.
@@ -80,87 +97,87 @@ struct FloatPanel {
                 memcpy(panel + PANEL + part * LANES, &odd, sizeof odd);
             }
     }
-    static Sum begin(const Units&, int64_t, int32_t) { return Floats{}; }
-    static Sum step(Sum sum, const int32_t* codes, int32_t x) {
+    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x) {
         float value;
-        memcpy(&value, &x, 4);
-        return fused(load_vector<Floats>(codes), Floats{} + value, sum);
+        memcpy(&value, x, 4);
+#if VECTOR == 64
+        if (READ) {
+            asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(value));
+            return sum;
+        }
+#endif
+        return fused((Floats)codes, spread_lanes(value), sum);
     }
-    static Floats end(Sum sum, Floats scale, const Units&, int64_t, Floats total) { return fused(sum, scale, total); }
-    static Floats shift(Floats offset, const Units& units, int64_t at, Floats total) {
-        return shifted(offset, units, at, total);
-    }
+    static Floats end(Sum sum, Floats scale, float, Floats total) { return fused(sum, scale, total); }
 };
 
-// What a register tile adds up: a segment of M rows times a panel.
-struct Segment {
+// What a register tile adds up: `segments` of M rows times a panel.
+struct Strip {
     const int32_t *panel, *x;  // x: [steps][M]
-    const float *scales, *offsets;  // [PANEL]; offsets may be null
+    const float *scales, *offsets;  // [segments][PANEL]
+    const float *unit, *shift;  // of the first row and segment, those of the other rows behind them; unit may be null
     float* total;  // [M][PANEL]
-    int64_t steps, at;  // `at` is the segment of the tile's first row
-    int32_t zero;  // the code that means 0
+    int64_t segments, steps, next;  // `steps` of a segment; units of the next segment are `next` further
 };
 
-template <class P, int M> void multiply_tile(const Segment& t, const Units& units) {
+// By value: what is written may not be taken for what is read here.
+template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
-        typename P::Sum sum[M][ACROSS];
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-            for (int v = 0; v < ACROSS; v++) sum[m][v] = P::begin(units, t.at + m * units.row, t.zero);
         const int32_t *codes = t.panel + lane, *x = t.x;
-        for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += M)
+        for (int64_t s = 0; s < t.segments; s++) {
+            typename P::Sum sum[M][ACROSS] = {};
+#pragma GCC unroll UNROLL
+            for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += M) {
+                Ints code[ACROSS];
+#pragma GCC unroll 2
+                for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Ints>(codes + v * LANES);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < ACROSS; v++)
+                        sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m)
+                                          : P::template step<false>(sum[m][v], code[v], x + m);
+            }
+            const float *scales = t.scales + s * PANEL + lane, *offsets = t.offsets + s * PANEL + lane;
+            asm("" : "+r"(t.total));  // or the compiler keeps totals elsewhere from segment to segment, which is more work
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-                for (int v = 0; v < ACROSS; v++) sum[m][v] = P::step(sum[m][v], codes + v * LANES, x[m]);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-            for (int v = 0; v < ACROSS; v++) {
-                float* total = t.total + m * PANEL + lane + v * LANES;
-                const int64_t at = t.at + m * units.row;
-                Floats y = P::end(sum[m][v], load_vector<Floats>(t.scales + lane + v * LANES), units, at,
-                                  load_vector<Floats>(total));
-                if (t.offsets) y = P::shift(load_vector<Floats>(t.offsets + lane + v * LANES), units, at, y);
-                memcpy(total, &y, sizeof y);
-            }
+                for (int v = 0; v < ACROSS; v++) {
+                    float* total = t.total + m * PANEL + lane + v * LANES;
+                    Floats y = P::end(sum[m][v], load_vector<Floats>(scales + v * LANES), t.unit ? t.unit[s * t.next + m] : 0,
+                                      load_vector<Floats>(total));
+                    if (OFFSETS) y = shifted(load_vector<Floats>(offsets + v * LANES), t.shift[s * t.next + m], y);
+                    memcpy(total, &y, sizeof y);
+                }
+        }
     }
 }
 
-template <class P> void multiply_rows(int64_t rows, const Segment& t, const Units& units) {
+template <class P, bool OFFSETS> void multiply_rows(int64_t rows, const Strip& t) {
     static_assert(HIGH <= 12);
     switch (rows) {
-        case 1: return multiply_tile<P, 1>(t, units);
-        case 2: return multiply_tile<P, 2>(t, units);
-        case 3: return multiply_tile<P, 3>(t, units);
-        case 4: return multiply_tile<P, 4>(t, units);
-        case 5: return multiply_tile<P, std::min(HIGH, 5)>(t, units);
-        case 6: return multiply_tile<P, std::min(HIGH, 6)>(t, units);
-        case 7: return multiply_tile<P, std::min(HIGH, 7)>(t, units);
-        case 8: return multiply_tile<P, std::min(HIGH, 8)>(t, units);
-        case 9: return multiply_tile<P, std::min(HIGH, 9)>(t, units);
-        case 10: return multiply_tile<P, std::min(HIGH, 10)>(t, units);
-        case 11: return multiply_tile<P, std::min(HIGH, 11)>(t, units);
-        default: return multiply_tile<P, HIGH>(t, units);
+        case 1: return multiply_tile<P, 1, OFFSETS>(t);
+        case 2: return multiply_tile<P, 2, OFFSETS>(t);
+        case 3: return multiply_tile<P, 3, OFFSETS>(t);
+        case 4: return multiply_tile<P, 4, OFFSETS>(t);
+        case 5: return multiply_tile<P, std::min(HIGH, 5), OFFSETS>(t);
+        case 6: return multiply_tile<P, std::min(HIGH, 6), OFFSETS>(t);
+        case 7: return multiply_tile<P, std::min(HIGH, 7), OFFSETS>(t);
+        case 8: return multiply_tile<P, std::min(HIGH, 8), OFFSETS>(t);
+        case 9: return multiply_tile<P, std::min(HIGH, 9), OFFSETS>(t);
+        case 10: return multiply_tile<P, std::min(HIGH, 10), OFFSETS>(t);
+        case 11: return multiply_tile<P, std::min(HIGH, 11), OFFSETS>(t);
+        default: return multiply_tile<P, HIGH, OFFSETS>(t);
     }
 }
 
-// Inputs [first, first + count) of the row blocks of a panel; count is 16, 32, 64 or 128.
+// Inputs [first, first + count) of the row blocks of a panel; count is 16 or a multiple of 32.
 template <class P, int B> void unpack_panel(const Weight& w, int64_t row_block, int64_t first, int64_t count, int32_t* panel) {
     const int64_t blocks = w.inputs / INPUTS;
     for (int n = 0; n < PANEL_BLOCKS; n++, panel += ROWS) {
         if (row_block + n >= blocks_of(w.rows)) continue;  // what is there is multiplied, but not stored
         const uint8_t* block = w.codes + ((row_block + n) * blocks + first / INPUTS) * B * 64;
-        if (count < INPUTS) {
-            if (first % INPUTS) {
-                P::template unpack_block<B>(block, PAIRS / 2, PAIRS, panel);
-            } else {
-                prefetch<B>(block);
-                P::template unpack_block<B>(block, 0, PAIRS / 2, panel);
-            }
-            continue;
-        }
         for (int64_t b = 0; b < count / INPUTS; b++, block += B * 64) {
             prefetch<B>(block);
             P::template unpack_block<B>(block, 0, PAIRS, panel + b * (INPUTS / P::PER_STEP) * PANEL);
@@ -173,48 +190,60 @@ template <class P, int B>
 void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
                     const Units& units, float* total, void* y, int32_t type) {
     const int64_t segment = segment_of(w), steps = segment / P::PER_STEP, row = tiling.first(first), groups = w.inputs / w.group;
-    const int64_t rows = tiling.first(last) - row;
-    alignas(64) int32_t panel[128 / P::PER_STEP * PANEL];
-    alignas(64) float scales[PANEL], offsets[PANEL];
+    const int64_t rows = tiling.first(last) - row, count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
+    const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
+    alignas(64) int32_t panel[PANEL_INPUTS / P::PER_STEP * PANEL];
+    alignas(64) float scales[PANEL_INPUTS / SHORTEST][PANEL], offsets[PANEL_INPUTS / SHORTEST][PANEL];
     memset(total, 0, size_t(rows) * PANEL * sizeof *total);
-    memset(panel, 0, sizeof panel);
-    memset(scales, 0, sizeof scales);
-    memset(offsets, 0, sizeof offsets);
-    for (int64_t s = 0; s < w.inputs / segment; s++) {
-        unpack_panel<P, B>(w, row_block, s * segment, segment, panel);
-        for (int n = 0; n < PANEL_BLOCKS && row_block + n < blocks_of(w.rows); n++) {
-            const int64_t at = ((row_block + n) * groups + s * segment / w.group) * ROWS;
-            load_scales(w, at, scales + n * ROWS);
-            if (w.offsets) memcpy(offsets + n * ROWS, w.offsets + at, ROWS * sizeof(float));
-        }
-        for (int64_t t = first; t < last; t++) {
-            const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-            const Segment task{panel, x + start * (w.inputs / P::PER_STEP) + s * steps * high, scales, w.offsets ? offsets : nullptr,
-                               total + (start - row) * PANEL, steps, start * units.row + s * units.segment, 1 << (B - 1)};
-            multiply_rows<P>(high, task, units);
+    if (count < PANEL_BLOCKS) {  // what is not there is multiplied, but not stored
+        memset(panel, 0, sizeof panel);
+        memset(scales, 0, sizeof scales);
+        memset(offsets, 0, sizeof offsets);
+    }
+    for (int64_t input = 0; input < w.inputs; input += PANEL_INPUTS) {
+        const int64_t inputs = std::min(PANEL_INPUTS, w.inputs - input), place = input / segment * units.segment;
+        unpack_panel<P, B>(w, row_block, input, inputs, panel);
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t s = 0; s < inputs / segment; s++) {
+                const int64_t at = ((row_block + n) * groups + (input + s * segment) / w.group) * ROWS;
+                load_scales(w, at, scales[s] + n * ROWS);
+                if (w.offsets) memcpy(offsets[s] + n * ROWS, w.offsets + at, ROWS * sizeof(float));
+            }
+        for (int64_t t = first, start = row, next; t < last; t++, start = next) {
+            next = tiling.first(t + 1);
+            const Strip strip{panel, x + (start * w.inputs + input * (next - start)) / P::PER_STEP, scales[0], offsets[0],
+                              units.unit + start + place, units.shift + start + place,
+                              total + (start - row) * PANEL, inputs / segment, steps, units.segment};
+            w.offsets ? multiply_rows<P, true>(next - start, strip) : multiply_rows<P, false>(next - start, strip);
+            if (input + inputs == w.inputs)  // at once: rows lie far apart, and are written while the next tile is multiplied
+                for (int64_t m = start; m < next; m++)
+                    store_row(y, type, m * w.rows + row_block * ROWS, total + (m - row) * PANEL, width);
         }
     }
-    for (int64_t m = 0; m < rows; m++)
-        for (int n = 0; n < PANEL_BLOCKS && row_block + n < blocks_of(w.rows); n++)
-            store_row(y, type, (row + m) * w.rows + (row_block + n) * ROWS, total + m * PANEL + n * ROWS,
-                      std::min<int64_t>(ROWS, w.rows - (row_block + n) * ROWS));
 }
 
-// Row `row` of activations to its places in its tile: 4 bytes a step.
-inline void place_row(const Tiling& tiling, int64_t row, int64_t steps, const void* from, int32_t* x) {
-    const int64_t tile = tiling.tile_of(row), start = tiling.first(tile), high = tiling.first(tile + 1) - start;
-    int32_t* to = x + start * steps + row - start;
-    for (int64_t i = 0; i < steps; i++) memcpy(to + i * high, static_cast<const char*>(from) + 4 * i, 4);
+// The rows of a tile, of 4 bytes a step, to their places. Row m of it is at from(m); few steps of all rows at a time stay in the
+// first cache.
+template <class From> void place_tile(const Tiling& tiling, int64_t tile, int64_t steps, From from, int32_t* x) {
+    constexpr int64_t NEAR = 16;  // steps are a multiple of this
+    const int64_t start = tiling.first(tile), high = tiling.first(tile + 1) - start;
+    int32_t* to = x + start * steps;
+    for (int64_t i = 0; i < steps; i += NEAR, to += NEAR * high)
+        for (int64_t m = 0; m < high; m++) {
+            int32_t values[NEAR];
+            memcpy(values, reinterpret_cast<const char*>(from(m)) + 4 * i, sizeof values);
+#pragma GCC unroll 16
+            for (int64_t j = 0; j < NEAR; j++) to[j * high + m] = values[j];
+        }
 }
 
 // Shares pairs of a part of the rows and a panel of the weight among the threads of a parallel region. Calls
 // use(first tile, tile after the last, first row block).
 template <class Use> void each_panel(const Weight& w, const Tiling& tiling, int64_t row_bytes, int64_t panel_blocks, Use use) {
-    const int64_t together = tiling.together(row_bytes), parts = (tiling.tiles + together - 1) / together;
-    const int64_t panels = (blocks_of(w.rows) + panel_blocks - 1) / panel_blocks;
+    const int64_t parts = tiling.parts(row_bytes), panels = (blocks_of(w.rows) + panel_blocks - 1) / panel_blocks;
 #pragma omp for schedule(guided) nowait
     for (int64_t i = 0; i < parts * panels; i++) {
-        const int64_t part = i / panels;  // parts are of nearly one size, or threads would wait for each other
+        const int64_t part = i / panels;
         use(tiling.tiles * part / parts, tiling.tiles * (part + 1) / parts, i % panels * panel_blocks);
     }
 }
