@@ -70,7 +70,10 @@ class SlashCommands:
 
     def set(self, argument: str) -> None:
         """NAME VALUE: temperature, top_k, top_p, min_p, repetition_penalty, seed, or think on|off"""
-        name, _, value = argument.partition(" ")
+        name, _, value = argument.removeprefix("parameter ").partition(" ")  # as Ollama spells it
+        if not name:
+            self.show("")
+            return
         if name == "system":
             self.system(value or "none")
             return

@@ -139,7 +139,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         f"/load {notes}": "not JSON",
         f"/save {tmp_path}/none/x": "is not a folder",
         f"/save {notes}": "something else",
-        "/set": "no such setting",
+        "/set": "repetition_penalty",  # without a name it shows what there is
+        "/set parameter temperature hot": "'hot' is not a number",  # as Ollama spells it
+        "/load /dev/zero": "not a regular file",
         "/set seed x": "not a number",
         "/set top_p nan": "not a finite number",
         "/set temperature 1e9": "out of range",
