@@ -75,6 +75,8 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
     say(chat, "/clear")
     assert "Leo" not in say(chat, "What is my name?").replace("What is my name?", "")
     assert "no such command" in say(chat, "/nope")
+    assert "/bye leaves" in say(chat, "quit")
+    say(chat, "/undo")
     assert "no such setting" in say(chat, "/set colour 1")
     assert "out of range" in say(chat, "/set temperature 99")
     assert "Paris" in say(chat, "What is the capital of France?"), "the chat goes on after mistakes"
