@@ -1,5 +1,6 @@
 """What commands do before the first token: resolve, place, check memory, load, and announce each choice."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -61,12 +62,14 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
     check_context(folder, engine)
     tokenizer = open_tokenizer(folder)
+    first = "torch" not in sys.modules  # a second model must leave to be collected what the first one was
     with no_collection():  # imports make no garbage: a sixth of their time
         import torch
 
         from mycli.cli.open_engine import open_engine
         from mycli.runtime.engine.loader import out_of_memory, plan_memory
-    exempt_from_collection()
+    if first:
+        exempt_from_collection()
 
     draft = None
     if engine.draft not in (None, NGRAM, MTP):

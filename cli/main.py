@@ -15,7 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags.config_file import config_path, option_key, read_presets, read_settings
 from mycli.cli.flags.presets import apply_preset
-from mycli.cli.mistakes import as_typed, foreign_command, reworded
+from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, reworded
 from mycli.cli.output import Output
 from mycli.cli.text.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
@@ -131,6 +131,8 @@ def _mistake(error: Any, command: str | None) -> UsageError:
         typed = re.match(r"No such command '(\S+)'", str(error.format_message()))
         if typed and (ours := foreign_command(typed[1])):
             return UsageError(f"no such command '{typed[1]}'", ours)
+        if unknown := re.match(r"No such option: (\S+)", str(error.format_message())):
+            return _unknown_option(unknown[1].rstrip("."), context.command if context else None, hint)
         return UsageError(reworded(str(error.format_message())), hint)
     source = getattr(context.get_parameter_source(option.name), "name", "")
     if source == "ENVIRONMENT":
@@ -140,6 +142,15 @@ def _mistake(error: Any, command: str | None) -> UsageError:
     else:
         where = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
     return UsageError(f"{where}: {reworded(error.message)}", hint)
+
+
+def _unknown_option(word: str, command: Any, hint: str) -> UsageError:
+    """An option that `command` does not have: what it is called here, or the one that was meant."""
+    if ours := foreign_option(word):
+        return UsageError(f"no such option: {word}", ours)
+    options = [option for option in command.params if not getattr(option, "hidden", False)] if command else []
+    meant = meant_option(word, (spelling for option in options for spelling in option.opts if spelling[0] == "-"))
+    return UsageError(f"no such option: {word}{f'; did you mean {meant}?' if meant else ''}", hint)
 
 
 def reorder(arguments: Sequence[str]) -> list[str]:

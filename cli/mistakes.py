@@ -3,8 +3,10 @@
 Knows the sentences of the parser, and the verbs of other programs. Does not know options or where a value came from.
 """
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 
 # What is typed by those who know another program: how the same is asked for here.
 _FOREIGN = {
@@ -26,6 +28,24 @@ _FOREIGN = {
     "stop": "nothing: no model is kept in memory between commands except by mycli serve, which Ctrl-C ends",
     "version": "mycli --version",
 }
+# And options of other programs, llama.cpp's above all.
+_FOREIGN_OPTIONS = {
+    "--ctx-size": "--ctx N",
+    "--gpu-layers": "--device cuda: a model is on the GPU as a whole",
+    "--interactive": "mycli chat MODEL",
+    "--max-new-tokens": "-n N",
+    "--model": "the model needs no option: mycli run MODEL PROMPT",
+    "--n-gpu-layers": "--device cuda: a model is on the GPU as a whole",
+    "--n-predict": "-n N",
+    "--prompt": "the prompt needs no option: mycli run MODEL PROMPT",
+    "--system-prompt": "--system TEXT",
+    "-V": "mycli --version",
+    "-c": "--ctx N",
+    "-i": "mycli chat MODEL",
+    "-m": "the model needs no option: mycli run MODEL PROMPT",
+    "-p": "the prompt needs no option: mycli run MODEL PROMPT",
+    "-s": "--seed N",
+}
 # The parser's sentences about values, and ours.
 _SENTENCES = (
     (r"input should be a valid number.*", "not a number"),
@@ -35,7 +55,6 @@ _SENTENCES = (
     (r"input should be less than or equal to (\S+)", r"more than \1"),
     (r"input should be greater than (\S+)", r"not above \1"),
     (r"input should be less than (\S+)", r"not below \1"),
-    (r"no such option: (\S+) \(possible options: (.*)\)", r"no such option: \1; did you mean \2?"),
 )
 
 
@@ -51,6 +70,18 @@ def reworded(sentence: str) -> str:
 def foreign_command(word: str) -> str:
     """How what `word` does in another program is asked for here; "" for a word that none has."""
     return _FOREIGN.get(word, "")
+
+
+def foreign_option(word: str) -> str:
+    """How what the option `word` does in another program is asked for here; "" for one that none has."""
+    return _FOREIGN_OPTIONS.get(word, "")
+
+
+def meant_option(word: str, known: Iterable[str]) -> str:
+    """The option of `known` that `word` is the beginning of, or a slip of the fingers away from; "" for none."""
+    spelled, known = word.replace("_", "-"), sorted(known)
+    begun = [option for option in known if len(spelled) > 3 and option.startswith(spelled)]
+    return next(iter(begun or difflib.get_close_matches(spelled, known, 1, 0.75)), "")
 
 
 def as_typed(word: str) -> str:

@@ -14,10 +14,12 @@ from typing import Any, TextIO
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.json_lines import error_fields, json_line
-from mycli.cli.text.layout import WordWrap, fitting, pad, table_lines, table_width, width
+from mycli.cli.text.layout import WordWrap, fitting, pad, table_lines, table_width, width, word_wrapped
 from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
+
+NARROWEST = 20  # columns in which a value is broken; in fewer the terminal does it
 
 
 class Output:
@@ -136,9 +138,15 @@ class Output:
         self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Names and values under a title."""
+        """Names and values under a title; on a terminal values go on below themselves, broken between words."""
         columns = max((width(name) for name, _ in rows), default=0)
-        lines = [one_line(title), *(f"  {pad(name, columns)}  {one_line(value, 2000)}" for name, value in rows)]
+        room = shutil.get_terminal_size().columns - columns - 4 if self._stdout.isatty() else 0
+        lines = [one_line(title)]
+        for name, value in rows:
+            value = one_line(value, 2000)
+            if room >= NARROWEST:
+                value = f"\n{' ' * (columns + 4)}".join(word_wrapped(value, room))
+            lines.append(f"  {pad(name, columns)}  {value}")
         self.result("\n".join(lines))
 
     def table(

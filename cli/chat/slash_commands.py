@@ -20,6 +20,7 @@ from mycli.runtime.errors import UsageError
 
 FENCE = '"""'
 METER = 40  # columns, fewer on a narrow terminal
+PLAIN_WORDS = {"exit", "quit", "bye", "help", "?"}  # which a person may mean as commands
 ALIASES = {"/help": "/?", "/h": "/?", "/exit": "/bye", "/quit": "/bye", "/q": "/bye"}  # what other programs say
 PATHS = ("/read", "/save", "/load")  # commands that take a file
 
@@ -39,6 +40,8 @@ class SlashCommands:
         """One message or command. Raises UserError; the conversation goes on after it."""
         if not line.startswith("/"):
             self.chat.answer(line)
+            if self._out.interactive and line.strip().lower() in PLAIN_WORDS:
+                self._out.note("(that was a message to the model: /bye leaves, /? lists the commands)")
             return
         name, *rest = line.split(maxsplit=1)
         method = self.commands.get(ALIASES.get(name, name))
@@ -70,7 +73,10 @@ class SlashCommands:
 
     def set(self, argument: str) -> None:
         """NAME VALUE: temperature, top_k, top_p, min_p, repetition_penalty, seed, or think on|off"""
-        name, _, value = argument.partition(" ")
+        name, _, value = argument.removeprefix("parameter ").partition(" ")  # as Ollama spells it
+        if not name:
+            self.show("")
+            return
         if name == "system":
             self.system(value or "none")
             return

@@ -98,7 +98,7 @@ def _as_json(
 def doctor(call: Call, device: options.Device = "auto", threads: options.Threads = None) -> None:
     """Check that everything works on this machine.
 
-    Versions, kernels, memory bandwidth and a reply that is known. Ends with 6 where something is wrong.
+    Versions, kernels, memory bandwidth and a reply that is known. Exits with 6 if something is wrong.
     """
     facts = _facts()
     if not call.out.json_mode:

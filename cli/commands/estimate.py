@@ -333,7 +333,7 @@ def estimate(
 ) -> None:
     """Say how much memory a model takes and whether it fits.
 
-    Also how fast it could be at best. Needs config.json only.
+    Also says how fast it could be at best. Needs config.json only.
     """
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "give one of them")

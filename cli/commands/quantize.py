@@ -195,7 +195,7 @@ def quantize(
     """Make a smaller copy of a model, and measure what it lost.
 
     The copy is a Hugging Face folder that transformers and vLLM load too. It appears by one rename when all is done;
-    its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command goes on with it.
+    its recipe, card and checksums lie in its mycli.json. If the work is interrupted, the same command continues it.
     """
     from mycli.quant import pipeline
     from mycli.quant.planning import plan as planning

@@ -16,8 +16,8 @@ EXAMPLES = (
 def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> None:
     """Say whether one model can draft for another.
 
-    Ends with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head count
-    for nothing. No weights are read.
+    Exits with 3 and the first ids that differ unless every id is the same token in both. Rows that only pad a head
+    count for nothing. No weights are read.
     """
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
     folders = [ModelFolder.open(source.folder) for source in sources]

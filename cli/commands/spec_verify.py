@@ -38,7 +38,7 @@ def spec_verify(
 
     Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
-    probabilities (chi squared). Ends with 6 if something differs by more than chance or rounding.
+    probabilities (chi squared). Exits with 6 if something differs by more than chance or rounding.
     """
     opened = load_engine(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in

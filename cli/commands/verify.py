@@ -26,7 +26,7 @@ def verify(
 ) -> None:
     """Check the files of a model byte by byte.
 
-    Size and hash of every file of a model that was pulled or quantized; ends with 6 where one differs or is missing.
+    Size and hash of every file of a model that was pulled or quantized; exits with 6 if one differs or is missing.
     """
     source = find_local(model)
     files = files_to_verify(source)

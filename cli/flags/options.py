@@ -28,7 +28,9 @@ _MEMORY = {
 
 def parse_count(text: str) -> int:
     """`4096`, `4k` (4,096) or `1M` (1,048,576) as an integer. Raises typer.BadParameter."""
-    match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", str(text).strip())
+    match = re.fullmatch(r"([0-9]+)\s*([kKmM]?)", str(text).strip())
+    if match and len(match[1]) > 12:
+        raise typer.BadParameter(f"{text!r:.40} is too large")
     if not match:
         raise typer.BadParameter(f"{text!r} is not a count such as 4096, 32k or 1M")
     return int(match[1]) * _FACTORS[match[2].lower()]

@@ -4,6 +4,7 @@ Knows characters and columns; does not print, and does not know what is on the o
 """
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Callable, Collection, Sequence
 
@@ -43,6 +44,11 @@ def fitting(rows: Sequence[Sequence[str]], order: Sequence[int], columns: int) -
             break
         chosen.append(index)
     return sorted(chosen)
+
+
+def word_wrapped(text: str, columns: int) -> list[str]:
+    """`text` as lines broken between words to fit `columns`; words that are longer, such as paths, stay whole."""
+    return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 class WordWrap:

@@ -146,6 +146,8 @@ def _resolve_path(model: str) -> Source:
     if folder.is_file():
         hint = f"give its folder: {folder.parent}"
         raise ModelError(f"{model}: a file, but a model is a *.gguf file or a folder with config.json", hint)
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{model}: neither a folder nor a regular file", code="list-models")
     if not folder.is_dir():
         raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
     if not (folder / "config.json").exists() and (inside := gguf_files(path.name for path in children(folder))):

@@ -6,6 +6,7 @@ sampling settings or commands: `Sampler` takes a `GrammarState` as its constrain
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +179,8 @@ class Grammar:
         self._start.compute_bitmask()  # some limits are only met, and some emptiness only found, by the first step
         if self._start.is_error() or self._start.is_stopped():
             cause = " ".join(self._start.get_error().replace("<non-verbose/>", "").split())
+            if fault := re.search(r"regex parse error: .*? error: (.+?)(?: \d+ \| .*)?$", cause):
+                cause = fault[1]  # what stands around it is the library's own grammar
             known = {
                 "": "nothing can match",
                 "NoExtensionBias": "nothing can match",

@@ -157,6 +157,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The first `limit` + 1 bytes of a file, enough to refuse a larger one; ModelError if missing or irregular."""
     try:
         if not path.is_file():
+            if path.exists():
+                raise ModelError(f"{path}: not a regular file", "name another file")
             raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
         with path.open("rb") as file:
             return file.read(limit + 1)

@@ -106,7 +106,7 @@ ATTACKS: dict[str, Attack] = {
     "bytes-overflow": (lambda: gguf((), (info(b"a", (1 << 61, 2)),)), "overflows"),
     "unknown-type": (lambda: gguf((), (info(b"a", kind=200),)), "unknown ggml type 200"),
     "removed-type": (lambda: gguf((), (info(b"a", (32,), kind=4),)), "unknown ggml type 4"),
-    "rows-of-half-blocks": (lambda: gguf((), (info(b"a", (48,), kind=2),)), "no blocks of 32"),
+    "rows-of-half-blocks": (lambda: gguf((), (info(b"a", (48,), kind=2),)), "do not fill blocks of 32"),
     "offset-unaligned": (lambda: gguf((), (info(b"a", offset=8),)), "its place in the data"),
     "offset-2^64": (lambda: gguf((), (info(b"a", offset=_HUGE),)), "overflows|its place"),
     "offset-beyond-the-file": (lambda: gguf((), (info(b"a", offset=1 << 40),)), "its place"),

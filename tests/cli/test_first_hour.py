@@ -35,6 +35,19 @@ class Terminal(io.StringIO):
 # A reply on the screen
 
 
+def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; a pipe has them whole. A path longer than the line stays whole too."""
+    monkeypatch.setenv("COLUMNS", "40")
+    value, path = "temperature, top_k, top_p, min_p, repetition_penalty, seed", "/tmp/" + "x" * 60
+    shown, piped = Terminal(), io.StringIO()
+    for stream in (shown, piped):
+        Output(stdout=stream, stderr=stream).card("Commands", [("/set", value), ("folder", path)])
+    lines = shown.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 40] == [f"{' ' * 10}{path}"] or lines[-1] == f"  folder  {path}"
+    assert " ".join(line.strip() for line in lines[1:-1]) == f"/set    {value}"
+    assert f"  /set    {value}\n" in piped.getvalue()
+
+
 def test_a_notice_waits_for_the_end_of_the_reply() -> None:
     shown = Terminal()
     out = Output(stdout=shown, stderr=shown, environment={"TERM": "dumb"})

@@ -1,11 +1,12 @@
 """What is told of a mistake: in our words, and with the command that a foreign one means."""
 
 import os
+import re
 
 import pytest
 
-from mycli.cli.main import COMMANDS
-from mycli.cli.mistakes import _FOREIGN, as_typed
+from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.mistakes import _FOREIGN, _FOREIGN_OPTIONS, as_typed
 from tests.support.command_line import Mycli
 
 
@@ -17,6 +18,11 @@ from tests.support.command_line import Mycli
         (("estimate", "pico", "--batch", "0"), "error: --batch: less than 1"),
         (("serve", "pico", "--port", "99999"), "error: --port: more than 65535"),
         (("run", "pico", "--temprature", "1"), "error: no such option: --temprature; did you mean --temperature?"),
+        (("run", "pico", "--temp", "1"), "error: no such option: --temp; did you mean --temperature?"),
+        (("run", "pico", "--max_tokens", "1"), "error: no such option: --max_tokens; did you mean --max-tokens?"),
+        (("run", "pico", "--wholly-else", "1"), "error: no such option: --wholly-else"),
+        (("run", "pico", "-n", "9" * 30), f"error: -n / --max-tokens: '{'9' * 30}' is too large"),
+        (("run", "pico", "--ctx", "9" * 99), f"error: --ctx: '{'9' * 39} is too large"),
         (("show",), "error: missing argument 'MODEL'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
@@ -34,6 +40,20 @@ def test_verbs_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
     assert error == f"error: no such command '{word}'"
     named = [name for name in COMMANDS if f"mycli {name}" in hint]
     assert word not in COMMANDS and (named or "mycli --version" in hint or "mycli COMMAND" in hint)
+
+
+@pytest.mark.parametrize("word", _FOREIGN_OPTIONS)
+def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
+    """What the hint names is an option of `run`, a command, or said to need no option; and `run` has no such option."""
+    done = mycli("run", "pico", word, "1")
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()
+    assert error == f"error: no such option: {word}"
+    ours = {spelling for option in find_command(program(frozenset({"run"})), "run").params for spelling in option.opts}
+    named = re.findall(r"(?<!\S)--?[a-z][a-z-]*", hint.removeprefix("hint: mycli"))
+    assert (
+        word not in ours and set(named) <= ours | {"--version"} and (named or re.search("mycli (chat|run) MODEL", hint))
+    )
 
 
 def test_what_a_locale_could_not_decode_is_utf8() -> None:

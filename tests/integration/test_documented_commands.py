@@ -24,7 +24,22 @@ PLACEHOLDER = re.compile(
     r"\b(?:MODEL|FOLDER|OURS|PEER|PATH|DATASET|NAME|OUT|FILE|TEXT|TARGET|DRAFT|SOURCE)\b|\.\.\.|\["
 )
 OFFLINE = re.compile(r"\bmycli (?:chat|run|estimate|bench|show) pico(?:-draft)?(?![\w-])")
-SLOW = ("--draft", "--verify", "-r 5")
+SLOW = ("--draft", "--verify", "-r 5", "--kv-sweep")
+# What stands for something else in a command, and what stands for it where the command is run.
+STAND_INS = {
+    r"\[:[^]]*\]": "",
+    r"gptq\|awq\|mlx\|safetensors": "safetensors",
+    r"--bits B\b": "--bits 4",
+    r" \.\.\.$": "",
+    r"(?<=mycli )(\w+) (?:MODEL|FOLDER)\b": r"\1 pico",
+    r"\bFOLDER\b": "made",
+    r"\bDRAFT\b": "pico-draft",
+}
+# Why a command is not run: it asks a network or another program's server, is a form of names, or takes minutes.
+NOT_RUN = re.compile(
+    r"\w/\w+.*[Qq]wen|Qwen|org|http://|--engine|--adapter|NAME|mtp|--rate|-00001-|search|pirate|--samples 64"
+)
+SERVED = re.compile(r"^mycli serve ")
 
 
 def commands(page: str) -> list[str]:
@@ -38,8 +53,14 @@ def commands(page: str) -> list[str]:
     return [line for line in lines if "/mycli" not in line and "pip install" not in line]
 
 
+def spans(page: str) -> list[str]:
+    """The commands with arguments in the sentences of a page."""
+    found = re.findall(r"`(mycli [a-z]+ [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
+    return [line for line in (" ".join(line.split()) for line in found) if line.removeprefix("mycli ") not in COMMANDS]
+
+
 EXAMPLES = {line for module, _ in COMMANDS.values() for line in import_module(f"mycli.cli.commands.{module}").EXAMPLES}
-ALL = sorted({(page, line) for page in PAGES for line in commands(page)})
+ALL = sorted({(page, line) for page in PAGES for line in (*commands(page), *spans(page))})
 RUN = [
     (page, line)
     for page, line in ALL
@@ -53,6 +74,8 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize(("page", "line"), ALL, ids=[f"{page}: {line}"[:80] for page, line in ALL])
 def test_a_documented_command_parses(page: str, line: str) -> None:
+    for form, filled in STAND_INS.items():
+        line = re.sub(form, filled, line)
     if PLACEHOLDER.search(line):
         line = PLACEHOLDER.sub("x", line)
     for part in re.split(r"\s(?:\||&&)\s", line.partition("  #")[0]):
@@ -64,23 +87,71 @@ def test_a_documented_command_parses(page: str, line: str) -> None:
         parser.make_context(name, words[1 + len(name.split()) :])
 
 
-@pytest.mark.parametrize(("page", "line"), RUN, ids=[f"{page}: {line}"[:80] for page, line in RUN])
-def test_a_documented_command_runs(page: str, line: str, environment: dict[str, str], tmp_path: Path) -> None:
-    """As a person types it: in a shell, in another folder, with the command on the path."""
-    bin_folder = tmp_path / "bin"
+def in_a_shell(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a person's shell: the command on the path, and an empty folder to stand in."""
+    bin_folder = folder / "bin"
     bin_folder.mkdir()
     program_file = bin_folder / "mycli"
     program_file.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
     program_file.chmod(0o755)
-    (tmp_path / "empty").mkdir()
-    environment |= {"PATH": f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}", "MYCLI_DEVICE": "cpu"}
-    done = subprocess.run(
-        ["sh", "-c", line.replace("git diff --staged", "echo changed")],
-        cwd=tmp_path / "empty",
+    (folder / "empty").mkdir()
+    return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}", "MYCLI_DEVICE": "cpu"}
+
+
+def typed(line: str, folder: Path, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """What a line does in a shell."""
+    return subprocess.run(
+        ["sh", "-c", line],
+        cwd=folder / "empty",
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+@pytest.mark.parametrize(("page", "line"), RUN, ids=[f"{page}: {line}"[:80] for page, line in RUN])
+def test_a_documented_command_runs(page: str, line: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """As a person types it: in a shell, in another folder, with the command on the path."""
+    environment = in_a_shell(tmp_path, environment)
+    done = typed(line.replace("git diff --staged", "echo changed"), tmp_path, environment)
     assert done.returncode == 0, f"{page}: {line}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_every_documented_command_runs(environment: dict[str, str], tmp_path: Path) -> None:
+    """Those that need no network, with names filled in, after what they need; servers for twenty seconds."""
+    environment = in_a_shell(tmp_path, environment)
+    for line in ("mycli quantize pico --bits 4 -q", "mycli export pico --to gguf -o model-Q4_K_M.gguf -q"):
+        assert typed(line, tmp_path, environment).returncode == 0
+    ran = []
+    for page, shown in ALL:
+        line = shown.partition("  #")[0].strip()
+        for form, filled in STAND_INS.items():
+            line = re.sub(form, filled, line)
+        if NOT_RUN.search(line) or shown in EXAMPLES or (page, shown) in RUN:
+            continue
+        if SERVED.search(line):
+            line = f"{line} --port 0 & sleep 20; kill $!; wait $!"
+            (tmp_path / "empty" / "key.txt").write_text("0" * 32)
+            (tmp_path / "empty" / "key.txt").chmod(0o600)
+        done = typed(
+            line.replace("quantize pico --bits 4", "quantize pico --bits 4 --overwrite"), tmp_path, environment
+        )
+        assert done.returncode in ((0, 143) if SERVED.search(line) else (0,)), f"{page}: {line}\n{done.stderr}"
+        if SERVED.search(line):
+            assert "http" in done.stdout + done.stderr, f"{page}: {line}\n{done.stderr}"
+        ran.append(line)
+    assert len(ran) >= 15
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_modules_and_targets_that_a_page_names_exist(page: str) -> None:
+    """Of `python -m tests...` and `make ...`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for module in set(re.findall(r"python -m (tests(?:\.\w+)+)", text)):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make ([a-z-]+)`|^    make ([a-z-]+)$", text, re.M)):
+        assert re.search(rf"^{target[0] or target[1]}:", makefile, re.M), target

@@ -28,7 +28,7 @@ def test_undo_takes_a_message_and_its_reply() -> None:
     conversation = talk("a", "b", "c", "d", system="s")
     assert (conversation.undo(), contents(conversation)) == ("c", ["s", "a", "b"])
     assert (conversation.undo(), contents(conversation)) == ("a", ["s"])
-    with pytest.raises(UsageError, match="nothing was said"):
+    with pytest.raises(UsageError, match="nothing has been said"):
         conversation.undo()
 
 

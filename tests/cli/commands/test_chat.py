@@ -75,6 +75,8 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
     say(chat, "/clear")
     assert "Leo" not in say(chat, "What is my name?").replace("What is my name?", "")
     assert "no such command" in say(chat, "/nope")
+    assert "/bye leaves" in say(chat, "quit")
+    say(chat, "/undo")
     assert "no such setting" in say(chat, "/set colour 1")
     assert "out of range" in say(chat, "/set temperature 99")
     assert "Paris" in say(chat, "What is the capital of France?"), "the chat goes on after mistakes"
@@ -139,7 +141,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         f"/load {notes}": "not JSON",
         f"/save {tmp_path}/none/x": "is not a folder",
         f"/save {notes}": "something else",
-        "/set": "no such setting",
+        "/set": "repetition_penalty",  # without a name it shows what there is
+        "/set parameter temperature hot": "'hot' is not a number",  # as Ollama spells it
+        "/load /dev/zero": "not a regular file",
         "/set seed x": "not a number",
         "/set top_p nan": "not a finite number",
         "/set temperature 1e9": "out of range",

@@ -79,7 +79,7 @@ def test_d16_ctrl_c_keeps_what_arrived(
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=240)
-    assert process.returncode == 130 and "Traceback" not in said and "goes on from here" in said
+    assert process.returncode == 130 and "Traceback" not in said and "continues from here" in said
     (left,) = (tmp_path / "hf").rglob("*.incomplete")
     size = left.stat().st_size
     server.forgive()

@@ -162,7 +162,7 @@ def test_a_batch_and_its_second_run(mycli: Mycli, tmp_path: Path) -> None:
     answers = [json.loads(line) for line in streamed.stdout.splitlines()]
     assert [answer["id"] for answer in answers] == ["a", 2, "c", "d"] and streamed.returncode == 2
     assert answers[0]["text"] == "The capital of Japan is Tokyo." and answers[3]["text"] == "Your name is Leo."
-    assert "not JSON" in answers[1]["error"]["message"] and "the context room" in answers[2]["error"]["message"]
+    assert "not JSON" in answers[1]["error"]["message"] and "the context has room" in answers[2]["error"]["message"]
     out.write_text(streamed.stdout.splitlines()[0] + "\n")
     again = mycli("run", "pico", "--batch", str(source), "--out", str(out), *GREEDY)
     assert again.stdout == "" and again.returncode == 2

@@ -155,6 +155,7 @@ def test_hostile_names_are_refused_before_they_are_paths(name: str) -> None:
     ("name", "kind", "words"),
     [
         ("./none", NotFoundError, "no such folder"),
+        ("/dev/zero", ModelError, "neither a folder nor a regular file"),
         ("some/folder/deep", NotFoundError, "no such folder"),
         ("./file.bin", ModelError, "or a folder with config.json"),
         ("x" * 300, NotFoundError, "no model of that name here"),

@@ -205,6 +205,12 @@ def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
         Grammar.from_regex(pattern, pico, frozenset(pico.eos))
 
 
+def test_what_is_wrong_with_an_expression_is_said_without_the_library_s_grammar(pico: Tokenizer) -> None:
+    with pytest.raises(UsageError) as refused:
+        Grammar.from_regex("a[b", pico, frozenset(pico.eos))
+    assert refused.value.message == "regular expression: unclosed character class"
+
+
 @pytest.mark.parametrize("pattern", ["a{100000000}", "(a{1000}){1000}", "(.*a.{20}){20}", "(x+x+)+y"])
 def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pattern: str) -> None:
     """They are refused or they work; what counts is that neither takes for ever."""

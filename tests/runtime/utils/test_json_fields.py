@@ -38,8 +38,8 @@ def test_hostile_json_is_refused(case: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ModelError, match="no such file"):
+    for path, problem in ((tmp_path / "none.json", "no such file"), (tmp_path, "not a regular file")):
+        with pytest.raises(ModelError, match=problem):
             read_object(path)
 
 
