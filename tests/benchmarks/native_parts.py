@@ -1,4 +1,4 @@
-"""Passes of few rows with each part of a layer in one native call, beside the same passes step by step.
+"""Passes of few rows with all parts of layers in one native call, beside the same passes step by step.
 
     python -m tests.benchmarks.native_parts MODEL [--rows 1,4,16,64] [--seconds 5]
 
