@@ -123,7 +123,10 @@ def test_a_documented_command_runs(page: str, line: str, environment: dict[str, 
 def test_every_documented_command_runs(environment: dict[str, str], tmp_path: Path) -> None:
     """Those that need no network, with names filled in, after what they need; servers for twenty seconds."""
     environment = in_a_shell(tmp_path, environment)
-    for line in ("mycli quantize pico --bits 4 -q", "mycli export pico --to gguf -o model-Q4_K_M.gguf -q"):
+    for line in (
+        "mycli quantize pico --bits 4 -q",
+        "mycli export pico --to gguf -o model-Q4_K_M.gguf -q && cp model-Q4_K_M.gguf file.gguf",
+    ):
         assert typed(line, tmp_path, environment).returncode == 0
     ran = []
     for page, shown in ALL:
