@@ -4,10 +4,10 @@
         [--sequences 4,8,16,32,64] [--prompt 128] [--generate 32] [--rounds 3] [--prefix WORDS]
 
 The path may also stand in $LLAMA_BATCHED_BENCH; without one there is nothing to compare, and that is said. Every round
-runs both programs once for each number of sequences, one after the other; a figure is the median of its rounds, a ratio
-that of the round's own two figures. MYCLI_CPU_ISA chooses our instructions; a llama.cpp built for the same set belongs
-beside it. A token of each sequence is one pass of the model, without sampling on either side. llama.cpp reads a prompt that
-its sequences share; ours attends to as many tokens without having read them.
+runs both programs once for each number of sequences, one after the other; a figure is the median of its rounds, a
+ratio that of the round's own two figures. MYCLI_CPU_ISA chooses our instructions; a llama.cpp built for the same set
+belongs beside it. A token of each sequence is one pass of the model, without sampling on either side. llama.cpp reads
+a prompt that its sequences share; ours attends to as many tokens without having read them.
 """
 
 import argparse
