@@ -40,7 +40,7 @@ class Attention(LayerPart):
         self.products = (self.qkv, self.o)
         self.sinks: Tensor | None = None
         self.inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared: NativePart[CAttentionPart] = self._native_part(*self.inner_norms, others=[(self, "sinks")])
+        self._prepared: NativePart[CAttentionPart] = self._native_part(*self.inner_norms)  # sinks come with products
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
@@ -195,7 +195,7 @@ class Parallel:
         self.products = (*first.products, *second.products)
         norms = first.norm, first.output_norm, *first.inner_norms, second.norm, second.output_norm
         watched = [norm for norm in norms if norm is not None]
-        self._prepared: NativePart[CParallelPart] = NativePart(watched, self.products, others=[(first, "sinks")])
+        self._prepared: NativePart[CParallelPart] = NativePart(watched, self.products)
 
     def _prepare(self) -> CParallelPart:
         return CParallelPart(self._first.prepare(), self._second.prepare())

@@ -1,7 +1,7 @@
 // What recurrent layers do with their states: a convolution of each channel, the gated delta rule, the gated norm.
 //
 // Token after token, in one order, whatever came in at once: the bits of a row depend on neither the rows beside it nor
-// how a text was cut. A piece of 16 columns of a head's state stays in the first cache while a whole prompt passes it,
+// how a text was cut. A piece of 16 or 32 columns of a head's state stays in the first cache while a whole prompt passes it,
 // so that the recurrence as it is written costs less than one that multiplies chunks.
 
 #pragma once
@@ -33,18 +33,16 @@ struct Convolution {  // mirrored by recurrent.py
 };
 
 constexpr int64_t MOST_TAPS = 64;
+constexpr int64_t BLOCKS = 4, TILE_ROWS = 32;  // of LANE channels, and rows, that are convolved together
 
-template <class T> void convolve_channels(const Runs& r, const Convolution& c, int64_t run, int64_t channel) {
-    const int64_t before = c.taps - 1;
-    float* state = c.state + r.slots[run] * before * c.channels + channel;
-    V16 kept[MOST_TAPS], weight[MOST_TAPS];  // `kept` is a ring of the last inputs
+// LANE channels of some rows; `kept` is a ring of the last inputs, of which `oldest` is the first.
+template <class T> inline void convolve_block(const Convolution& c, V16* kept, int64_t oldest, int64_t first, int64_t last, int64_t channel) {
+    V16 weight[MOST_TAPS];
     for (int64_t i = 0; i < c.taps; i++) weight[i] = load16(c.weight + i * c.channels + channel);
-    for (int64_t i = 0; i < before; i++) kept[i] = load16(state + i * c.channels);
-    const V16 none = {}, first = c.bias ? load16(c.bias + channel) : none;
-    int64_t oldest = 0;
-    for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
-        kept[(oldest + before) % c.taps] = load16(static_cast<const T*>(c.x) + row * c.stride + channel);
-        V16 sum = first;
+    const V16 none = {}, bias = c.bias ? load16(c.bias + channel) : none;
+    for (int64_t row = first; row < last; row++) {
+        kept[oldest ? oldest - 1 : c.taps - 1] = load16(static_cast<const T*>(c.x) + row * c.stride + channel);
+        V16 sum = bias;
         for (int64_t i = 0, at = oldest; i < c.taps; i++) {
             sum += kept[at] * weight[i];
             at = at + 1 == c.taps ? 0 : at + 1;
@@ -52,8 +50,25 @@ template <class T> void convolve_channels(const Runs& r, const Convolution& c, i
         put16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
         oldest = oldest + 1 == c.taps ? 0 : oldest + 1;
     }
+}
+
+// `blocks` of LANE channels of a sequence from `channel` on: a few rows of one after another, so that the lines in which the rows
+// lie are read once.
+template <class T> void convolve_channels(const Runs& r, const Convolution& c, int64_t run, int64_t channel, int64_t blocks) {
+    const int64_t before = c.taps - 1, end = r.starts[run + 1];
+    float* state = c.state + r.slots[run] * before * c.channels + channel;
+    V16 kept[BLOCKS][MOST_TAPS];
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t i = 0; i < before; i++) kept[b][i] = load16(state + i * c.channels + b * LANE);
+    int64_t oldest = 0;
+    for (int64_t first = r.starts[run]; first < end; first += TILE_ROWS) {
+        const int64_t last = std::min(first + TILE_ROWS, end);
+        for (int64_t b = 0; b < blocks; b++) convolve_block<T>(c, kept[b], oldest, first, last, channel + b * LANE);
+        oldest = (oldest + last - first) % c.taps;
+    }
     if (r.stays && r.stays[run]) return;
-    for (int64_t i = 0; i < before; i++) put16(state + i * c.channels, kept[(oldest + i) % c.taps]);
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t i = 0; i < before; i++) put16(state + i * c.channels + b * LANE, kept[b][(oldest + i) % c.taps]);
 }
 
 struct Delta {  // mirrored by recurrent.py
@@ -93,32 +108,40 @@ template <class T> void delta_inputs(const Delta& d, int64_t row) {
     }
 }
 
-// 16 columns of the state of a head, taken on by all rows of a sequence.
-template <class T> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
+// B times 16 columns of the state of a head, taken on by all rows of a sequence.
+template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
     const int64_t width = d.key_heads * d.key_dim, values = d.heads * d.value_dim;
     const int64_t key_head = head / (d.heads / d.key_heads);
     float* state = d.state + (r.slots[run] * d.heads + head) * d.key_dim * d.value_dim + column;
-    V16 s[MOST_KEYS];
-    for (int64_t i = 0; i < d.key_dim; i++) s[i] = load16(state + i * d.value_dim);
+    V16 s[MOST_KEYS][B];
+    for (int64_t i = 0; i < d.key_dim; i++)
+        for (int b = 0; b < B; b++) s[i][b] = load16(state + i * d.value_dim + b * LANE);
     for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
         const float* in = d.scratch + row * 2 * (width + d.heads);
         const float *query = in + key_head * d.key_dim, *key = query + width;
         const float grown = in[2 * width + head], beta = in[2 * width + d.heads + head];
-        const T* value = static_cast<const T*>(d.qkv) + row * (2 * width + values) + 2 * width + head * d.value_dim;
-        V16 known[4] = {}, read[4] = {};
+        const T* value = static_cast<const T*>(d.qkv) + row * (2 * width + values) + 2 * width + head * d.value_dim + column;
+        V16 known[4][B] = {}, read[4][B] = {}, written[B];
         for (int64_t i = 0; i < d.key_dim; i += 4)
-            for (int64_t j = 0; j < 4; j++) known[j] += s[i + j] * key[i + j];
-        const V16 all = (known[0] + known[1]) + (known[2] + known[3]);
-        const V16 written = (load16(value + column) - all * grown) * beta;
+            for (int64_t j = 0; j < 4; j++)
+                for (int b = 0; b < B; b++) known[j][b] += s[i + j][b] * key[i + j];
+        for (int b = 0; b < B; b++) {
+            const V16 all = (known[0][b] + known[1][b]) + (known[2][b] + known[3][b]);
+            written[b] = (load16(value + b * LANE) - all * grown) * beta;
+        }
         for (int64_t i = 0; i < d.key_dim; i += 4)
-            for (int64_t j = 0; j < 4; j++) {
-                s[i + j] = s[i + j] * grown + written * key[i + j];
-                read[j] += s[i + j] * query[i + j];
-            }
-        put16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column, (read[0] + read[1]) + (read[2] + read[3]));
+            for (int64_t j = 0; j < 4; j++)
+                for (int b = 0; b < B; b++) {
+                    s[i + j][b] = s[i + j][b] * grown + written[b] * key[i + j];
+                    read[j][b] += s[i + j][b] * query[i + j];
+                }
+        for (int b = 0; b < B; b++)
+            put16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column + b * LANE,
+                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]));
     }
     if (r.stays && r.stays[run]) return;
-    for (int64_t i = 0; i < d.key_dim; i++) put16(state + i * d.value_dim, s[i]);
+    for (int64_t i = 0; i < d.key_dim; i++)
+        for (int b = 0; b < B; b++) put16(state + i * d.value_dim + b * LANE, s[i][b]);
 }
 
 struct GatedNorm {  // mirrored by recurrent.py
@@ -146,19 +169,25 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
 }
 
 template <class T> void convolve_rows(const Runs& r, const Convolution& c, int threads) {
-    const int64_t blocks = c.channels / LANE;
+    const int64_t blocks = c.channels / LANE, groups = (blocks + BLOCKS - 1) / BLOCKS;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t i = 0; i < r.runs * blocks; i++) convolve_channels<T>(r, c, i / blocks, i % blocks * LANE);
+    for (int64_t i = 0; i < r.runs * groups; i++) {
+        const int64_t block = i % groups * BLOCKS;
+        convolve_channels<T>(r, c, i / groups, block * LANE, std::min(BLOCKS, blocks - block));
+    }
 }
 template <class T> void delta_rows(const Runs& r, const Delta& d, int threads) {
-    const int64_t columns = d.value_dim / LANE, tasks = r.runs * d.heads * columns;
+    const bool wide = d.value_dim % (2 * LANE) == 0;
+    const int64_t width = wide ? 2 * LANE : LANE, columns = d.value_dim / width, tasks = r.runs * d.heads * columns;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
         for (int64_t row = r.starts[0]; row < r.starts[r.runs]; row++) delta_inputs<T>(d, row);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < tasks; i++)
-            delta_columns<T>(r, d, i / (d.heads * columns), i / columns % d.heads, i % columns * LANE);
+        for (int64_t i = 0; i < tasks; i++) {
+            const int64_t run = i / (d.heads * columns), head = i / columns % d.heads, column = i % columns * width;
+            wide ? delta_columns<T, 2>(r, d, run, head, column) : delta_columns<T, 1>(r, d, run, head, column);
+        }
     }
 }
 template <class T> void gated_norm_rows(const GatedNorm& n, int threads) {
