@@ -27,11 +27,12 @@ def load_model(
     *,
     allow_nonfinite: bool = False,
     warn: Callable[[str], None] = lambda text: None,
+    expert_slots: int | None = None,
 ) -> ModelRunner:
     """The model of `folder` on `placement`; `warn` is told what a person should know of the files.
 
-    Raises ModelError for anything the files and the config disagree on, and for weights that are NaN or infinite unless
-    `allow_nonfinite`.
+    `expert_slots`: experts of each layer that are in memory at a time, on the CPU; None for all. Raises ModelError for
+    anything the files and the config disagree on, and for weights that are NaN or infinite unless `allow_nonfinite`.
     """
     checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite)
     for warning in folder.manifest.warnings:
@@ -39,7 +40,7 @@ def load_model(
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config)
-    model.load(checkpoint, folder.packings, placement.device, placement.dtype)
+    model.load(checkpoint, folder.packings, placement.device, placement.dtype, expert_slots)
     if folder.packings and placement.unpacked:
         warn(f"{placement.unpacked}: packed weights are kept as {placement.dtype_name}")
     for packing, reason in _decoded(folder, placement).items():
