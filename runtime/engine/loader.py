@@ -18,6 +18,7 @@ from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
+from mycli.runtime.memory.resident import can_keep_some, keep_active, keep_fitting
 from mycli.runtime.quantization.scheme import Packing
 
 
@@ -98,18 +99,28 @@ def plan_memory(
 ) -> MemoryPlan:
     """The context and the number of sequences to make caches for, after checking that everything fits the free memory.
 
-    `draft` has a cache of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
+    Of experts that do not fit as many are planned as do, and the others read when they are chosen. `draft` has a cache
+    of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
     or less where memory is short; sequences that share their room then have less of it. Raises ResourceError with what
     is needed, what is free and the smallest change that fits.
     """
-    plan = _plan(folder, placement, engine, draft)
+    asked = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
+    plan = _shortened(asked, free, engine)
+    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_keep_some(asked)):
+        active = _shortened(keep_active(asked), free, engine)
+        plan = keep_fitting(active, free, engine.expert_bytes, started=True)
+    preflight(plan, free, _place_name(placement))
+    return plan
+
+
+def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
+    """`plan` with less context and room for fewer sequences, as far as `engine` leaves that open and `free` asks it."""
     if engine.context is None:
         fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
     while engine.running is not None and plan.batch > 1 and estimate(plan).needed > free:
         plan = replace(plan, batch=plan.batch // 2)
-    preflight(plan, free, _place_name(placement))
     return plan
 
 

@@ -88,16 +88,14 @@ class Experts(LayerPart):
         beside = (None, None) if self.shared is None else (self.shared.norm, self.shared.output_norm)
         self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
         self._slots: ExpertSlots | None = None
-        self._prepared: NativePart[CExpertsPart] = self._watching(changes)
-
-    def _watching(self, changes: Changes | None) -> NativePart[CExpertsPart]:
         norms = [norm for norm in (self.norm, self.output_norm, *self._inner_norms) if norm is not None]
-        return NativePart(norms, (*self.kept, *self.resident), changes)
+        self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
 
     def keep_some(self, source: ExpertSource) -> None:
         """Have as many experts in memory as `source` says, and read the others when they are chosen."""
+        for linear in (*self._gate_up, *self._down):
+            linear.unwatch()  # what is read into a slot is told by `_fetched`
         self._slots = ExpertSlots(source, self._gate_up, self._down)
-        self._prepared = self._watching(None)  # what is read into a slot is told by `_fetched`
 
     def _prepare(self) -> CExpertsPart:
         fetch = None

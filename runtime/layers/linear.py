@@ -111,6 +111,10 @@ class Linear(nn.Module):
         if self._changes is not None:
             self._changes.last = object()
 
+    def unwatch(self) -> None:
+        """Tell nobody from now on that it multiplies by other weights: whoever changes them does."""
+        self._changes = None
+
     def weight(self) -> Tensor:
         """The weights of all linears, stacked, [out_features, in_features]; not a copy where they are dense already."""
         parts = [matmul.dequantize() for matmul in self.matmuls]
