@@ -1,6 +1,7 @@
 """`mycli estimate`: how much memory a model takes, whether it fits, and how fast it could decode at best."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import state
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.ceiling import tokens_per_second, tokens_per_second_from_disk
@@ -86,9 +87,10 @@ def _streamed(subject: _Subject, engine: EngineConfig) -> _Subject:
     found = keep_fitting(subject.plan, subject.target.free, engine.expert_bytes)
     if found.expert_slots is None:
         return subject
-    files = () if subject.folder.bare else subject.folder.manifest.files.values()
-    largest = max(files, key=lambda file: file.size, default=None)
-    measured = None if largest is None else read_rate(largest.path)
+    measured = None
+    with suppress(ModelError):  # where there are no weights yet, there is nothing to read
+        files = () if subject.folder.bare else subject.folder.manifest.files.values()
+        measured = read_rate(max(files, key=lambda file: file.size).path) if files else None
     disk = (ASSUMED, "assumed") if measured is None else (measured, "measured")
     return replace(subject, plan=found, disk=disk)
 
