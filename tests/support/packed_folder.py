@@ -27,9 +27,7 @@ def write_packed(folder: Path, fields: Mapping[str, Any], widths: Mapping[str, i
         for products in config.block_linears(layer).values()
         for spec in products
     }
-    packings = {
-        name: Packing(next(bits for part, bits in widths.items() if part in name), group) for name in linears
-    }
+    packings = {name: Packing(next(bits for part, bits in widths.items() if part in name), group) for name in linears}
     layout, plan = formats.writable(packings), list[tuple[str, torch.dtype, tuple[int, ...]]]()
     for name, shape in config.tensors():
         spec = linears.get(name.removesuffix(".weight"))
