@@ -78,7 +78,7 @@ MIXTURE_FIELDS = {
     "num_key_value_heads": 2,
     "num_experts": 16,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
+    "moe_intermediate_size": 960,
     "vocab_size": 512,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
