@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
+from mycli.cli.text.format import experts_held
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.prefetch import read_ahead
 from mycli.runtime.device.system import resident
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.engine import Engine
+    from mycli.runtime.memory.estimate import MemoryPlan
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 
@@ -83,10 +85,12 @@ def load_engine(call: Call, model: str, engine: EngineConfig) -> LoadedEngine:
     most = folder.config.max_context
     if engine.context is None and planned.context < most:
         call.out.note(f"context {planned.context} of the model's {most} tokens: --ctx asks for more")
+    announce_experts(call, planned)
     engine = replace(engine, context=planned.context, sequences=planned.batch)
     announce_build(call, placement)
     with suppress(torch.OutOfMemoryError):
-        opened = LoadedEngine(source, placement, *open_engine(call, folder, tokenizer, placement, engine, draft))
+        made = open_engine(call, folder, tokenizer, placement, engine, draft, planned.expert_slots)
+        opened = LoadedEngine(source, placement, *made)
         call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
         return opened
     # Here nothing of what was loaded is held any more, so what is free is what another try would find.
@@ -175,6 +179,12 @@ def announce_placement(call: Call, placement: "Placement") -> None:
         call.out.note(note)
     for detail in placement.details:
         call.out.detail(detail)
+
+
+def announce_experts(call: Call, plan: "MemoryPlan") -> None:
+    """Say how many experts are in memory, where not all are."""
+    if plan.expert_slots is not None:
+        call.out.note(f"experts: {experts_held(plan)}")
 
 
 def announce_build(call: Call, placement: "Placement") -> None:

@@ -31,6 +31,7 @@ def open_engine(
     placement: Placement,
     engine: EngineConfig,
     draft: ModelFolder | None,
+    expert_slots: int | None,
 ) -> tuple[LoadedModel, Engine]:
     """The model, and an engine that speculates with `draft`, a model or the head of this one, or by lookup, if asked.
 
@@ -40,7 +41,12 @@ def open_engine(
     running = engine.running or engine.sequences
     shape = cache_shape(engine.context, engine.sequences, running, placement.device)
     loaded = LoadedModel.load(
-        folder, placement, allow_nonfinite=engine.allow_nonfinite, warn=call.out.warn, tokenizer=tokenizer
+        folder,
+        placement,
+        allow_nonfinite=engine.allow_nonfinite,
+        warn=call.out.warn,
+        tokenizer=tokenizer,
+        expert_slots=expert_slots,
     )
     speculator = None
     if engine.draft is not None:

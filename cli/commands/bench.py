@@ -17,7 +17,7 @@ from mycli.cli.bench.speculative import bench_draft
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.load import about, adapted, announce_build, announce_placement
+from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_placement
 from mycli.cli.text.progress import Neighbours
 from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -25,12 +25,13 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import state
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.estimate import MemoryPlan, weight_bytes
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.throughput import Result, Trial
+    from mycli.runtime.layers.expert_slots import ExpertReads
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",
@@ -61,6 +62,8 @@ def _row(common: Mapping[str, Any], result: "Result", read: float | None, bandwi
         "bandwidth_gb_per_second": bandwidth,
         "peak_bytes": result.peak_bytes,
         "warmup_seconds": result.warmup_seconds,
+        "expert_hit_rate": None if result.experts is None else result.experts.hit_rate,
+        "expert_gb_per_second": None if result.experts is None else result.experts.gigabytes_per_second,
     }
 
 
@@ -69,7 +72,7 @@ def _milliseconds(*seconds: float | None) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    share = row["bandwidth_share"]
+    share, hits = row["bandwidth_share"], row["expert_hit_rate"]
     return [
         row["model"],
         human_bytes(row["size_bytes"]),
@@ -82,6 +85,7 @@ def _cells(row: Row) -> list[str]:
         _milliseconds(row["tpot_p50_seconds"], row["tpot_p99_seconds"]),
         "" if share is None else f"{share:.0%}",
         human_bytes(row["peak_bytes"]),
+        *([] if hits is None else [f"{hits:.0%}"]),
     ]
 
 
@@ -92,6 +96,7 @@ class _Opened:
     source: Source
     folder: ModelFolder
     placement: "Placement"
+    held: MemoryPlan | None  # with the experts in memory, where that is not all of them
 
 
 def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]") -> _Opened:
@@ -103,12 +108,25 @@ def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]
         folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
         folder.checked_manifest()
     placement = engine.place(folder.config)
+    plans = []
     for trial in trials:
         if trial.context > folder.config.max_context:
             problem = f"{trial.name} needs {trial.context} positions, {model} has {folder.config.max_context}"
             raise UsageError(problem, "choose smaller -p, -n or -d")
-        plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences))
-    return _Opened(source, folder, placement)
+        plans.append(plan_memory(folder, placement, replace(engine, context=trial.context, sequences=trial.sequences)))
+    some = (plan for plan in plans if plan.expert_slots is not None)
+    return _Opened(source, folder, placement, min(some, key=lambda plan: plan.expert_slots or 0, default=None))
+
+
+def _weight_bytes(loaded: int, held: MemoryPlan | None) -> int:
+    """Of all weights, where `loaded` are in memory."""
+    return loaded if held is None else loaded + weight_bytes(replace(held, expert_slots=None)) - weight_bytes(held)
+
+
+def _experts(reads: "ExpertReads") -> str:
+    rate = reads.gigabytes_per_second
+    read = "" if rate is None else f", {human_bytes(reads.nbytes)} of others read at {rate:.2g} GB/s"
+    return f"{reads.hit_rate:.0%} of the experts chosen were in memory{read}"
 
 
 def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
@@ -121,13 +139,15 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
     announce_placement(call, placement)
     announce_build(call, placement)
     began = time.perf_counter()
-    runner = load_model(folder, placement)
+    if opened.held is not None:
+        announce_experts(call, opened.held)
+    runner = load_model(folder, placement, expert_slots=None if opened.held is None else opened.held.expert_slots)
     loaded = time.perf_counter() - began
     bench.measure_device(placement.device, state())
     common = {
         "model": source.name,
         "size_bytes": runner.nbytes,
-        "bits_per_weight": 8 * runner.nbytes / folder.config.parameters(),
+        "bits_per_weight": 8 * _weight_bytes(runner.nbytes, opened.held) / folder.config.parameters(),
         "device": str(placement.device),
         "dtype": dtype_info(placement.dtype).short,
         "kv": dtype_info(placement.dtype).short if placement.kv == "auto" else placement.kv,
@@ -143,6 +163,8 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
             )
             found.append((result, result.read_rate(plan)))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
+            if result.experts is not None:
+                call.out.note(f"{trial.name}: {_experts(result.experts)}")
     if disturbed := neighbours.note():
         call.out.note(f"({disturbed}: these figures are lower than what it can do)")
     # A model beyond any cache that is read faster than the device was measured to read: the measurement was disturbed.
@@ -168,7 +190,11 @@ def _print(call: Call, rows: Sequence[Row], style: str) -> None:
     elif "failed" in rows[0]:
         serving_table(call, rows)
     else:
-        call.out.table(COLUMNS, [_cells(row) for row in rows], right=(1, 2, 6, 7, 8, 9, 10), order=NARROW)
+        some = any(row["expert_hit_rate"] is not None for row in rows)  # of these models not all experts are in memory
+        headings, order = (*COLUMNS, *["expert hits"] * some), (*NARROW, *[len(COLUMNS)] * some)
+        cells = [_cells(row) for row in rows]
+        padded = [[*each, *[""] * (len(headings) - len(each))] for each in cells]
+        call.out.table(headings, padded, right=(1, 2, *range(6, len(headings))), order=order)
 
 
 def _parse_share(text: str | None) -> float | None:
@@ -237,6 +263,7 @@ def bench(
     dtype: options.Precision = "auto",
     kv: options.CacheKind = "auto",
     shadow: options.Shadow = False,
+    expert_memory: options.ExpertMemory = None,
     *,
     serving: ServingFlags,
 ) -> None:
@@ -246,7 +273,8 @@ def bench(
     prompts, -r times without and with a draft in turn, by kind of text. With --serve: as clients see a server.
     """
     style = "json" if call.out.json_mode else options.choice("-o", output, FORMATS, "format")
-    engine = LoadFlags(adapter, draft, device=device, dtype=dtype, kv=kv, shadow=shadow).resolve()
+    flags = LoadFlags(adapter, draft, device=device, dtype=dtype, kv=kv, shadow=shadow, expert_memory=expert_memory)
+    engine = flags.resolve()
     limit = _parse_share(fail_on_regress)
     if limit is not None and compare is None:
         raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
@@ -260,6 +288,7 @@ def bench(
             require_svg(serving.plot)
         given = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
         given += [] if adapter is None else ["--adapter", adapter]
+        given += [] if expert_memory is None else ["--expert-memory", f"{expert_memory}B"]
         rows = list[Row]()
         try:
             for found in bench_serving(call, models, loads, repetitions, given):

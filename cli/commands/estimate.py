@@ -1,6 +1,7 @@
 """`mycli estimate`: how much memory a model takes, whether it fits, and how fast it could decode at best."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,16 +13,18 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import adapted, announce_placement, check_context, find_predictor, open_config
 from mycli.cli.other_engines import RANKS, beyond_one_gpu
-from mycli.cli.text.format import active
+from mycli.cli.text.format import active, experts_held
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import state
 from mycli.runtime.memory import estimate as memory
-from mycli.runtime.memory.ceiling import tokens_per_second
+from mycli.runtime.memory.ceiling import tokens_per_second, tokens_per_second_from_disk
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
+from mycli.runtime.memory.resident import keep_fitting, most_experts
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import human_bytes
 
@@ -50,6 +53,7 @@ class _Subject:
     plan: memory.MemoryPlan
     target: Target
     wish: PackingScheme  # what --quant and --head ask for
+    disk: tuple[float, str] | None = None  # GB/s of reading experts, and whence; None where all are in memory
 
     @property
     def scheme(self) -> str:
@@ -68,6 +72,27 @@ def _ceilings(subject: _Subject) -> dict[int, float]:
     if bandwidth is None:
         return {}
     return {depth: tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
+
+
+def _from_disk(subject: _Subject) -> float | None:
+    """Tokens per second of an empty cache where no expert that is chosen is in memory; None where all are."""
+    bandwidth = subject.target.bandwidth
+    if subject.disk is None or bandwidth is None:
+        return None
+    return tokens_per_second_from_disk(subject.plan, 0, bandwidth, subject.disk[0])
+
+
+def _streamed(subject: _Subject, engine: EngineConfig) -> _Subject:
+    """`subject` with the experts in memory that fit, or that are allowed, where that is not all of them."""
+    found = keep_fitting(subject.plan, subject.target.free, engine.expert_bytes)
+    if found.expert_slots is None:
+        return subject
+    measured = None
+    with suppress(ModelError):  # where there are no weights yet, there is nothing to read
+        files = () if subject.folder.bare else subject.folder.manifest.files.values()
+        measured = read_rate(max(files, key=lambda file: file.size).path) if files else None
+    disk = (ASSUMED, "assumed") if measured is None else (measured, "measured")
+    return replace(subject, plan=found, disk=disk)
 
 
 def _obstacle_lines(subject: _Subject, ranks: int) -> list[str]:
@@ -123,6 +148,14 @@ def _as_json(subject: _Subject, ranks: int | None) -> dict[str, Any]:
         "bandwidth_source": target.bandwidth_source,
         "ceiling_tokens_per_second": [{"depth": d, "rate": rate} for d, rate in _ceilings(subject).items()],
     }
+    if subject.disk is not None:
+        found["experts"] = {
+            "in_memory": plan.expert_slots,
+            "of": most_experts(plan.config),
+            "disk_gb_per_second": subject.disk[0],
+            "disk_source": subject.disk[1],
+            "ceiling_tokens_per_second_without_hits": _from_disk(subject),
+        }
     if (adapter := subject.folder.adapter) is not None:
         found["adapter"] = {"merged": len(adapter.added) + len(adapter.instead), "file_bytes": adapter.nbytes}
     more = _more_gpus(subject)
@@ -171,9 +204,15 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
         context, gpus, how = more
         where = f"{gpus} such GPUs" if gpus else f"more than {RANKS[-1]} such GPUs"
         rows.append(("beyond one GPU", f"{context} tokens take {where}: {how}"))
+    if subject.disk is not None:
+        rows.insert(1, ("experts", experts_held(plan)))
     speeds = [f"{_number(rate)} tok/s {f'at {d} tokens' if d else 'empty'}" for d, rate in _ceilings(subject).items()]
     source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
-    return [*rows, ("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT)]
+    rows.append(("ceiling", ", ".join(speeds) + source if speeds else BANDWIDTH_HINT))
+    if subject.disk is not None and (slowest := _from_disk(subject)) is not None:
+        read = f"{subject.disk[0]:.2g} GB/s, {subject.disk[1]}"
+        rows.append(("from disk", f"{_number(slowest)} tok/s where no expert chosen is in memory  ({read})"))
+    return rows
 
 
 def _card(call: Call, subject: _Subject) -> None:
@@ -351,6 +390,8 @@ def estimate(
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)
     subject = _Subject(model, folder, plan, target, scheme)
+    if not table and not fit:
+        subject = _streamed(subject, engine)
     if table:
         _table(call, subject)
     elif fit:

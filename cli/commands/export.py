@@ -56,12 +56,15 @@ def export(
 
 
 def _show(call: Call, to: str, done: "Exported") -> None:
+    for part in done.left_out:
+        call.out.note(f"left out, having no place in {to}: {part}")
     worst = sorted(done.rounded, key=lambda one: -one.error)
     answer = {
         "path": str(done.path),
         "to": to,
         "bytes": done.nbytes,
         "tensors": dict(done.kinds),
+        "left_out": list(done.left_out),
         "rounded": [{"name": one.name, "kind": one.kind, "error": one.error} for one in worst],
     }
     if call.out.answered(answer):

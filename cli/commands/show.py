@@ -72,6 +72,7 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
         "active_parameters": config.active_parameters(),
         "bytes": info.nbytes,
         "bits_per_weight": round(info.bits_per_weight, 4),
+        "predictor_bytes": info.predictor_bytes,
         "dtype": config.dtype,
         "scheme": info.scheme,
         "quantized_linears": len(info.packings),
@@ -135,6 +136,12 @@ def _mlp(config: ModelConfig) -> str:
     return f"{len(first.experts)} experts of {first.size}{where}, {first.top_k} for a token"
 
 
+def _predictor(info: ModelInfo) -> list[tuple[str, str]]:
+    if not info.predictor_bytes:
+        return []
+    return [("draft", f"a head that predicts further tokens, {human_bytes(info.predictor_bytes)} (--draft mtp)")]
+
+
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     config = info.config
     windows = sorted({window for window in config.windows if window is not None})
@@ -154,6 +161,7 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
             "weights",
             f"{human_bytes(info.nbytes)}, {info.bits_per_weight:.2f} bits per weight ({info.scheme}{quantized})",
         ),
+        *_predictor(info),
         ("end tokens", ", ".join(map(str, info.eos)) or "none"),
         ("sampling", ", ".join(f"{name} {value}" for name, value in _defaults(info).items()) or "none"),
         ("chat template", "yes (--template shows it)" if info.template else "no"),

@@ -34,7 +34,7 @@ def spec_verify(
     threads: options.Threads = None,
     dtype: options.Precision = "auto",
 ) -> None:
-    """Test that a draft changes nothing but the speed.
+    """Test that a draft changes nothing but the speed: a model, or mtp, the head that some models ship with.
 
     Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
@@ -45,13 +45,14 @@ def spec_verify(
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
     from mycli.runtime.sampling.params import SamplingParams
+    from mycli.runtime.speculative.prediction import PredictionProposer
     from mycli.runtime.speculative.proposers import DraftModel
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
     loaded, speculator = opened.model, opened.engine.speculator
-    if not isinstance(speculator, ProposerSpeculator) or not isinstance(speculator.proposer, DraftModel):
-        raise UsageError(f"{draft}: not a model", "mycli spec verify MODEL DRAFT compares two models")
-    proposer = speculator.proposer
+    proposer = speculator.proposer if isinstance(speculator, ProposerSpeculator) else None
+    if not isinstance(proposer, DraftModel | PredictionProposer):
+        raise UsageError(f"{draft}: not a model", "name a model as the draft, or mtp for the head of MODEL itself")
     subject = SpeculationSubject(
         loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, opened.engine.context
     )

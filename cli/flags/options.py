@@ -159,6 +159,14 @@ Draft = Annotated[
         autocompletion=complete_model,
     ),
 ]
+ExpertMemory = Annotated[
+    int | None,
+    size_option(
+        "--expert-memory",
+        help="On the CPU: hold no more of a mixture's experts, read the others from disk when they are chosen.",
+        show_default="what fits",
+    ),
+]
 AdapterName = Annotated[
     str | None,
     typer.Option(

@@ -38,6 +38,7 @@ class LoadFlags:
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
     ] = False
+    expert_memory: options.ExpertMemory = None
 
     def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
         """What is asked of the engine; `sequences`, `running`: as of `EngineConfig`.
@@ -56,6 +57,7 @@ class LoadFlags:
             dense_prefill_copy=self.shadow,
             allow_nonfinite=self.allow_nonfinite,
             adapter=self.adapter,
+            expert_bytes=self.expert_memory,
         )
 
 

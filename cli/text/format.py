@@ -3,9 +3,12 @@
 from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.stats import Timing
+from mycli.runtime.memory.resident import most_experts, slot_bytes
+from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
+    from mycli.runtime.memory.estimate import MemoryPlan
     from mycli.runtime.models.config import ModelConfig
 
 
@@ -21,6 +24,13 @@ def active(config: "ModelConfig") -> str:
     """Behind the number of parameters, how many of them a token meets where it does not meet all."""
     met = config.active_parameters()
     return f", {compact(met)} of them active for a token" if met < config.parameters() else ""
+
+
+def experts_held(plan: "MemoryPlan") -> str:
+    """How many experts of a mixture are in memory, where not all are."""
+    held, most = plan.expert_slots or 0, most_experts(plan.config)
+    size = human_bytes(held * slot_bytes(plan))
+    return f"{held} of {most} in each layer are in memory ({size}), the others are read from disk when they are chosen"
 
 
 def speculation(timing: Timing) -> list[str]:

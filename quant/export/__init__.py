@@ -28,12 +28,16 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, how large, in how many tensors of which kind, and what was rounded."""
+    """What was written: where, how large, in how many tensors of which kind, and what was rounded.
+
+    `left_out`: what the layout has no place for.
+    """
 
     path: Path
     nbytes: int
     kinds: Mapping[str, int]
     rounded: Sequence[Rounded] = ()
+    left_out: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ def find_export_target(name: str) -> tuple[ExportTarget, str]:
         known = ", ".join(f"{kind}:{each}" for each in module.VARIANTS) or kind
         raise UsageError(f"{name}: not a kind of {kind}", f"choose from: {known}")
     raise UsageError(f"{name}: not a layout that can be written", f"choose from: {', '.join(targets())}")
+
+
+def without_predictor(folder: ModelFolder) -> tuple[str, ...]:
+    """As `Exported.left_out`, where a layout has no place for the head that predicts further tokens."""
+    return () if folder.predictor is None else ("the head that predicts further tokens (mtp.*)",)
 
 
 def would_round(name: str, what: str) -> ModelError:

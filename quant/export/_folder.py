@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant import model_card
-from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
 from mycli.quant.export._weights import Weights, lost_by_scales
 from mycli.quant.planning.plan import check_target
 from mycli.quant.progress import ReportProgress
@@ -96,7 +96,13 @@ def write_symmetric(
             progress("exporting", done, len(names))
 
     nbytes = write_folder(request, tensors, {"quantization_config": settings}, fill)
-    return Exported(request.target, nbytes, Counter(packing.name for packing in weights.packings.values()), rounded)
+    return Exported(
+        request.target,
+        nbytes,
+        Counter(packing.name for packing in weights.packings.values()),
+        rounded,
+        without_predictor(request.folder),
+    )
 
 
 def only_packing(request: ExportRequest, layout: str) -> Packing:

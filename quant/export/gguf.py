@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
@@ -65,7 +65,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             writer.write(_stored_name(architecture, tensor), data.contiguous().numpy().reshape(-1).data)
             progress("exporting", done, len(kinds))
         writer.finish()
-    return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded)
+    return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded, without_predictor(request.folder))
 
 
 def _architecture(config: ModelConfig) -> tuple[str, Architecture]:

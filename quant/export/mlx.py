@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
@@ -61,7 +61,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     config = {"quantization": _settings(folder.packings, groups)}
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
-    return Exported(request.target, nbytes, kinds, rounded)
+    return Exported(request.target, nbytes, kinds, rounded, without_predictor(request.folder))
 
 
 def _group(weights: Weights, name: str) -> int:

@@ -1,4 +1,7 @@
-"""A plain Hugging Face folder: every weight dense, as if the model had never been quantized."""
+"""A plain Hugging Face folder: every weight dense, as if the model had never been quantized.
+
+A head that predicts further tokens is dense in every folder, and copied as it is.
+"""
 
 from collections import Counter
 from math import prod
@@ -10,8 +13,11 @@ from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
+from mycli.quant.source_weights import SourceWeights
+from mycli.quant.tensorwise import write_predictor
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
+from mycli.runtime.models.multimodal import PREDICTOR
 from mycli.runtime.utils.dtypes import FLOATS
 
 VARIANTS = tuple(FLOATS)
@@ -44,9 +50,15 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 rounded.append(Rounded(name, kind, squared_error(values, cast)))
             writer.write(name, cast)
             progress("exporting", done, len(dtypes))
+        if head is not None:
+            write_predictor(head, writer)
 
     shapes = dict(config.tensors())
     plan = [(name, dtype, shapes[name]) for name, dtype in dtypes.items()]
+    head = request.folder.predictor
+    if head is not None:
+        beside = SourceWeights(head)
+        plan += [(PREDICTOR.stored(name), beside.dtype(name), shape) for name, shape in head.config.tensors()]
     write_folder(request, plan, {"dtype": asked or config.dtype}, fill)
     nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in plan)
     return Exported(request.target, nbytes, Counter(dtype_info(dtype).short for dtype in dtypes.values()), rounded)

@@ -142,7 +142,7 @@ def measure_memory(
     _warm_up(device, placement.dtype)
     empty = _storages(device)
     meter.begin()
-    runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite)
+    runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, expert_slots=plan.expert_slots)
     model = runner.model
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)

@@ -15,11 +15,14 @@ from mycli.runtime.cache.prefix_index import shared
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
+from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.estimate import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.prediction import PredictionProposer
+from mycli.runtime.speculative.prediction_head import PredictionHead
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
@@ -102,6 +105,35 @@ def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
     return row
 
 
+def _predicted(target: ModelRunner, head: PredictionHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
+    """As `_rows`, of what a head predicts after `prompt` and a few of its own tokens.
+
+    It reads what the model makes of all but the last token. Raises UsageError for a prompt of one.
+    """
+    if len(prompt) < 2:
+        raise UsageError("a prompt of one token, after which the head has nothing to go by", "take a longer prompt")
+    states: list[Tensor] = []
+    read = len(prompt) - 1
+    target.run([Chunk(prompt[:-1], 0, (0,), 0)], target.make_cache(CacheShape.lanes(read)), states.append)
+
+    @cache
+    def row(*tokens: int) -> Tensor:
+        shape = CacheShape.lanes(read + len(tokens))
+        own, rope = head.make_cache(shape), target.rope(shape.context)
+
+        def step(text: Sequence[int], place: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            batch = Batch.of([Chunk(text, place, (0,), 1)], shape.block_size, target.device)
+            made, logits = head(batch, hidden, rope, own)
+            return made[-1:], logits[0]
+
+        made, logits = step(prompt[1:], 0, states[0])
+        for place, token in enumerate(tokens, read):
+            made, logits = step([token], place, made)
+        return logits.clone()
+
+    return row
+
+
 def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The prompt after which most tokens are likely: where a wrong distribution shows."""
     prefix = Prefix(subject.runner, subject.context)
@@ -113,7 +145,11 @@ def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]])
 
 
 def chi_squared(
-    subject: SpeculationSubject, draft: DraftModel, prompt: Sequence[int], sampling: SamplingParams, draws: int
+    subject: SpeculationSubject,
+    draft: DraftModel | PredictionProposer,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    draws: int,
 ) -> ChiSquared:
     """Draws the first two tokens after `prompt` through rejection sampling with two drafted ones, and counts pairs.
 
@@ -122,7 +158,10 @@ def chi_squared(
     sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
     sampler.observe(torch.tensor([prompt], device=subject.runner.device))
     target = _rows(Prefix(subject.runner, subject.context), prompt)
-    guess = _rows(Prefix(draft.runner, draft.context), prompt)
+    if isinstance(draft, DraftModel):
+        guess = _rows(Prefix(draft.runner, draft.context), prompt)
+    else:
+        guess = _predicted(subject.runner, draft.head, prompt)
     seen = sampler.probabilities
     expected: dict[tuple[int, int], float] = {}
     after: dict[int, Tensor] = {}

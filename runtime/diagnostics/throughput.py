@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
+from mycli.runtime.layers.expert_slots import ExpertReads
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import MemoryPlan
 
@@ -62,7 +63,8 @@ class Trial:
 class Result:
     """What was measured. `rates` are tokens per second, one per repetition, over the whole batch; times in seconds.
 
-    `warmup_seconds` is the first run, which compiles, allocates and is not counted; `peak_bytes` of process or device.
+    `warmup_seconds` is the first run, which compiles, allocates and is not counted; `peak_bytes` of process or device;
+    `experts`: how they were found, where not all are in memory.
     """
 
     trial: Trial
@@ -71,6 +73,7 @@ class Result:
     token_seconds: tuple[float, ...]
     warmup_seconds: float
     peak_bytes: int
+    experts: ExpertReads | None = None
 
     @property
     def mean(self) -> float:
@@ -163,6 +166,8 @@ def run_trial(
     test = _Test(runner, trial, seed)
     warmup = sum(test.once())
     rates, first, tokens = [], [], []
+    reads = runner.model.expert_reads
+    before = None if reads is None else replace(reads)
     for repetition in range(repetitions):
         progress(repetition)
         seconds = test.once()
@@ -171,7 +176,8 @@ def run_trial(
             first.append(seconds[0])
         else:
             tokens += seconds
-    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, meter.highest())
+    found = None if reads is None or before is None else reads.since(before)
+    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, meter.highest(), found)
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,12 @@ class LoadedModel:
         allow_nonfinite: bool = False,
         warn: Callable[[str], None] = lambda text: None,
         tokenizer: Tokenizer | None = None,
+        expert_slots: int | None = None,
     ) -> "LoadedModel":
         """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
 
         `tokenizer` is the folder's where it is open already; `warn` is told each of the `warnings` at once, and what
-        goes wrong while the model is used.
+        goes wrong while the model is used. `expert_slots`: as of `load_model`.
         """
         config = folder.config
         tokenizer = tokenizer or folder.tokenizer()
@@ -69,7 +70,7 @@ class LoadedModel:
 
         for text in (*dropped, *missing):
             tell(text)
-        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell)
+        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell, expert_slots=expert_slots)
         return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 

@@ -27,7 +27,8 @@ class EngineConfig:
     full length; running: at once, sharing that room, None for as many as `sequences`; draft: the name of a model that
     drafts, `NGRAM`, `MTP`, or None; dense_prefill_copy: keep packed weights in `dtype` too, for prompts;
     allow_nonfinite: load weights that are NaN or infinite as they are; adapter: the name of a LoRA adapter that is
-    added to them; prefix_folder: where what was read is kept over restarts, in `prefix_bytes` at most.
+    added to them; expert_bytes: that experts may take in memory, others being read when they are chosen, None for as
+    many as fit; prefix_folder: where what was read is kept over restarts, in `prefix_bytes` at most.
     """
 
     device: str = "auto"
@@ -40,6 +41,7 @@ class EngineConfig:
     dense_prefill_copy: bool = False
     allow_nonfinite: bool = False
     adapter: str | None = None
+    expert_bytes: int | None = None
     prefix_folder: Path | None = None
     prefix_bytes: int = 8 << 30
 

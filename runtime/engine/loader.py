@@ -18,6 +18,7 @@ from mycli.runtime.kernels.triton.linear import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
+from mycli.runtime.memory.resident import can_keep_some, keep_active, keep_fitting
 from mycli.runtime.quantization.scheme import Packing
 
 
@@ -27,11 +28,12 @@ def load_model(
     *,
     allow_nonfinite: bool = False,
     warn: Callable[[str], None] = lambda text: None,
+    expert_slots: int | None = None,
 ) -> ModelRunner:
     """The model of `folder` on `placement`; `warn` is told what a person should know of the files.
 
-    Raises ModelError for anything the files and the config disagree on, and for weights that are NaN or infinite unless
-    `allow_nonfinite`.
+    `expert_slots`: experts of each layer that are in memory at a time, on the CPU; None for all. Raises ModelError for
+    anything the files and the config disagree on, and for weights that are NaN or infinite unless `allow_nonfinite`.
     """
     checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite)
     for warning in folder.manifest.warnings:
@@ -39,7 +41,7 @@ def load_model(
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config)
-    model.load(checkpoint, folder.packings, placement.device, placement.dtype)
+    model.load(checkpoint, folder.packings, placement.device, placement.dtype, expert_slots)
     if folder.packings and placement.unpacked:
         warn(f"{placement.unpacked}: packed weights are kept as {placement.dtype_name}")
     for packing, reason in _decoded(folder, placement).items():
@@ -97,18 +99,28 @@ def plan_memory(
 ) -> MemoryPlan:
     """The context and the number of sequences to make caches for, after checking that everything fits the free memory.
 
-    `draft` has a cache of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
+    Of experts that do not fit as many are planned as do, and the others read when they are chosen. `draft` has a cache
+    of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
     or less where memory is short; sequences that share their room then have less of it. Raises ResourceError with what
     is needed, what is free and the smallest change that fits.
     """
-    plan = _plan(folder, placement, engine, draft)
+    asked = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
+    plan = _shortened(asked, free, engine)
+    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_keep_some(asked)):
+        active = _shortened(keep_active(asked), free, engine)
+        plan = keep_fitting(active, free, engine.expert_bytes, started=True)
+    preflight(plan, free, _place_name(placement))
+    return plan
+
+
+def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
+    """`plan` with less context and room for fewer sequences, as far as `engine` leaves that open and `free` asks it."""
     if engine.context is None:
         fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
     while engine.running is not None and plan.batch > 1 and estimate(plan).needed > free:
         plan = replace(plan, batch=plan.batch // 2)
-    preflight(plan, free, _place_name(placement))
     return plan
 
 

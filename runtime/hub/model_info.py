@@ -23,6 +23,7 @@ from mycli.runtime.hub.resolve import Source, custom_code
 from mycli.runtime.hub.store import RECORD, HubFile, holds_adapter
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
+from mycli.runtime.models.multimodal import PREDICTOR
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
@@ -45,11 +46,12 @@ class ModelInfo:
     record: Fields | None
     warnings: tuple[str, ...]
     remote: bool  # the folder of `source` was for a moment only
+    predictor_bytes: int = 0  # of a head that predicts further tokens; beside `tensors`
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self.tensors.values())
+        return _bytes_of(self.tensors)
 
     @property
     def bits_per_weight(self) -> float:
@@ -75,7 +77,13 @@ def read_model_info(source: Source) -> ModelInfo:
         folder.checked_manifest()
     except ModelError as error:
         warnings.append(f"{error.message}: the model will not load")
-    return _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
+    info = _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
+    head = folder.predictor
+    return replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
+
+
+def _bytes_of(tensors: Mapping[str, TensorEntry]) -> int:
+    return sum(entry.nbytes for entry in tensors.values())
 
 
 def check_supported(hub: Hub, job: Download) -> None:
@@ -123,7 +131,9 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
         source = Source(model, folder, job.repo, job.commit)
         opened = ModelFolder.open(folder)
         used = opened.used(tensors)
-        return _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
+        info = _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
+        head = {name: entry for name, entry in tensors.items() if PREDICTOR.name(name) is not None}
+        return replace(info, predictor_bytes=0 if opened.config.predictor is None else _bytes_of(head))
 
 
 def fetch_gguf(hub: Hub, job: Download) -> GgufFolder:

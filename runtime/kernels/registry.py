@@ -29,7 +29,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
-from mycli.runtime.kernels.cpu.matmul import CpuKernel, TorchInt4Kernel, dense_product
+from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
@@ -176,8 +176,13 @@ class _PermutedMatmul:
         return torch.empty_like(stored).index_copy_(1, self._inputs.long(), stored)
 
 
-def prepare_product(weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-    """`weight` in the layout of the first kernel that takes it, for activations of `dtype`. Raises ModelError."""
+def prepare_product(weight: PackedWeight, dtype: torch.dtype, into: Matmul | None = None) -> Matmul:
+    """`weight` in the layout of the first kernel that takes it, for activations of `dtype`. Raises ModelError.
+
+    `into`: a product that is of no more use, whose memory may be taken.
+    """
+    if isinstance(into, CpuMatmul) and weight.packing.codes == "int" and weight.inputs is None and into.refill(weight):
+        return into
     kernel = select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, dtype)
     if weight.inputs is None:
         return kernel.prepare(weight, dtype)

@@ -1,8 +1,10 @@
 """Which tokens go to which experts, as operations on experts read it. Knows neither kernels, layers nor weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +27,22 @@ class Route:
         """The same with the weights of each expert times its own of `factors` fp32 [experts]."""
         experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff())
         return replace(self, weights=self.weights * factors[experts][self.places])
+
+    def part(self, places: Sequence[int]) -> "tuple[Route, Tensor]":
+        """The pairs of the experts hit[place] alone, and int64 [n] where they stand among all pairs.
+
+        What the tokens make of them is still that of all: `places` and `weights` are.
+        """
+        bounds = self.starts.tolist()
+        counts = self.starts.new_tensor([0, *(bounds[place + 1] - bounds[place] for place in places)])
+        pairs = torch.cat([torch.arange(bounds[place], bounds[place + 1]) for place in places])
+        own = replace(
+            self,
+            hit=[self.hit[place] for place in places],
+            starts=counts.cumsum(0, dtype=self.starts.dtype),
+            tokens=self.tokens[pairs],
+        )
+        return own, pairs
 
     @cached_property
     def slices(self) -> dict[int, slice]:

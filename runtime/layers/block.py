@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CToldPart
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
+from mycli.runtime.layers.expert_slots import ExpertSource
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
 from mycli.runtime.layers.linear import Linear, load_linears
@@ -248,12 +249,24 @@ class Block(nn.Module):
         return (module for module in self.modules() if isinstance(module, RMSNorm))
 
     def load(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        packings: Mapping[str, Packing],
+        device: torch.device,
+        dtype: torch.dtype,
+        some: ExpertSource | None = None,
     ) -> None:
-        """Read this layer's tensors."""
+        """Read this layer's tensors; of experts as many as `some` says, where it is given and there are more."""
         for norm in self._norms():
             norm.load(checkpoint, device, dtype)
-        load_linears(self.products.values(), checkpoint, packings, device, dtype)
+        mlp = self.mlp
+        if some is not None and isinstance(mlp, Experts) and some.slots < len(mlp.spec.experts):
+            chosen = set(mlp.products) - set(mlp.resident)
+            others = (linear for linear in self.products.values() if linear not in chosen)
+            load_linears(others, checkpoint, packings, device, dtype)
+            mlp.keep_some(some)
+        else:
+            load_linears(self.products.values(), checkpoint, packings, device, dtype)
         for part in (self.mixer, self.mlp):
             part.load_own(checkpoint, device, dtype)
         if self.spec.scalar is not None:

@@ -1,22 +1,26 @@
 """The second half of a layer: an MLP, or a mixture of experts. What they are made of is declared (`runtime.models`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CExpertsPart, CMlpPart
+from mycli.runtime.kernels.cpu.layer import CExpertsPart, CMlpPart, Fetch
 from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
+from mycli.runtime.kernels.routed import Route
+from mycli.runtime.layers.expert_slots import ExpertSlots, ExpertSource
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
 from mycli.runtime.layers.linear import Changes, Linear, RoutedProduct
 from mycli.runtime.layers.native import (
     ExpertModules,
     NativePart,
     ReadyPart,
+    expert_address,
     experts_part,
     mlp_part,
 )
+from mycli.runtime.layers.native_tensors import NotNative
 from mycli.runtime.layers.norm import make_norm
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec
@@ -57,7 +61,10 @@ class Mlp(LayerPart):
 
 
 class Experts(LayerPart):
-    """A mixture of experts, as `ExpertsSpec` describes it. The shared expert comes first, then all others at once."""
+    """A mixture of experts, as `ExpertsSpec` describes it. The shared expert comes first, then all others at once.
+
+    Or piece by piece, where only some of them are in memory (`keep_some`).
+    """
 
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__(spec)
@@ -70,7 +77,7 @@ class Experts(LayerPart):
         changes = Changes()
         self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
         self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
-        own = () if self.shared is None else self.shared.products
+        own = self.resident = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)
         self.router_norm = make_norm(spec.router_norm)
@@ -80,13 +87,36 @@ class Experts(LayerPart):
         self._activate = ACTIVATION[spec.activation]
         beside = (None, None) if self.shared is None else (self.shared.norm, self.shared.output_norm)
         self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
+        self._slots: ExpertSlots | None = None
         norms = [norm for norm in (self.norm, self.output_norm, *self._inner_norms) if norm is not None]
         self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
 
+    def keep_some(self, source: ExpertSource) -> None:
+        """Have as many experts in memory as `source` says, and read the others when they are chosen."""
+        for linear in (*self._gate_up, *self._down):
+            linear.unwatch()  # what is read into a slot is told by `_fetched`
+        self._slots = ExpertSlots(source, self._gate_up, self._down)
+
     def _prepare(self) -> CExpertsPart:
+        fetch = None
+        if self._slots is not None:
+            if not self._slots.alike:
+                raise NotNative("takes experts that are stored alike")
+            fetch = Fetch(lambda hit: self._fetched(part, hit))
         shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
         products = self.router, self._gate_up, self._down, shared, self.shared_gate
-        return experts_part(self.spec, self._around(), ExpertModules(self._inner_norms, *products, self._scales))
+        modules = ExpertModules(self._inner_norms, *products, self._scales, fetch)
+        part = experts_part(self.spec, self._around(), modules)
+        return part
+
+    def _fetched(self, part: CExpertsPart, hit: Sequence[int]) -> Iterator[Sequence[int]]:
+        """As `ExpertSlots.pieces`; `part` is told where they lie."""
+        assert self._slots is not None
+        for places in self._slots.pieces(hit):
+            for expert in (hit[place] for place in places):
+                part.gate_up.weights[expert] = expert_address(self._gate_up[expert])
+                part.down.weights[expert] = expert_address(self._down[expert])
+            yield places
 
     def ready(self) -> ReadyPart | None:
         """As `LayerPart.ready`."""
@@ -121,10 +151,25 @@ class Experts(LayerPart):
         scores = self.router(normed(self.router_norm, tokens))
         route = ROUTING(scores, self.spec.top_k, self.spec.normalized)
         route = route if self._scales is None else route.scaled(self._scales)
-        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), normed(self.expert_norm, tokens)
-        activated = self._activate(gate_up)
-        del gate_up
-        made = yield RoutedProduct(self._down, route, gathers=False), activated
-        del activated
+        made = yield from self._feed(route, normed(self.expert_norm, tokens))
         output = normed(self.expert_output_norm, WEIGHTED_SUM(made, route.places, route.weights)).view_as(x)
         return output if beside is None else output + beside
+
+    def _feed(self, route: Route, entering: Tensor) -> Steps:
+        """What the experts of `route` make of their tokens of `entering` [tokens, hidden]: [pairs, hidden]."""
+        if self._slots is None:
+            return (yield from self._feed_some(route, entering))
+        made: Tensor | None = None
+        for places in self._slots.pieces(route.hit):
+            part, pairs = route.part(places)
+            own = yield from self._feed_some(part, entering)
+            made = own.new_empty(len(route.tokens), own.shape[1]) if made is None else made
+            made[pairs] = own
+        assert made is not None
+        return made
+
+    def _feed_some(self, route: Route, entering: Tensor) -> Steps:
+        gate_up = yield RoutedProduct(self._gate_up, route, gathers=True), entering
+        activated = self._activate(gate_up)
+        del gate_up
+        return (yield RoutedProduct(self._down, route, gathers=False), activated)

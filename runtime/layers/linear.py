@@ -42,10 +42,17 @@ def dense_matmul(weight: Tensor) -> DenseMatmul:
 
 
 def _read_dense(
-    checkpoint: Checkpoint, linears: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    linears: Sequence[LinearSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+    into: Matmul | None = None,
 ) -> Tensor:
     rows, name = sum(linear.out_features for linear in linears), f"{linears[0].name}.weight"
-    out = huge_empty((rows, linears[0].in_features), checkpoint.dtype(name))
+    shape, stored = (rows, linears[0].in_features), checkpoint.dtype(name)
+    out = into.dequantize() if isinstance(into, DenseMatmul) else None
+    if out is None or out.shape != shape or out.dtype != stored or not out.is_cpu:
+        out = huge_empty(shape, stored)
     start = 0
     for linear in linears:
         checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
@@ -71,9 +78,17 @@ class Linear(nn.Module):
         self.dense_copy: Tensor | None = None
 
     def load(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        packings: Mapping[str, Packing],
+        device: torch.device,
+        dtype: torch.dtype,
+        into: Sequence[Matmul] = (),
     ) -> None:
-        """Read the weights; neighbours of one packing become one product, unless their columns have an order."""
+        """Read the weights; neighbours of one packing become one product, unless their columns have an order.
+
+        `into`: products of another linear that are of no more use, in whose memory these may come to lie.
+        """
 
         def product(spec: LinearSpec) -> tuple[Packing | None, str]:
             packing = packings.get(spec.name)
@@ -82,10 +97,11 @@ class Linear(nn.Module):
         matmuls: list[Matmul] = []
         for (packing, _), run in groupby(self.specs, key=product):
             linears = list(run)
+            old = into[len(matmuls)] if len(matmuls) < len(into) else None
             if packing is None:
-                matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype)))
+                matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
                 continue
-            matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype))
+            matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
         if self.specs[0].bias:
             self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)
         self._multiply_by(tuple(matmuls))
@@ -94,6 +110,10 @@ class Linear(nn.Module):
         self.matmuls = matmuls
         if self._changes is not None:
             self._changes.last = object()
+
+    def unwatch(self) -> None:
+        """Tell nobody from now on that it multiplies by other weights: whoever changes them does."""
+        self._changes = None
 
     def weight(self) -> Tensor:
         """The weights of all linears, stacked, [out_features, in_features]; not a copy where they are dense already."""

@@ -32,6 +32,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CPlace,
     CToldPart,
     CTurn,
+    Fetch,
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.layers.batch import Batch
@@ -105,23 +106,33 @@ def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CM
     return CMlpPart(c_gain(around.norm), _feed(spec, gate_up, down), c_sum(around))
 
 
-def _expert_product(linears: Sequence[Linear]) -> CExpertProduct:
-    products = [c_linear(linear) for linear in linears]
+def _expert_product(linears: Sequence[Linear], fetched: bool) -> CExpertProduct:
+    """Of all that are in memory; of others too where they are `fetched`, and alike."""
+    there = [linear for linear in linears if linear.matmuls or not fetched]
+    products = [c_linear(linear) for linear in there]
     if any(each.count > 1 or each.bias for each in products):
         raise NotNative("takes experts whose products have one part and no bias")
-    forms = {linear.matmul.form if isinstance(linear.matmul, CpuMatmul) else None for linear in linears}
+    forms = {linear.matmul.form if isinstance(linear.matmul, CpuMatmul) else None for linear in there}
     first, parts = products[0].parts[0], [each.parts[0] for each in products]
     if len(forms) > 1 or any((each.outputs, each.inputs) != (first.outputs, first.inputs) for each in parts):
         raise NotNative("takes experts of one shape and group")
-    addresses = (c_void_p * len(parts))(*(each.packed or each.dense for each in parts))
+    addresses = (c_void_p * len(linears))(*(expert_address(linear) if linear.matmuls else None for linear in linears))
     return CExpertProduct(addresses, first.outputs, first.inputs, not first.packed)
+
+
+def expert_address(linear: Linear) -> int:
+    """Where `ExpertProduct` of experts_part.h finds the weights of an expert. Raises NotNative."""
+    found = c_linear(linear).parts[0]
+    address: int = found.packed or found.dense
+    return address
 
 
 @dataclass(frozen=True)
 class ExpertModules:
     """What a layer's experts are made of; `shared`: gate and up, and down, of one that all tokens go through.
 
-    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales`: fp32 [experts].
+    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales`: fp32 [experts];
+    `fetch`: what makes experts ready, where not all are in memory.
     """
 
     norms: tuple[RMSNorm | None, ...]
@@ -131,16 +142,17 @@ class ExpertModules:
     shared: tuple[Linear, Linear] | None
     shared_gate: Linear | None
     scales: Tensor | None
+    fetch: Fetch | None = None
 
 
 def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpertsPart:
     """Experts as experts_part.h has them. Raises NotNative."""
-    return CExpertsPart(
+    part = CExpertsPart(
         c_gain(around.norm),
         *(c_gain(norm) for norm in own.norms),
         c_linear(own.router),
-        _expert_product(own.gate_up),
-        _expert_product(own.down),
+        _expert_product(own.gate_up, own.fetch is not None),
+        _expert_product(own.down, own.fetch is not None),
         CFeed() if spec.shared is None or own.shared is None else _feed(spec.shared.mlp, *own.shared),
         CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
         c_sum(around),
@@ -151,6 +163,9 @@ def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpe
         _gate_type(spec),
         spec.normalized,
     )
+    if own.fetch is not None:
+        part.fetch, part.fetcher = own.fetch.function, own.fetch
+    return part
 
 
 def head_part(norm: RMSNorm, head: Linear) -> CHead:

@@ -20,6 +20,7 @@ from mycli.runtime.kernels.cpu.layer import CHead, run_head
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.chain import Chain
+from mycli.runtime.layers.expert_slots import ExpertReads, ExpertSource
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native import NativePart, head_part, native_code
 from mycli.runtime.layers.norm import RMSNorm
@@ -46,14 +47,25 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
         self._native_head: NativePart[CHead] = NativePart([self.norm], [self.head])
+        self.expert_reads: ExpertReads | None = None
 
     def load(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        packings: Mapping[str, Packing],
+        device: torch.device,
+        dtype: torch.dtype,
+        expert_slots: int | None = None,
     ) -> None:
         """Read all tensors straight into place, a few layers at once: reading is copying, and one core copies slowly.
 
-        Of several errors the first in the order of the model is raised.
+        With `expert_slots` so many experts of a layer are in memory at a time, and `expert_reads` counts the reading of
+        the others. Of several errors the first in the order of the model is raised.
         """
+        some = None
+        if expert_slots is not None:
+            some = ExpertSource(checkpoint, packings, device, dtype, expert_slots)
+            self.expert_reads = some.reads
 
         def read_embedding() -> None:
             table = LinearSpec(formats.EMBEDDING, self.config.vocab_size, self.config.hidden_size)
@@ -61,13 +73,13 @@ class Transformer(nn.Module):
 
         first, *others = self.layers()
         loads: list[Callable[[], None]] = [read_embedding]
-        loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
+        loads += [partial(block.load, checkpoint, packings, device, dtype, some) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
         if self.per_layer is not None:
             loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
-        first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and tried
+        first.load(checkpoint, packings, device, dtype, some)  # alone: kernels are compiled and tried
         workers = min(LOADED_AT_ONCE, cpu().cores)
         with ThreadPoolExecutor(workers, initializer=use_device, initargs=(device,)) as pool:
             jobs = [pool.submit(load) for load in loads]

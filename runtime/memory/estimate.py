@@ -11,6 +11,8 @@ from math import prod
 
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import int4_bytes
@@ -34,7 +36,8 @@ class MemoryPlan:
     """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
 
     `shadow`: packed weights of the blocks are also kept in `dtype`. `running`: sequences at once, which share the room
-    of `batch` whole ones; None for as many as those.
+    of `batch` whole ones; None for as many as those. `expert_slots`: experts of each layer that are in memory at a
+    time, the others being read when they are chosen; None for all.
     """
 
     config: ModelConfig
@@ -47,6 +50,7 @@ class MemoryPlan:
     kv: Kv = "auto"
     shadow: bool = False
     running: int | None = None
+    expert_slots: int | None = None
 
     @property
     def value_bytes(self) -> int:
@@ -136,7 +140,16 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
         total += sum(prod(shape) for _, shape in spec.recurrent.tensors()) * (STATE_BYTES - size)  # in fp32
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
     total += sum(norm.size for norm in inner if norm.name is None) * size  # gains of one
+    total -= _absent_bytes(plan, spec)
     return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in spec.norms())
+
+
+def _absent_bytes(plan: MemoryPlan, spec: LayerSpec) -> int:
+    """Experts of a layer that are not in memory: the smallest, where they differ, since any may be in a slot."""
+    if plan.expert_slots is None or not isinstance(spec.mlp, ExpertsSpec):
+        return 0
+    sizes = sorted(linears_bytes(plan, expert.linears) for expert in spec.mlp.experts)
+    return sum(sizes[: max(0, len(sizes) - plan.expert_slots)])
 
 
 def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:

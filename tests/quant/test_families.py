@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from mycli.quant.blockwise import UNSEEN
 from mycli.quant.calibration.hessian import BlockState, inputs
+from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
 from tests.support.families import CASES, make, packed_weights
@@ -210,6 +213,15 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert made.predictor is not None and not made.predictor.packings and made.packings
     assert work.size.parameters == sum(each.numel() for each in stored.values())
     assert work.size.bytes == sum(each.nbytes for each in copied.values())
+    nbytes = sum(each.nbytes for each in heads[0].values())
+    assert read_model_info(Source("random", tmp_path / "copy")).predictor_bytes == nbytes
+    request = ExportRequest(Source("random", made.path), made, tmp_path / "dense")
+    done = find_export_target("safetensors")[0].export(request, lambda *_: None)
+    dense = load_file(done.path / "model.safetensors")
+    assert not done.left_out and all(torch.equal(each, dense[name]) for name, each in heads[0].items())
+    other = replace(request, target=tmp_path / "gptq", requantize=True)
+    done = find_export_target("gptq")[0].export(other, lambda *_: None)
+    assert done.left_out and ModelFolder.open(done.path).predictor is None
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,17 @@ def read_weight(
     )
 
 
+def expect_linears(checkpoint: "Checkpoint", linears: Iterable[LinearSpec], packings: Mapping[str, Packing]) -> None:
+    """Ask the system to read what stands for the weights of `linears` ahead."""
+    for linear in linears:
+        packing = packings.get(linear.name)
+        if packing is None:
+            checkpoint.expect(f"{linear.name}.weight")
+            continue
+        for name, *_ in load(packing.layout).tensors(linear, packing, checkpoint.manifest.tensors):
+            checkpoint.expect(name)
+
+
 def read_dense(
     checkpoint: "Checkpoint", linear: LinearSpec, packings: Mapping[str, Packing], device: "torch.device"
 ) -> "torch.Tensor":

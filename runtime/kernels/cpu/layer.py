@@ -4,8 +4,8 @@ Knows addresses and shapes; which modules become which structure is decided in `
 """
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.build import Native
 
 MOST_PARTS = 3  # of a product
+_NOT_FETCHED = 3  # what a chain returns where an expert could not be read
+_FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
 
 
 class CProduct(ctypes.Structure):
@@ -96,8 +98,41 @@ class CExpertProduct(ctypes.Structure):
     ]
 
 
+class Fetch:
+    """`Fetch` of experts_part.h: asks `make_ready` for the experts that a pass has hit, piece by piece.
+
+    make_ready: of a pass the first time, with the experts hit; the places in them of those that are ready then, and
+    piece by piece of all. What it raises is raised by the pass.
+    """
+
+    def __init__(self, make_ready: Callable[[Sequence[int]], Iterable[Sequence[int]]]) -> None:
+        self._make_ready = make_ready
+        self._pieces: Iterator[Sequence[int]] = iter(())
+        self._raised: BaseException | None = None
+        self.function = _FETCH(self._fetch)
+
+    def _fetch(self, piece: int, hit: Sequence[int], hits: int, ready: list[int]) -> int:
+        try:
+            if not piece:
+                self._pieces = iter(self._make_ready(hit[:hits]))
+            places = next(self._pieces)
+        except BaseException as error:  # no exception passes through C
+            self._raised = error
+            return 0
+        for place in places:
+            ready[place] = 1
+        return len(places)
+
+    def failure(self) -> BaseException | None:
+        """What was raised, if anything; it is let go of."""
+        error, self._raised = self._raised, None
+        return error
+
+
 class CExpertsPart(ctypes.Structure):
-    """`ExpertsPart` of experts_part.h."""
+    """`ExpertsPart` of experts_part.h; `fetcher` has the function that it fetches by, where it does."""
+
+    fetcher: Fetch | None = None
 
     _fields_ = [
         *((name, CGain) for name in ("norm", "router_norm", "expert_norm", "expert_output_norm")),
@@ -105,6 +140,7 @@ class CExpertsPart(ctypes.Structure):
         *(("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
         *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum), ("scales", c_void_p)),
         *((name, c_int64) for name in ("experts", "top", "size", "gate_type", "normalized")),
+        ("fetch", _FETCH),
     ]
 
 
@@ -197,13 +233,16 @@ class CChain:
     def __call__(self, library: Native, rows: CPassRows, x: Tensor) -> Tensor:
         """The stream x [..., hidden], bf16 and contiguous, through all parts. The cache takes keys, values and states.
 
-        Raises ValueError where lengths, blocks or slots cannot be.
+        Raises ValueError where lengths, blocks or slots cannot be, and what fetching experts raises.
         """
         out = torch.empty_like(x)
         asked = self._steps, self._count, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
         failed = library.run_parts(*asked, torch.get_num_threads())
         if failed == 1:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
+        if failed == _NOT_FETCHED:
+            fetchers = (part.fetcher for part in self.parts if isinstance(part, CExpertsPart))
+            raise next(error for one in fetchers if one is not None and (error := one.failure()) is not None)
         if failed:
             raise ValueError("the lengths do not fit the blocks, or slots those that there are")
         return out

@@ -49,6 +49,10 @@ def _blocked(values: Tensor) -> Tensor:
     return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
 
 
+def _stored_scales(weight: PackedWeight) -> Tensor:
+    return weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+
+
 class CpuMatmul:
     """A weight in the blocks of packed_layout.h.
 
@@ -61,7 +65,7 @@ class CpuMatmul:
         self._shape = weight.out_features, weight.in_features
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
-        scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+        scales = _stored_scales(weight)
         self._scales = _blocked(scales)
         self._offsets = None if weight.offsets is None else _blocked(weight.offsets)
         self._weight = CWeight(
@@ -75,8 +79,30 @@ class CpuMatmul:
             scale_type=STORED_TYPES[scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
-        packed = weight.packed.contiguous()
-        library.repack(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
+        self._repack(weight.packed)
+
+    def _repack(self, words: Tensor) -> None:
+        packed = words.contiguous()
+        self._library.repack(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
+
+    def refill(self, weight: PackedWeight) -> bool:
+        """Become the product of another weight, in the same memory; False where that is of another form.
+
+        The address stays.
+        """
+        own, packing = self._weight, weight.packing
+        group = weight.in_features // packing.groups(weight.in_features)
+        shape = weight.out_features, weight.in_features, group, packing.bits
+        scales = _stored_scales(weight)
+        if shape != (own.rows, own.inputs, own.group, own.bits) or scales.dtype != self._scales.dtype:
+            return False
+        if (weight.offsets is None) != (self._offsets is None):
+            return False
+        self._repack(weight.packed)
+        self._scales.copy_(_blocked(scales))
+        if self._offsets is not None and weight.offsets is not None:
+            self._offsets.copy_(_blocked(weight.offsets))
+        return True
 
     @property
     def address(self) -> int:

@@ -21,7 +21,7 @@ from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.errors import ExitCode, ModelError, ResourceError
+from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
 from mycli.runtime.layers import transformer
 from mycli.runtime.layers.block import Block
@@ -29,9 +29,11 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import MemoryPlan, estimate
+from mycli.runtime.memory.resident import slot_bytes
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.sampling.sampler import DeviceSampling
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.random_tensors import weight
@@ -65,6 +67,42 @@ def test_a_wish_is_kept_or_refused(free: int) -> None:
         load.plan_memory(FOLDER, CPU, EngineConfig(context=1040))
     with pytest.raises(ResourceError, match="needed"):
         load.plan_memory(FOLDER, CPU, EngineConfig(context=1024, sequences=2))
+
+
+MIXTURE_FIELDS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 960,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+MIXTURE = ModelFolder.of(Fields(MIXTURE_FIELDS, "a mixture"))
+PLAN = MemoryPlan(MIXTURE.config, dtype="float32")
+FEW = estimate(MemoryPlan(MIXTURE.config, context=1024, dtype="float32", expert_slots=2)).needed
+
+
+@pytest.mark.parametrize("free", [FEW], indirect=True)
+def test_of_experts_that_do_not_fit_as_many_are_kept_as_do(free: int) -> None:
+    """With the context that the model has, which is not given up for experts."""
+    plan = load.plan_memory(MIXTURE, CPU, EngineConfig())
+    assert (plan.expert_slots, plan.context) == (2, 1024)
+    with pytest.raises(ResourceError, match=r"needed .* free"):
+        load.plan_memory(MIXTURE, CPU, EngineConfig(context=1024, sequences=2))
+
+
+@pytest.mark.parametrize("free", [1 << 40], indirect=True)
+def test_experts_take_no_more_than_they_are_allowed(free: int) -> None:
+    assert load.plan_memory(MIXTURE, CPU, EngineConfig()).expert_slots is None
+    assert load.plan_memory(MIXTURE, CPU, EngineConfig(expert_bytes=5 * slot_bytes(PLAN))).expert_slots == 5
+    with pytest.raises(UsageError, match="no bound on experts"):
+        load.plan_memory(FOLDER, CPU, EngineConfig(expert_bytes=1 << 30))
 
 
 @pytest.mark.parametrize("free", [1 << 20], indirect=True)

@@ -10,11 +10,14 @@ from safetensors.torch import load_file
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.diagnostics import speculation_check
+from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.errors import UsageError
 from mycli.runtime.memory.estimate import MemoryPlan, cache_bytes, embedding_bytes, weight_bytes
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
@@ -102,6 +105,34 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
     assert together(many, asked) == alone
     assert many.stats.preemptions > 0 and many.stats.prefix_hits > 0
     assert drafts._pool.used == 0 and not drafts._texts
+
+
+def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelFolder, Reference]) -> None:
+    """After a prompt, and after its own first tokens: in whatever order it is asked."""
+    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    prompt = [random.Random(3).randrange(4, SMALL["vocab_size"]) for _ in range(13)]
+    wanted = [token for token, _ in folder[1].draft(prompt, COUNT)]
+    row = speculation_check._predicted(drafts.head.target, drafts.head, prompt)
+    for count in (2, 0, 1):
+        best = row(*wanted[:count]).topk(2)
+        assert int(best.indices[0]) == wanted[count] or best.values[0] - best.values[1] < 1e-3
+    with pytest.raises(UsageError, match="one token"):
+        speculation_check._predicted(drafts.head.target, drafts.head, prompt[:1])
+
+
+def test_draws_from_the_head_leave_the_model_s_distribution(
+    folder: tuple[ModelFolder, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a rule that keeps whatever is drafted does not: the test sees it."""
+    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    prompt = [random.Random(4).randrange(4, SMALL["vocab_size"]) for _ in range(9)]
+    subject = SpeculationSubject(
+        drafts.head.target, lambda: drafts, drafts.head.config.vocab_size, frozenset(), CONTEXT
+    )
+    settings = SamplingParams(temperature=1.0, top_k=4, seed=0)
+    assert speculation_check.chi_squared(subject, drafts, prompt, settings, 800).p_value > 1e-4
+    monkeypatch.setattr(speculation_check, "rejection_sample", lambda logits, proposal, sampler: proposal.tokens)
+    assert speculation_check.chi_squared(subject, drafts, prompt, settings, 800).p_value < 1e-4
 
 
 def test_what_it_holds_is_estimated(folder: tuple[ModelFolder, Reference]) -> None:

@@ -9,10 +9,14 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct ExpertProduct {
-    const void* const* weights;  // [experts]: a Weight, or bf16 [outputs, inputs]
+    const void* const* weights;  // [experts]: a Weight, or bf16 [outputs, inputs]; read where an expert is ready
     int64_t outputs, inputs;
     int64_t dense;  // whether weights are bf16
 };
+// Of the experts `hit` makes some ready, whose places in `ready` it sets: their weights are in memory, and where both products
+// look for them, until it is called for the next `piece`. Returns how many; 0: it failed.
+typedef int64_t (*Fetch)(int64_t piece, const int32_t* hit, int64_t hits, uint8_t* ready);
+
 struct ExpertsPart {
     Gain norm;  // of what all read that have no norm of their own below
     Gain router_norm, expert_norm, expert_output_norm, shared_norm, shared_output_norm;
@@ -23,6 +27,7 @@ struct ExpertsPart {
     Sum sum;
     const float* scales;  // [experts], of the weights, or null
     int64_t experts, top, size, gate_type, normalized;
+    Fetch fetch;  // null: all experts are in memory
 };
 
 struct ExpertsRun {
@@ -46,12 +51,40 @@ struct ExpertsRun {
         return sort_pairs(r);
     }
 
-    // A product of the experts that were hit: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs]. False: no memory.
-    bool multiply(const ExpertProduct& product, const Routing& r, int64_t hits, const int32_t* tokens, const uint16_t* x, uint16_t* y) const {
+    // A product of the experts that are ready: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs]. False: no memory.
+    bool multiply(const ExpertProduct& product, const Routing& r, const std::vector<uint8_t>& ready, const int32_t* tokens,
+                  const uint16_t* x, uint16_t* y) const {
         std::vector<const void*> weights;
-        for (int64_t i = 0; i < hits; i++) weights.push_back(product.weights[r.hit[i]]);
-        return multiply_routed({weights.data(), r.starts, tokens, x, y, hits, tokens ? rowwise.rows : rowwise.rows * part.top,
-                                product.inputs, product.outputs, BF16, int32_t(product.dense)}, rowwise.threads);
+        for (size_t i = 0; i < ready.size(); i++) weights.push_back(ready[i] ? product.weights[r.hit[i]] : nullptr);
+        return multiply_routed({weights.data(), r.starts, tokens, x, y, int64_t(ready.size()),
+                                tokens ? rowwise.rows : rowwise.rows * part.top, product.inputs, product.outputs, BF16,
+                                int32_t(product.dense)}, rowwise.threads);
+    }
+
+    // What the experts that are ready make of x [rows, hidden], into `each` [pairs, outputs]. False: no memory.
+    bool feed(const Routing& r, const std::vector<uint8_t>& ready, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
+        std::vector<int32_t> pairs;
+        for (size_t i = 0; i < ready.size(); i++)
+            for (int32_t p = r.starts[i]; ready[i] && p < r.starts[i + 1]; p++) pairs.push_back(p);
+        if (!multiply(part.gate_up, r, ready, r.pairs, x, both)) return false;
+        Rowwise{int64_t(pairs.size()), rowwise.threads}.each([&](int64_t row) {
+            const int64_t pair = pairs[size_t(row)];
+            gate_row(int32_t(part.gate_type), both + pair * 2 * part.size, part.size, activated + pair * part.size);
+        });
+        return multiply(part.down, r, ready, nullptr, activated, each);
+    }
+
+    // As `feed`, of all experts that were hit: those in memory at once, or piece by piece. 0: done; 1: no memory; 3: not fetched.
+    int feed_all(const Routing& r, int64_t hits, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
+        if (!part.fetch) return feed(r, std::vector<uint8_t>(size_t(hits), 1), x, both, activated, each) ? 0 : 1;
+        for (int64_t piece = 0, left = hits; left > 0; piece++) {
+            std::vector<uint8_t> ready(size_t(hits), 0);
+            const int64_t count = part.fetch(piece, r.hit, hits, ready.data());
+            if (count <= 0) return 3;
+            if (!feed(r, ready, x, both, activated, each)) return 1;
+            left -= count;
+        }
+        return 0;
     }
 
     // x [rows, hidden], or its norm in memory of `scratch`.
@@ -74,7 +107,7 @@ struct ExpertsRun {
         return made;
     }
 
-    // 0: done; 1: no memory.
+    // 0: done; 1: no memory; 3: an expert could not be fetched.
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.top;
         Scratch scratch(8 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
@@ -87,12 +120,8 @@ struct ExpertsRun {
         const int64_t hits = choose(normed(part.router_norm, entering, scratch), scratch, r);
         if (hits < 0) return 1;
         uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
-        if (!multiply(part.gate_up, r, hits, r.pairs, normed(part.expert_norm, entering, scratch), both)) return 1;
-        Rowwise{pairs, rowwise.threads}.each([&](int64_t pair) {
-            gate_row(int32_t(part.gate_type), both + pair * 2 * part.size, part.size, activated + pair * part.size);
-        });
         uint16_t *each = scratch.take(pairs * part.down.outputs), *made = scratch.take(values);
-        if (!multiply(part.down, r, hits, nullptr, activated, each)) return 1;
+        if (const int failed = feed_all(r, hits, normed(part.expert_norm, entering, scratch), both, activated, each)) return failed;
         const WeightedSum sum{each, r.places, r.weights, made, rows, part.top, part.sum.hidden, BF16};
         rowwise.each([&](int64_t row) {
             sum_token<uint16_t>(sum, row);

@@ -7,7 +7,7 @@
 namespace {
 
 struct Routed {  // mirrored by build.py
-    const void* const* weights;  // of each expert that has pairs: a Weight, or bf16 [outputs, inputs]
+    const void* const* weights;  // of each expert that has pairs: a Weight, or bf16 [outputs, inputs]; null: its pairs are left out
     const int32_t* starts;  // [experts + 1]: expert e has the pairs from starts[e] to starts[e + 1]
     const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null where each has its own
     const void* x;  // [rows, inputs]
@@ -93,6 +93,7 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
 inline bool multiply_routed(const Routed& r, int threads) {
     std::vector<int64_t> few;
     for (int64_t expert = 0; expert < r.experts; expert++) {
+        if (!r.weights[expert]) continue;
         if (!r.dense && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES) few.push_back(expert);
         else if (!multiply_expert(r, expert, threads)) return false;
     }

@@ -26,13 +26,41 @@ template <int B> void repack_block(const uint32_t* packed, int64_t words, int64_
     }
 }
 
+typedef uint32_t Quad __attribute__((vector_size(16), aligned(4)));
+
+// Where a field is a whole code of 4 or 8 bits, a stored word becomes a lane's: only the order of its codes changes.
+template <int B> Quad reorder(Quad codes) {
+    if constexpr (B == 8) return (codes & 0xff0000ffu) | (codes >> 8 & 0xff00u) | (codes & 0xff00u) << 8;
+    const Quad even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+    return ((even | even >> 12) & 0xffffu) | (odd | odd >> 12) << 16;
+}
+
+// As repack_block, of such codes: four words of four rows at a time are turned.
+template <int B> void repack_words(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint32_t* out) {
+    for (int64_t at = 0; at < steps * B; at += 4, out += 4 * ROWS)
+        for (int64_t j = 0; j < ROWS; j += 4) {
+            Quad row[4] = {};
+            for (int i = 0; i < 4; i++)
+                if (j + i < rows) row[i] = reorder<B>(load_vector<Quad>(packed + (j + i) * words + at));
+            const Quad low01 = __builtin_shuffle(row[0], row[1], Quad{0, 4, 1, 5}), high01 = __builtin_shuffle(row[0], row[1], Quad{2, 6, 3, 7});
+            const Quad low23 = __builtin_shuffle(row[2], row[3], Quad{0, 4, 1, 5}), high23 = __builtin_shuffle(row[2], row[3], Quad{2, 6, 3, 7});
+            const Quad turned[4] = {__builtin_shuffle(low01, low23, Quad{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Quad{2, 3, 6, 7}),
+                                    __builtin_shuffle(high01, high23, Quad{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Quad{2, 3, 6, 7})};
+            for (int i = 0; i < 4; i++) memcpy(out + i * ROWS + j, &turned[i], sizeof turned[i]);
+        }
+}
+
 template <int B> void repack_all(const uint32_t* packed, int64_t words, const Weight& w, int threads) {
     const int64_t steps = w.inputs / INPUTS;
     uint16_t* out = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(w.codes));
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < blocks_of(w.rows); n++)
-        repack_block<B>(packed + n * ROWS * words, words, std::min<int64_t>(ROWS, w.rows - n * ROWS), steps,
-                         out + n * steps * B * INPUTS);
+    for (int64_t n = 0; n < blocks_of(w.rows); n++) {
+        const uint32_t* from = packed + n * ROWS * words;
+        const int64_t rows = std::min<int64_t>(ROWS, w.rows - n * ROWS);
+        uint16_t* to = out + n * steps * B * INPUTS;
+        if constexpr (B == 4 || B == 8) repack_words<B>(from, words, rows, steps, reinterpret_cast<uint32_t*>(to));
+        else repack_block<B>(from, words, rows, steps, to);
+    }
 }
 
 // Codes of a block as signed floats, [inputs][rows].
