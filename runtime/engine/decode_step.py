@@ -21,7 +21,7 @@ from mycli.runtime.kernels.triton.attention import (
     tokens_at_once,
 )
 from mycli.runtime.kernels.triton.gated_silu import activate
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block

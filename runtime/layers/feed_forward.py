@@ -9,7 +9,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.cpu.layer import CExpertsPart, CMlpPart
 from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
-from mycli.runtime.layers.linear import Changes, Linear, RoutedProduct
+from mycli.runtime.layers.linear import Changes, ExpertLinears, Linear, RoutedProduct
 from mycli.runtime.layers.native import (
     ExpertModules,
     NativePart,
@@ -68,8 +68,8 @@ class Experts(LayerPart):
         self.shared_gate = None if gate is None else Linear((gate,))
         self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         changes = Changes()
-        self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
-        self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
+        self._gate_up = ExpertLinears.of((Linear(expert.gate_up, changes) for expert in spec.experts), changes)
+        self._down = ExpertLinears.of((Linear((expert.down,), changes) for expert in spec.experts), changes)
         own = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mycli.runtime.kernels.triton import linear as triton_packed
-from mycli.runtime.kernels.triton.linear import TritonKernel, small_product
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product import kernel as triton_packed
+from mycli.runtime.kernels.triton.product import matmul
+from mycli.runtime.kernels.triton.product.kernel import TritonKernel, small_product
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from tests.support.random_tensors import normal, weight
@@ -94,7 +95,7 @@ def error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 def product(case: Case) -> tuple[float, float]:
     """Errors of the product before it is rounded to the dtype, and of the unpacked weight."""
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(case)
     matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
@@ -117,7 +118,7 @@ def test_product(case: Case, interpret: Interpret) -> None:
 
 
 def called(case: Case) -> tuple[float, bool]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(case)
     matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
@@ -133,7 +134,7 @@ def test_call_rounds_once_and_repeats_itself(case: Case, interpret: Interpret) -
 
 
 def magnitudes(scale: float, dtype: torch.dtype) -> float:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128), rows=2, n=16, k=512, dtype=dtype))
     x *= scale
@@ -150,7 +151,7 @@ def test_bf16_of_any_magnitude(scale: float, interpret: Interpret) -> None:
 
 
 def not_a_number() -> tuple[bool, bool]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128), rows=2, n=16))
     x[1, 3] = torch.nan
@@ -167,14 +168,14 @@ def test_no_rows(interpret: Interpret) -> None:
 
 
 def empty() -> tuple[int, ...]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128)))
     return tuple(TritonMatmul(stored, Chip((9, 0), 1))(x[:0]).shape)
 
 
 def test_wrong_activations_are_refused() -> None:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128)))
     matmul = TritonMatmul(stored, Chip((9, 0), 1))
@@ -184,7 +185,7 @@ def test_wrong_activations_are_refused() -> None:
 
 
 def test_holds_no_second_copy() -> None:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, _ = build(Case(Packing(4, 128), n=128))
     assert TritonMatmul(stored, Chip((9, 0), 1)).nbytes == stored.packed.nbytes + stored.scales.nbytes
@@ -281,5 +282,5 @@ def test_pdl_where_chip_and_driver_can(
 ) -> None:
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(triton_packed, "_driver", lambda: driver)
-    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, pdl)
+    monkeypatch.setattr(matmul, "_driver", lambda: driver)
+    assert matmul.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, pdl)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.kernels.triton.weight_layout import (
+from mycli.runtime.kernels.triton.product.weight_layout import (
     layout_of,
     padded_k,
     repack,

@@ -19,7 +19,7 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (1
 class Chip:
     """What the choice depends on: compute capability and number of multiprocessors.
 
-    pdl: launches may begin before the one before them ends (programmatic dependent launch, `triton.pdl`).
+    pdl: launches may begin before the one before them ends (programmatic dependent launch, `product.pdl`).
     """
 
     capability: tuple[int, int]
@@ -62,7 +62,7 @@ class Tile:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
-    text = resources.files("mycli.runtime.kernels.triton").joinpath("tiles.json").read_text("utf-8")
+    text = resources.files("mycli.runtime.kernels.triton.product").joinpath("tiles.json").read_text("utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
 

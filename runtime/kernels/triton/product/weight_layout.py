@@ -1,7 +1,7 @@
 """The order in which the Triton kernels keep weights: what one thread of an MMA needs lies in 16 contiguous bytes.
 
 Pure torch, on any device; the tests have the inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the
-16-row operand) and where the magic-number unpacking of `triton.unpack` finds each code; knows nothing of launches.
+16-row operand) and where the magic-number unpacking of `product.unpack` finds each code; knows nothing of launches.
 
 A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes * 16 bytes. Within a chunk
     row    = ([repeat], field row, lane / 4)
