@@ -27,11 +27,10 @@ from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-
-MOST_ROWS = 64  # tokens of all sequences; up to 8 cost the matrix product no more than one
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Each of both takes all names and has an `interpret` of its own.
 
 from tests.runtime.kernels.test_triton_attention import test_attend
 from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
+from tests.runtime.kernels.test_triton_experts import test_products_of_experts, test_routes, test_weighted_sums
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
     test_call_rounds_once_and_repeats_itself,
@@ -28,6 +29,9 @@ __all__ = [
     "test_nan_stays_in_its_row",
     "test_product",
     "test_project",
+    "test_products_of_experts",
+    "test_routes",
     "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_weighted_sums",
     "test_what_is_kept_is_what_the_host_keeps",
 ]
