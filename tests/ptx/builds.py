@@ -21,13 +21,13 @@ from mycli.runtime.kernels.triton.product import gemm as triton_matmul
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
 from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
-from mycli.runtime.kernels.triton.product.split_k import Epilogue, reduce_kernel
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k
 from mycli.runtime.kernels.triton.residual import Normed, add_epilogue, embed_kernel
 from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
+from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
 from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, narrow_kernel, peak_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
@@ -85,7 +85,8 @@ def _multiply(
     routed: Routed | None = None,
 ) -> Build:
     columns = tile_k(packing)
-    pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
+    offsets = "*fp32" if packing.offsets else None
+    pointers = {"codes": "*i16", "scales": "*i32", "offsets": offsets, "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
     sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
     unroll = max(1, shape.turn // columns)
     return Build(
@@ -120,13 +121,33 @@ def multiply_builds(capability: int) -> Iterator[Build]:
                 yield _multiply(capability, packing, shape)
 
 
+FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4
+    Packing(4, 128, offsets=True),
+    Packing(4, 32, offsets=True),
+    Packing(8, None, codes="e4m3"),
+    Packing(8, 128, codes="e4m3"),
+    Packing(8, 128, codes="e5m2"),
+    Packing(4, 32, codes="e2m1"),
+    Packing(4, 64, codes="nf4"),
+    Packing(4, 64, codes="fp4"),
+)
+
+
+def foreign_builds(capability: int) -> Iterator[Build]:
+    """The product of layouts that quantizing does not write, for few rows and for 16."""
+    chip = Chip(divmod(capability, 10), 132)
+    for packing in FOREIGN:
+        for rows in TILE_ROWS[:2]:
+            yield _multiply(capability, packing, triton_tiles.tile(chip, packing, rows))
+
+
 def _dequantize(packing: Packing) -> Build:
     warps = dequantize_warps(packing)
     sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
     return Build(
         name=f"dequantize {packing.name}",
         kernel=triton_matmul.dequantize_kernel,
-        types={"codes": "*i16", "scales": "*i32", "y": "*bf16", **sizes},
+        types={"codes": "*i16", "scales": "*i32", "offsets": None, "y": "*bf16", **sizes},
         constants={
             **constants(packing, torch.bfloat16, ptx=True),
             "BLOCK_N": layout_of(packing).chunk_n * warps,
@@ -150,7 +171,7 @@ def matmul_builds(capability: int) -> Iterator[Build]:
 
 def expert_builds(capability: int) -> Iterator[Build]:
     """The products of the 128 experts of Qwen3-30B-A3B, their routing and their sum."""
-    chip, of = Chip(divmod(capability, 10), 132), ("*i64", "*i64", "*i32")
+    chip, of = Chip(divmod(capability, 10), 132), ("*i64", "*i64", None, "*i32")
     for packing, rows, tokens in (
         ((4, 128), 8, "*i32"),
         ((4, 128), 8, None),
@@ -253,3 +274,4 @@ def builds(capability: int) -> Iterator[Build]:
     yield from sample_builds()
     yield from decode_builds(capability)
     yield from expert_builds(capability)
+    yield from foreign_builds(capability)

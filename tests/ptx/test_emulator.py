@@ -150,7 +150,7 @@ def test_an_unknown_instruction_is_named(unknown: str) -> None:
 
 def guarded_sum() -> tuple[bool, bool]:
     """Whether `reduce_kernel` adds parts as torch does, and whether what lies behind its result stays as it is."""
-    from mycli.runtime.kernels.triton.product.split_k import reduce_kernel
+    from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     parts, size = torch.randn(3, 100), 100
     into = torch.full((128,), 7.0)

@@ -11,6 +11,7 @@ from tests.runtime.kernels.test_triton_linear import (
     test_call_rounds_once_and_repeats_itself,
     test_nan_stays_in_its_row,
     test_product,
+    test_product_of_foreign_layouts,
 )
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
@@ -28,6 +29,7 @@ __all__ = [
     "test_embed",
     "test_nan_stays_in_its_row",
     "test_product",
+    "test_product_of_foreign_layouts",
     "test_project",
     "test_products_of_experts",
     "test_routes",

@@ -35,6 +35,14 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def _places(tensors: Sequence[Tensor]) -> Tensor:
+    """How far each lies behind the first, int64, in units of 16 bytes."""
+    behind = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    if any(distance % _LINE for distance in behind):
+        raise ValueError("weights that do not begin at multiples of 16 bytes")
+    return torch.tensor([distance // _LINE for distance in behind], device=tensors[0].device)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
     """Weights of experts, which are alike, and where they lie: int64 [experts], see `Routed`."""
@@ -42,6 +50,7 @@ class ExpertTable:
     weights: tuple[TritonMatmul, ...]
     codes: Tensor
     scales: Tensor
+    offsets: Tensor | None
 
     @classmethod
     def of(cls, weights: Sequence[Matmul | Tensor]) -> "ExpertTable | str":
@@ -49,13 +58,9 @@ class ExpertTable:
         found = [weight for weight in weights if isinstance(weight, TritonMatmul)]
         if len(found) < len(weights) or len({one.form for one in found}) > 1:
             return "takes weights of one shape and packing in the layout of the Triton kernels"
-        tables = []
-        for tensors in ([one.codes for one in found], [one.scales for one in found]):
-            behind = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
-            if any(distance % _LINE for distance in behind):
-                return "takes weights that begin at multiples of 16 bytes"
-            tables.append(torch.tensor([distance // _LINE for distance in behind], device=tensors[0].device))
-        return cls(tuple(found), *tables)
+        offsets = [one.offsets for one in found if one.offsets is not None]
+        codes, scales = _places([one.codes for one in found]), _places([one.scales for one in found])
+        return cls(tuple(found), codes, scales, _places(offsets) if offsets else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +83,9 @@ class Pairs:
 
         from mycli.runtime.kernels.triton.product.grouped import Routed
 
-        experts = len(self.table.weights)
-        return Routed(
-            self.table.codes, self.table.scales, self.starts, self.tokens, experts, constexpr(_power(experts))
-        )
+        table, experts = self.table, len(self.table.weights)
+        places = table.codes, table.scales, table.offsets
+        return Routed(*places, self.starts, self.tokens, experts, constexpr(_power(experts)))
 
 
 def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:

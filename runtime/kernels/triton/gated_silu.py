@@ -16,7 +16,7 @@ from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
-from mycli.runtime.kernels.triton.product.split_k import Epilogue, add_parts
+from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 
 class Gated(NamedTuple):

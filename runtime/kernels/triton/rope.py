@@ -18,7 +18,7 @@ from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.attention import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.product.split_k import Epilogue, add_parts
+from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 
 class Rotated(NamedTuple):

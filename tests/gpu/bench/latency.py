@@ -74,7 +74,7 @@ class Launch:
 
 
 def loads_under_way(rows: int, columns: int) -> int:
-    """Parts whose sums a thread reads at a time (`product.split_k.add_parts`)."""
+    """Parts whose sums a thread reads at a time (`triton.split_k.add_parts`)."""
     few = 4096 // (rows * columns)
     return 16 if few >= 16 else 8 if few >= 8 else 4
 

@@ -4,12 +4,12 @@ Weight and activation change places: the weight tile [BLOCK_N, TILE_K] is the 16
 registers from the order of `product.weight_layout`, and the activations are its 8 columns: 1 to 8 rows cost the same.
 What the unpacking leaves in (bias, power of two) is taken off once per group:
 
-    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
+    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
 
-with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
-fits exactly; their sums come with them (`product.activation`). Sums over K are fp32 and in a fixed order: parts of K
-are written apart, and added in turn by a kernel or by the program that runs the `Epilogue` (`product.split_k`). Knows
-no tensors; `product.matmul` launches, and checks what is assumed here.
+with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Activations are fp16,
+scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums over
+K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that runs
+the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton.pdl import pdl_wait, prefetch_weights
 from mycli.runtime.kernels.triton.product.grouped import expert_tile
-from mycli.runtime.kernels.triton.product.pdl import pdl_wait, prefetch_weights
-from mycli.runtime.kernels.triton.product.scales import load_scales, scale_words, to_scales
-from mycli.runtime.kernels.triton.product.split_k import run_epilogue
+from mycli.runtime.kernels.triton.product.scales import load_scales, row_terms, scale_words, tile_blocks, to_scales
+from mycli.runtime.kernels.triton.product.tables import table4, table8
 from mycli.runtime.kernels.triton.product.unpack import unpack2, unpack3, unpack4, unpack8
+from mycli.runtime.kernels.triton.split_k import run_epilogue
 
 
 class RmsScale(NamedTuple):
@@ -35,28 +36,6 @@ class RmsScale(NamedTuple):
     size: Any  # of a row
     eps: Any
     PIECES: Any  # a power of two, at least `pieces`
-
-
-@triton.jit
-def _tile_blocks(block, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """Which 16 rows of the matrix each 16 rows of a tile are: a warp's rows are those of whole chunks."""
-    place = tl.arange(0, BLOCK_N // 16)  # (chunk, repeat, warp): MMA tiles go to warps in turn
-    turn = place // (WARPS * REPEATS) * WARPS + place % WARPS
-    return block * (BLOCK_N // 16) + turn * REPEATS + place // WARPS % REPEATS
-
-
-@triton.jit
-def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """By what power of two the codes of each row of a tile come out."""
-    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
-    row = tl.arange(0, BLOCK_N)
-    field = row // 16 // WARPS % REPEATS % (FIELD_ROWS // 2) * 2 + row // 8 % 2
-    if BITS == 8:
-        return tl.full((BLOCK_N,), 1, tl.int32)
-    elif BITS == 3:
-        return 1 << (field // 3 * 3)
-    else:
-        return 1 << (field * BITS)
 
 
 @triton.jit
@@ -71,6 +50,7 @@ def _load_weights(
     REPEATS: tl.constexpr,
     CHUNK_K: tl.constexpr,
     WARPS: tl.constexpr,
+    CODES: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order.
@@ -85,10 +65,12 @@ def _load_weights(
     source = codes + tile * (WIDE_K * WORDS * 256) + chunks[:, None, None] * (k_chunks * WORDS * 256) + run
     a = tl.load(source)
     if BITS == 8:
-        w = unpack8(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
+        w = unpack8(a, ASM) if CODES == "int" else table8(a, CODES, ASM)
+        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
-        w = unpack4(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
+        w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
+        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
         w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
     elif BITS == 2:
         w = unpack2(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
@@ -125,6 +107,7 @@ def _load_squares(rms, columns, rows):
 def multiply_kernel(
     codes,  # int16, in the order of `product.weight_layout`
     scales,  # int32 pairs of 16-bit scales, or fp32
+    offsets,  # fp32 in the order of fp32 scales, or None
     x,  # fp16 [rows, k_kept], scaled
     sums,  # fp32 [k_kept / TILE_K, rows_kept, 2]: the power of two taken out of x, and the sum of x as it was
     y,  # [parts, rows, n]
@@ -147,6 +130,8 @@ def multiply_kernel(
     CHUNK_K: tl.constexpr,
     SCALE: tl.constexpr,  # dtype of the scales: bf16, fp16, fp32
     CHANNEL: tl.constexpr,  # one scale a row
+    CODES: tl.constexpr,  # what they stand for: `int`, or a table
+    UNIT: tl.constexpr,  # of what a table's codes are unpacked to
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before the launch before it ends
@@ -162,11 +147,10 @@ def multiply_kernel(
     # Chunks past the end read the last: their rows are never stored.
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
     chunks = chunks.to(tl.int64)
-    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
     k_chunks = k_kept // CHUNK_K
-    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
-    factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
     if PDL and ROUTED:  # whose weights it reads, the launch before it says
@@ -180,7 +164,7 @@ def multiply_kernel(
         pdl_wait()
     stop = end
     if ROUTED:
-        codes, scales, columns, x_columns, last = expert_tile(routed, codes, scales, BLOCK_M)
+        codes, scales, offsets, columns, x_columns, last = expert_tile(routed, codes, scales, offsets, BLOCK_M)
         stop = tl.where(last > 0, end, start)
     else:
         columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
@@ -189,6 +173,8 @@ def multiply_kernel(
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if CHANNEL and offsets is not None:
+        x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
         squares = _load_squares(rms, columns, rows)
     words = scale_words(
@@ -206,23 +192,32 @@ def multiply_kernel(
             pairs = _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL)
         for turn in tl.static_range(UNROLL):
             now = tile + turn
-            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM)
+            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM)
             xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
             if not PERMUTED:
                 xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(BLOCK_M, TILE_K)
             acc = tl.dot(w, xt.trans())
             x_scale, x_sum = tl.split(pairs[turn])
-            part_sum = acc * x_scale[None, :] - bias[:, None] * x_sum[None, :]
+            part_sum = acc * x_scale[None, :]
+            if CODES == "int":
+                part_sum -= bias[:, None] * x_sum[None, :]
             if CHANNEL:
                 total += part_sum
+                if offsets is not None:
+                    x_total += x_sum
             else:
                 total += (to_scales(words[turn], BLOCK_N, SCALE) * factor)[:, None] * part_sum
+                if offsets is not None:
+                    offset = load_scales(offsets, now, n_kept, kept_blocks, BLOCK_N, "fp32")
+                    total += offset[:, None] * x_sum[None, :]
         if AHEAD:
             if not CHANNEL:
                 words = next_words
             pairs = next_pairs
     if CHANNEL:
         total *= (to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+        if offsets is not None:
+            total += load_scales(offsets, 0, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
             squares = _load_squares(rms, columns, rows)
@@ -238,6 +233,7 @@ def multiply_kernel(
 def dequantize_kernel(
     codes,
     scales,
+    offsets,
     y,  # [n - first, k]
     first,  # row at which y begins: a multiple of BLOCK_N
     n,
@@ -252,22 +248,27 @@ def dequantize_kernel(
     CHUNK_K: tl.constexpr,
     SCALE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (blocks of n, tiles of K). y = (u - 2^(bits-1)) * s, rounded once."""
+    """Grid (blocks of n, tiles of K). y = value(u) * s + offset, rounded once."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
-    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     w = _load_weights(
-        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM
+        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM
     )
     w = w.reshape(BLOCK_N, TILE_K // 32, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, TILE_K)
-    words = load_scales(scales, 0 if CHANNEL else tile, n_kept, tl.minimum(blocks, n_kept // 16 - 1), BLOCK_N, SCALE)
-    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
-    signed = (w.to(tl.float32) - (1024.0 + step * (1 << (BITS - 1)))[:, None]) / step[:, None]
+    group, kept_blocks = 0 if CHANNEL else tile, tl.minimum(blocks, n_kept // 16 - 1)
+    words = load_scales(scales, group, n_kept, kept_blocks, BLOCK_N, SCALE)
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
+    signed = (w.to(tl.float32) - bias[:, None]) * factor[:, None]
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     column = tile * TILE_K + tl.arange(0, TILE_K)
     place = y + (row - first).to(tl.int64)[:, None] * k + column[None, :]
     dense = signed * to_scales(words, BLOCK_N, SCALE)[:, None]
+    if offsets is not None:
+        dense += load_scales(offsets, group, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None]
     tl.store(place, dense.to(y.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < k))

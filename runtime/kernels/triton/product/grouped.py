@@ -19,6 +19,7 @@ class Routed(NamedTuple):
 
     codes: Any  # int64 [experts]: how far each expert's codes lie behind the first's, in units of 16 bytes
     scales: Any  # int64 [experts]: likewise
+    offsets: Any  # int64 [experts]: likewise; None where they have none
     starts: Any  # int32 [experts + 1]: the pairs of expert e are starts[e] to starts[e + 1]
     tokens: Any  # int32 [pairs], the row of x that each takes; None: its own
     experts: Any
@@ -26,8 +27,8 @@ class Routed(NamedTuple):
 
 
 @triton.jit
-def expert_tile(routed, codes, scales, BLOCK_M: tl.constexpr):
-    """(codes, scales, pairs [BLOCK_M], rows of x [BLOCK_M], end of the expert's pairs) of tile `program_id(2)`.
+def expert_tile(routed, codes, scales, offsets, BLOCK_M: tl.constexpr):
+    """(codes, scales, offsets, pairs [BLOCK_M], rows of x [BLOCK_M], end of its pairs) of tile `program_id(2)`.
 
     The end is 0 for a tile that is not there. A row past the end is row 0 of x.
     """
@@ -48,4 +49,6 @@ def expert_tile(routed, codes, scales, BLOCK_M: tl.constexpr):
         rows = tl.load(routed.tokens + rows, mask=pairs < last, other=0)
     codes += tl.load(routed.codes + which) * 8
     scales += tl.load(routed.scales + which) * 4
-    return codes, scales, pairs, rows, last
+    if offsets is not None:
+        offsets += tl.load(routed.offsets + which) * 4
+    return codes, scales, offsets, pairs, rows, last

@@ -13,8 +13,10 @@ import torch
 
 from mycli.runtime.device.placement import OLDEST_PACKED
 from mycli.runtime.errors import in_a_line
+from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATIONS, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.kernels.triton.product.weight_layout import multiplied
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 
@@ -24,11 +26,14 @@ def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int)
     generator = torch.Generator().manual_seed(rows)
     columns = 2 * (packing.group_size or 128)
     codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
+    codes = codes & 0xBB if packing.codes == "e5m2" else codes & 0xF7 if packing.codes == "e4m3" else codes  # numbers
     scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
-    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns)
+    offsets = torch.randn(scales.shape, generator=generator) if packing.offsets else None
+    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns, offsets)
     x = torch.randn(rows, columns, generator=generator).bfloat16()
     expected = x.double() @ dequantize(weight).double().t()
-    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device))
+    moved = None if offsets is None else offsets.to(device)
+    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device), offsets=moved)
     found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
     return float((found - expected).norm() / expected.norm())
 
@@ -55,7 +60,7 @@ def _checked(device: torch.device, packing: Packing) -> str | None:
 
 
 class TritonKernel:
-    """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
+    """Takes packed weights of every width, and tables, on NVIDIA GPUs from compute capability 8.0."""
 
     name = "triton"
 
@@ -71,15 +76,23 @@ class TritonKernel:
             return "the package triton is not installed"
         if dtype not in ACTIVATIONS:
             return f"takes bf16 or fp16 activations, not {dtype}"
-        if not packing.plain:
-            return f"does not take {packing.name}"
+        taken = multiplied(packing)
+        if taken is None:
+            return f"takes groups of multiples of 32, not {packing.name}"
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_PACKED:
             return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
         if device.index is not None and device.index != (current := torch.cuda.current_device()):
             return f"launches on cuda:{current}, the device of this thread, not on {device}"
-        return self_check(device, packing)
+        return self_check(device, taken)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Repack the codes on their device; the caller then drops the tensors they came from."""
+        """Repack the codes on their device; the caller then drops the tensors they came from.
+
+        Codes that are no number, where a layout allows them, are the reference's.
+        """
+        magnitude = weight.packed.view(torch.uint8) & 0x7F
+        largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(weight.packing.codes)
+        if largest is not None and bool((magnitude > largest).any()):
+            return DequantizeMatmul(weight)
         return TritonMatmul(weight, chip_of(weight.packed.device))

@@ -14,7 +14,15 @@ from torch.nn import functional
 
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.product.weight_layout import layout_of, padded_k, repack, repack_scales, tile_k
+from mycli.runtime.kernels.triton.product.weight_layout import (
+    UNIT,
+    as_multiplied,
+    layout_of,
+    padded_k,
+    repack,
+    repack_scales,
+    tile_k,
+)
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
     from mycli.runtime.kernels.triton.experts import Pairs
     from mycli.runtime.kernels.triton.product.activation import Operand
     from mycli.runtime.kernels.triton.product.gemm import RmsScale
-    from mycli.runtime.kernels.triton.product.split_k import Epilogue
+    from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _PDL_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
@@ -67,6 +75,8 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
         "CHUNK_K": layout.chunk_k,
         "SCALE": _SCALES[scale_dtype],
         "CHANNEL": packing.group_size is None,
+        "CODES": packing.codes,
+        "UNIT": UNIT.get(packing.codes, 1.0),
         "ASM": ptx,
     }
 
@@ -126,7 +136,7 @@ def _check(x: Tensor, columns: int) -> None:
 
 def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """parts fp32 [count, rows, N], added in order, in `dtype`."""
-    from mycli.runtime.kernels.triton.product.split_k import reduce_kernel
+    from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     reduce_kernel[(-(-y.numel() // 1024),)](parts, y, parts.shape[0], y.numel(), BLOCK=1024)
@@ -137,18 +147,20 @@ class TritonMatmul:
     """A weight in the order of `product.weight_layout`."""
 
     def __init__(self, weight: PackedWeight, chip: Chip) -> None:
+        weight = as_multiplied(weight)
         self.packing, self.chip = weight.packing, chip
         self.n, self.k = weight.out_features, weight.in_features
         self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
         self._k_kept = padded_k(self.packing, self.k)
-        self.codes, self.scales = repack(weight), repack_scales(weight)
+        self.codes, self.scales = repack(weight), repack_scales(weight, weight.scales)
+        self.offsets = None if weight.offsets is None else repack_scales(weight, weight.offsets)
         self._n_kept = self.codes.shape[0] * self._layout.chunk_n
         self._scale_dtype = weight.scales.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self.codes.nbytes + self.scales.nbytes
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.offsets) if tensor is not None)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -208,7 +220,7 @@ class TritonMatmul:
             if pieces > epilogue.counters.numel() or (grid[2] > 1 and shape.block_m <= 8):
                 raise ValueError(f"{pieces} pieces of {rows} rows for {epilogue.counters.numel()} counters")
         multiply_kernel[grid](
-            self.codes, self.scales, x.values, x.sums, y,
+            self.codes, self.scales, self.offsets, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
             x.rms, epilogue, None if pairs is None else pairs.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
@@ -246,7 +258,7 @@ class TritonMatmul:
         block = self._layout.chunk_n * warps
         y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
         dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
-            self.codes, self.scales, y, first, last, self.k, self._n_kept, self._k_kept,
+            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_kept, self._k_kept,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
         )  # fmt: skip
         return y

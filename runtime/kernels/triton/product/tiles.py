@@ -19,7 +19,7 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (1
 class Chip:
     """What the choice depends on: compute capability and number of multiprocessors.
 
-    pdl: launches may begin before the one before them ends (programmatic dependent launch, `product.pdl`).
+    pdl: launches may begin before the one before them ends (programmatic dependent launch, `triton.pdl`).
     """
 
     capability: tuple[int, int]
