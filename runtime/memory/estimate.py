@@ -331,6 +331,9 @@ def captured_bytes(plan: MemoryPlan) -> int:
 
 def estimate(plan: MemoryPlan) -> Estimate:
     """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
+    if plan.gpu:
+        held = {name: packing.on_gpu() or packing for name, packing in plan.packings.items()}
+        plan = replace(plan, packings=held)
     draft = 0
     if plan.draft is not None:
         second = replace(plan.draft, context=plan.context, batch=plan.batch)

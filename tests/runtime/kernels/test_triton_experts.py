@@ -70,7 +70,7 @@ def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
     """No two of a token's are equal; the last expert is seldom chosen, and the first often."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float()
-    return drawn - 2.5 * torch.arange(experts)
+    return drawn - 2.37 * torch.arange(experts)
 
 
 def products(case: Routes) -> tuple[float, bool]:

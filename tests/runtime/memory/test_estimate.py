@@ -278,6 +278,14 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
 
+def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
+    six, eight = (plan("Llama-3.1-8B", Packing(bits, 32, offsets=True)) for bits in (6, 8))
+    assert estimate(six).weights < estimate(eight).weights
+    assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
+    odd = plan("Llama-3.1-8B", Packing(6, 16), gpu=True)  # which its kernels do not multiply
+    assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
+
+
 def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     """Written out for Llama-3.1-8B: logits of 128,256 bf16; the pool is for the widest pass."""
     one = plan("Llama-3.1-8B", INT4, gpu=True)

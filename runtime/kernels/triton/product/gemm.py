@@ -7,9 +7,9 @@ What the unpacking leaves in (bias, power of two) is taken off once per group:
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
 
 with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Activations are fp16,
-scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums over
-K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that runs
-the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
+scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums
+over K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that
+runs the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

@@ -110,19 +110,9 @@ def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def multiplied(packing: Packing) -> Packing | None:
-    """The packing in which kernels multiply such a weight, which holds its numbers exactly; None where there is none.
-
-    Codes of 5, 6 and 7 bits take a byte; larger groups become several with the same scale. Groups of 16 have none: an
-    MMA's sums would have to be taken apart within a step of 32 columns.
-    """
-    group = packing.group_size
-    if group is not None:
-        fitting = [size for size in (128, 64, 32) if group % size == 0]
-        if not fitting:
-            return None
-        group = fitting[0]
-    bits = 8 if packing.bits in (5, 6, 7) else packing.bits
-    return Packing(bits, group, offsets=packing.offsets, codes=packing.codes)
+    """What kernels need to know of `Packing.on_gpu`, and nothing else."""
+    held = packing.on_gpu()
+    return held and Packing(held.bits, held.group_size, offsets=held.offsets, codes=held.codes)
 
 
 def as_multiplied(weight: PackedWeight) -> PackedWeight:
