@@ -14,7 +14,7 @@ import torch
 from mycli.runtime.device.placement import OLDEST_PACKED
 from mycli.runtime.errors import in_a_line
 from mycli.runtime.kernels.reference import DequantizeMatmul
-from mycli.runtime.kernels.triton.product.matmul import ACTIVATIONS, TritonMatmul, chip_of
+from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.product.weight_layout import multiplied
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
@@ -74,7 +74,7 @@ class TritonKernel:
             return "has never been run on an AMD GPU"
         if find_spec("triton") is None:
             return "the package triton is not installed"
-        if dtype not in ACTIVATIONS:
+        if dtype not in ACTIVATION_DTYPES:
             return f"takes bf16 or fp16 activations, not {dtype}"
         taken = multiplied(packing)
         if taken is None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import (
-    UNIT,
+    TABLE_UNIT,
     as_multiplied,
     layout_of,
     padded_k,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _PDL_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
-ACTIVATIONS = (torch.bfloat16, torch.float16)
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 _SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -76,7 +76,7 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
         "SCALE": _SCALES[scale_dtype],
         "CHANNEL": packing.group_size is None,
         "CODES": packing.codes,
-        "UNIT": UNIT.get(packing.codes, 1.0),
+        "UNIT": TABLE_UNIT.get(packing.codes, 1.0),
         "ASM": ptx,
     }
 
@@ -128,7 +128,7 @@ def check_contiguous(*tensors: Tensor | None) -> None:
 
 def _check(x: Tensor, columns: int) -> None:
     """The kernels take what follows for granted."""
-    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in ACTIVATIONS:
+    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(
             f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
         )

@@ -1,7 +1,7 @@
 """Codes of tables to fp16 numbers in registers: 8-bit floats, E2M1 and tables of 16 entries, as Triton device code.
 
 An E4M3, E5M2 or E2M1 is an fp16 number times a power of two once its bits lie where those of an fp16 do; the power goes
-with the group's scale (`UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors are
+with the group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors are
 the codes themselves; their entries are the nearest fp16 numbers: FP4's exactly, of twelve times the value, NF4's within
 2^-11 of theirs. Fields lie as `product.unpack` has them; each has inline PTX and a twin in plain operations.
 """
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mycli.runtime.kernels.triton.product.weight_layout import UNIT
+from mycli.runtime.kernels.triton.product.weight_layout import TABLE_UNIT
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.scheme import Codes, Packing
 
@@ -22,7 +22,7 @@ def entries(codes: Codes) -> tuple[int, ...]:
     """The bits of the 16 fp16 numbers of a table, signed 16-bit integers; of what is no such table zeros."""
     if codes not in ("nf4", "fp4"):
         return (0,) * 16
-    values = code_table(Packing(4, None, codes=codes)).double() / UNIT[codes]
+    values = code_table(Packing(4, None, codes=codes)).double() / TABLE_UNIT[codes]
     bits: list[int] = values.half().view(torch.int16).tolist()
     return tuple(bits)
 
@@ -118,7 +118,7 @@ def _small_float(word, SHIFT: tl.constexpr):
 
 @triton.jit
 def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row, k half], times UNIT the values of E2M1, NF4 or FP4."""
+    """int16 [...] to fp16 [..., row, k half], times TABLE_UNIT the values of E2M1, NF4 or FP4."""
     if ASM:
         TEXT: tl.constexpr = _ASM_E2M1 if CODES == "e2m1" else (_ASM_NF4 if CODES == "nf4" else _ASM_FP4)
         r0, r1, h0, h1 = tl.inline_asm_elementwise(TEXT, _OUT4, [word], dtype=(tl.float16,) * 4, is_pure=True, pack=2)
@@ -133,7 +133,7 @@ def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def table8(word, CODES: tl.constexpr, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row], times UNIT the values of E4M3 or E5M2."""
+    """int16 [...] to fp16 [..., row], times TABLE_UNIT the values of E4M3 or E5M2."""
     if ASM:
         TEXT: tl.constexpr = _ASM_E4M3 if CODES == "e4m3" else _ASM_E5M2
         r0, r1 = tl.inline_asm_elementwise(TEXT, _OUT8, [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)

@@ -22,7 +22,7 @@ from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)  # what kernels read
-UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # of an unpacked code, its value
+TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # of an unpacked code, its value
 _ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
 
 
