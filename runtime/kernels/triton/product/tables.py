@@ -1,9 +1,9 @@
 """Codes of tables to fp16 numbers in registers: 8-bit floats, E2M1 and tables of 16 entries, as Triton device code.
 
 An E4M3, E5M2 or E2M1 is an fp16 number times a power of two once its bits lie where those of an fp16 do; the power goes
-with the group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors are
-the codes themselves; their entries are the nearest fp16 numbers: FP4's exactly, of twelve times the value, NF4's within
-2^-11 of theirs. Fields lie as `product.unpack` has them; each has inline PTX and a twin in plain operations.
+with the group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors
+are the codes themselves; their entries are the nearest fp16 numbers: FP4's exactly, of twelve times the value, NF4's
+within 2^-12 of theirs. Fields lie as `product.unpack` has them; each has inline PTX and a twin in plain operations.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
