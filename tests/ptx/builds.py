@@ -273,6 +273,6 @@ def builds(capability: int) -> Iterator[Build]:
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
-    if capability != 89:  # which has the tiles and the instructions of 80 for these
+    if capability not in (86, 89):  # which have the tiles of 80, by their major number
         yield from expert_builds(capability)
         yield from foreign_builds(capability)
