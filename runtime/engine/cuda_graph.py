@@ -21,12 +21,12 @@ from mycli.runtime.errors import in_a_line
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.graphs import MOST_GRAPHS
 from mycli.runtime.models.config import Kv
 
 Launches = Callable[[], Tensor]  # launches, and where the result will be
 Plain = Callable[[Batch, Rope, KVCache], Tensor]  # logits fp32 [rows wanted, vocab]; see `Transformer`
 Capture = Callable[[Launches], Launches]
-MOST_GRAPHS = 16  # of one cache: each holds memory
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
 _CHECK_CONTEXT = 1024  # attention splits the keys of such a cache into several parts
 _CHECK_PREFIX = 300  # tokens before those that are compared: in more than one part

@@ -21,17 +21,16 @@ from mycli.runtime.kernels.triton.attention import (
     tokens_at_once,
 )
 from mycli.runtime.kernels.triton.gated_silu import activate
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-
-MOST_ROWS = 64  # tokens of all sequences; up to 8 cost the matrix product no more than one
 
 
 @dataclass(frozen=True)

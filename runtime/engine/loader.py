@@ -14,7 +14,7 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import ask_kernels
-from mycli.runtime.kernels.triton.linear import TritonKernel
+from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage

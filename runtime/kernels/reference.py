@@ -145,12 +145,14 @@ def route(scores: Tensor, top_k: int, normalized: bool) -> Route:
 def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
     """Rows of several experts, each by its own weight: [pairs, N] in the dtype of x.
 
-    `weights` of the experts that have pairs, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
-    x [tokens, K], or row p where there are no `tokens`.
+    `weights` of the experts that may have pairs, packed or dense [N, K]; `starts` as in `Route`. Pair p is row
+    tokens[p] of x [tokens, K], or row p where there are no `tokens`.
     """
     bounds, parts = starts.tolist(), []
     for index, weight in enumerate(weights):
         pairs = slice(*bounds[index : index + 2])
+        if pairs.start == pairs.stop:
+            continue
         rows = x[pairs] if tokens is None else x.index_select(0, tokens[pairs])
         parts.append(functional.linear(rows, weight) if isinstance(weight, Tensor) else weight(rows))
     return torch.cat(parts)

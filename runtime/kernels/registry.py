@@ -35,7 +35,8 @@ from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.kernels.triton.linear import TritonKernel
+from mycli.runtime.kernels.triton.experts import triton_route, triton_routed_product, triton_weighted_sum
+from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.kernels.unpacked import UnpackedKernel
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -114,11 +115,13 @@ GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
 # Of experts: which tokens go to which, the products of all of them, the sum of what they make, and the gate of one that
 # all tokens go through.
-ROUTING: Operation[[Tensor, int, bool], Route] = Operation("routing", (native_route, reference.route))
+ROUTING: Operation[[Tensor, int, bool], Route] = Operation("routing", (native_route, triton_route, reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
-ROUTED_PRODUCT = Operation("product of experts", (native_routed_product, reference.routed_product))
+ROUTED_PRODUCT = Operation(
+    "product of experts", (native_routed_product, triton_routed_product, reference.routed_product)
+)
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
-WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, reference.weighted_sum))
+WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, triton_weighted_sum, reference.weighted_sum))
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
 ROW_WEIGHTS = Operation("weights of rows", (_for_replies(native_weigh_rows), reference.weigh_rows))
 

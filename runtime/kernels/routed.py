@@ -1,18 +1,43 @@
-"""Which tokens go to which experts, as operations on experts read it. Knows neither kernels, layers nor weights."""
+"""Which tokens go to which experts, and what these multiply by, as operations on experts read it.
 
-from collections.abc import Sequence
+Knows neither kernels nor layers.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from mycli.runtime.quantization.packed_weight import Matmul
+
+_T = TypeVar("_T")
+
+
+class ExpertWeights(tuple[Matmul | Tensor, ...]):
+    """What all experts of a layer multiply by, in their order: packed, or dense [N, K].
+
+    Kept from pass to pass, and with it what a kernel makes of them.
+    """
+
+    _made: object = None
+
+    def made(self, how: Callable[["ExpertWeights"], _T]) -> _T:
+        """What `how` makes of them, made once; there is one kernel that asks."""
+        if self._made is None:
+            self._made = how(self)
+        made: _T = self._made  # type: ignore[assignment]  # by the same function
+        return made
 
 
 @dataclass(frozen=True)
 class Route:
     """Pairs of a token and one of its experts, sorted by expert, and within an expert by token.
 
-    hit: the experts that have pairs, in order; starts: int32 [hits + 1], expert hit[i] has the pairs from starts[i] to
+    hit: the experts that have pairs, in order, or that may have some: on a GPU all, since the host does not wait to
+    know; starts: int32 [hits + 1], expert hit[i] has the pairs from starts[i] to
     starts[i + 1]; tokens: int32 [pairs], the token of each; places: int32 [tokens, top_k], where the pairs of a token
     stand, its highest score first; weights: fp32 [tokens, top_k], of what they give.
     """
@@ -25,7 +50,7 @@ class Route:
 
     def scaled(self, factors: Tensor) -> "Route":
         """The same with the weights of each expert times its own of `factors` fp32 [experts]."""
-        experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff())
+        experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff(), output_size=len(self.tokens))
         return replace(self, weights=self.weights * factors[experts][self.places])
 
     def part(self, places: Sequence[int]) -> "tuple[Route, Tensor]":

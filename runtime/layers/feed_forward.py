@@ -11,7 +11,7 @@ from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEI
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.expert_slots import ExpertSlots, ExpertSource
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
-from mycli.runtime.layers.linear import Changes, Linear, RoutedProduct
+from mycli.runtime.layers.linear import Changes, ExpertLinears, Linear, RoutedProduct
 from mycli.runtime.layers.native import (
     ExpertModules,
     NativePart,
@@ -75,8 +75,8 @@ class Experts(LayerPart):
         self.shared_gate = None if gate is None else Linear((gate,))
         self.kept = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         changes = Changes()
-        self._gate_up = tuple(Linear(expert.gate_up, changes) for expert in spec.experts)
-        self._down = tuple(Linear((expert.down,), changes) for expert in spec.experts)
+        self._gate_up = ExpertLinears.of((Linear(expert.gate_up, changes) for expert in spec.experts), changes)
+        self._down = ExpertLinears.of((Linear((expert.down,), changes) for expert in spec.experts), changes)
         own = self.resident = () if self.shared is None else self.shared.products
         self.products = (*own, *(each for pair in zip(self._gate_up, self._down, strict=True) for each in pair))
         self.experts = nn.ModuleList(self.products)

@@ -19,7 +19,7 @@ from mycli.runtime.device.system import give_back
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
-from mycli.runtime.kernels.routed import Route
+from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
@@ -30,10 +30,18 @@ PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: the
 
 
 class Changes:
-    """Shared by many linears: `last` is another object whenever one of them has come to multiply by other weights."""
+    """Shared by many linears: `last` is another object whenever one of them has come to multiply by other weights.
+
+    It holds what has been made of all their weights.
+    """
 
     def __init__(self) -> None:
-        self.last = object()
+        self.last: dict[object, object] = {}
+
+    def changed(self) -> None:
+        """One of them has; what was made of what it had is let go, whoever still looks at it."""
+        self.last.clear()
+        self.last = {}
 
 
 def dense_matmul(weight: Tensor) -> DenseMatmul:
@@ -108,8 +116,11 @@ class Linear(nn.Module):
 
     def _multiply_by(self, matmuls: tuple[Matmul, ...]) -> None:
         self.matmuls = matmuls
+        self._changed()
+
+    def _changed(self) -> None:
         if self._changes is not None:
-            self._changes.last = object()
+            self._changes.changed()
 
     def unwatch(self) -> None:
         """Tell nobody from now on that it multiplies by other weights: whoever changes them does."""
@@ -145,6 +156,7 @@ class Linear(nn.Module):
         if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
             return  # of mixed linears the dense ones would be held twice
         self.dense_copy = self.weight().to(dtype)
+        self._changed()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features] in the dtype of x."""
@@ -180,6 +192,33 @@ def load_linears(
     gather_codes(small)
 
 
+class ExpertLinears(tuple[Linear, ...]):
+    """A linear of each expert of a layer, alike in shape."""
+
+    _changes: Changes
+
+    @classmethod
+    def of(cls, linears: Iterable[Linear], changes: Changes) -> "ExpertLinears":
+        """`changes`: those that the linears were made with."""
+        made = cls(linears)
+        made._changes = changes
+        return made
+
+    def weights(self) -> tuple[ExpertWeights | None, Tensor | None]:
+        """What each multiplies by, and biases [experts, out_features] if there are; looked up where they have changed.
+
+        No weights where one is several products, or has a dense copy.
+        """
+        known, key = self._changes.last, id(self)
+        if key not in known:
+            found = [weight for weight in map(_operand, self) if weight is not None]
+            biases = [linear.bias for linear in self if linear.bias is not None]
+            weights = ExpertWeights(found) if len(found) == len(self) else None
+            known[key] = weights, torch.stack(biases) if biases else None
+        held: tuple[ExpertWeights | None, Tensor | None] = known[key]  # type: ignore[assignment]  # stored above
+        return held
+
+
 @dataclass(frozen=True)
 class RoutedProduct:
     """A product of each of `linears`, one for every expert, along a route.
@@ -187,22 +226,21 @@ class RoutedProduct:
     `gathers`: its input is the tokens [tokens, K]; else rows of pairs [pairs, K] in the order of the route.
     """
 
-    linears: Sequence[Linear]
+    linears: ExpertLinears
     route: Route
     gathers: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] or [pairs, K] to [pairs, N], sorted by expert, in the dtype of x."""
-        route = self.route
-        linears = [self.linears[expert] for expert in route.hit]
-        weights = [_operand(linear) for linear in linears]
-        found = [weight for weight in weights if weight is not None]
-        if len(found) < len(weights):
-            return torch.cat([linear(self.rows(x, expert)) for linear, expert in zip(linears, route.hit, strict=True)])
-        y = ROUTED_PRODUCT(found, x, route.starts, route.tokens if self.gathers else None)
-        if linears[0].bias is not None:
-            biases = torch.stack([linear.bias for linear in linears if linear.bias is not None])
-            y = y + biases.repeat_interleave(route.starts.diff(), dim=0)
+        route, (weights, biases) = self.route, self.linears.weights()
+        if weights is None:
+            return torch.cat([self.linears[expert](self.rows(x, expert)) for expert in route.hit])
+        some = len(route.hit) < len(weights)
+        hit = [weights[expert] for expert in route.hit] if some else weights
+        y = ROUTED_PRODUCT(hit, x, route.starts, route.tokens if self.gathers else None)
+        if biases is not None:
+            biases = biases[route.hit] if some else biases
+            y = y + biases.repeat_interleave(route.starts.diff(), dim=0, output_size=len(y))
         return y
 
     def rows(self, x: Tensor, expert: int) -> Tensor:

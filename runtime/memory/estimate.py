@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from mycli.runtime.memory.graphs import captured_rows, graph_bytes
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -93,11 +94,12 @@ class Workspace:
     mask: int
     rope: int
     kept: int
+    graphs: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.dequantization + self.cache + self.logits + self.mask + self.rope + self.kept
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -325,8 +327,26 @@ def kept_bytes(plan: MemoryPlan) -> int:
     return 0 if plan.gpu else min(activation_bytes(plan), CPU_KEPT)
 
 
+def captured_bytes(plan: MemoryPlan) -> int:
+    """What captured passes hold where fused kernels may do them: on a GPU, all blocks packed, the cache not in int4.
+
+    Counted also for a layer that they turn out not to do.
+    """
+    linears = [each for layer in range(plan.config.layers) for each in plan.config.block_linears(layer).values()]
+    packed = [[plan.packings.get(spec.name) for spec in group] for group in linears]
+    if not plan.gpu or plan.kv == "int4" or any(one is None for group in packed for one in group):
+        return 0
+    rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
+    values = max(map(pass_values, plan.config.layer_specs))
+    sizes = (linears_bytes(plan, group) for group in linears)
+    return graph_bytes(rows, plan.config.vocab_size * plan.value_bytes, values * plan.value_bytes, sizes)
+
+
 def estimate(plan: MemoryPlan) -> Estimate:
     """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
+    if plan.gpu:
+        held = {name: packing.on_gpu() or packing for name, packing in plan.packings.items()}
+        plan = replace(plan, packings=held)
     draft = 0
     if plan.draft is not None:
         second = replace(plan.draft, context=plan.context, batch=plan.batch)
@@ -339,6 +359,7 @@ def estimate(plan: MemoryPlan) -> Estimate:
         mask=mask_bytes(plan),
         rope=rope_bytes(plan),
         kept=kept_bytes(plan),
+        graphs=captured_bytes(plan),
     )
     runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
     weights = weight_bytes(plan) + shadow_bytes(plan)

@@ -6,7 +6,7 @@ import torch.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, UsageError
@@ -45,6 +45,17 @@ class Packing:
         """Whether it is one that quantizing writes, which every kernel takes."""
         group = self.group_size is None or self.group_size in GROUP_SIZES
         return self.codes == "int" and self.bits in BITS and group and not self.offsets
+
+    def on_gpu(self) -> "Packing | None":
+        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several.
+
+        None where they do not multiply it: a group that is no multiple of 32 would end within one of their steps.
+        """
+        group = self.group_size
+        fitting = [size for size in sorted(GROUP_SIZES, reverse=True) if group is not None and group % size == 0]
+        if group is not None and not fitting:
+            return None
+        return replace(self, bits=self.bits if self.bits in BITS else 8, group_size=fitting[0] if fitting else None)
 
     def groups(self, in_features: int) -> int:
         """Scales per output row. Raises ModelError where the group size does not divide `in_features`."""

@@ -36,8 +36,8 @@ class Asked:
         """Of the device; the emulator is set up."""
         import torch
 
-        from mycli.runtime.kernels.triton.linear import chip_of
-        from mycli.runtime.kernels.triton.tiles import Chip
+        from mycli.runtime.kernels.triton.product.matmul import chip_of
+        from mycli.runtime.kernels.triton.product.tiles import Chip
 
         if self.rehearse is None:
             return chip_of(torch.device("cuda", 0))

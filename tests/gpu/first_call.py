@@ -36,7 +36,7 @@ def versions(asked: Asked) -> Rows:
 
 def products(asked: Asked) -> Rows:
     """The relative error of each packing, at few rows and at more."""
-    from mycli.runtime.kernels.triton.linear import small_product
+    from mycli.runtime.kernels.triton.product.kernel import small_product
     from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
     chip = asked.chip()
@@ -50,7 +50,7 @@ def layers(asked: Asked, chip: Any) -> Any:
     """Two layers of the 8B model with random weights, the same every time."""
     import torch
 
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
     from mycli.runtime.layers.linear import Linear
     from mycli.runtime.layers.norm import RMSNorm
     from mycli.runtime.layers.transformer import Transformer

@@ -55,7 +55,7 @@ def watched(asked: Asked) -> Rows:
     """What the sanitizers watch: a product for few rows and for more, and a fused pass launched once for either."""
     from mycli.runtime.engine.cuda_graph import difference
     from mycli.runtime.engine.decode_step import DecodeStep
-    from mycli.runtime.kernels.triton.linear import small_product
+    from mycli.runtime.kernels.triton.product.kernel import small_product
     from mycli.runtime.quantization.scheme import Packing
     from tests.gpu.first_call import layers
 
@@ -91,7 +91,7 @@ def large(asked: Asked) -> Rows:
     import torch
 
     from mycli.runtime.kernels.triton.gated_silu import activate
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
     from mycli.runtime.kernels.triton.residual import add
     from tests.gpu.bench.shapes import INT4
     from tests.gpu.bench.weights import packed
@@ -148,8 +148,8 @@ def sweep(asked: Asked) -> Rows:
     """
     import torch
 
-    from mycli.runtime.kernels.triton import tiles as triton_tiles
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product import tiles as triton_tiles
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
     from mycli.runtime.kernels.triton.residual import add
     from tests.gpu.bench.latency import cards, product_microseconds
     from tests.gpu.bench.shapes import INT4

@@ -33,7 +33,8 @@ pytestmark = [
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 33, 64, 65, 300])
 @pytest.mark.parametrize("bits", BITS)
 def test_packed_products(bits: int, rows: int) -> None:
-    from mycli.runtime.kernels.triton.linear import chip_of, small_product
+    from mycli.runtime.kernels.triton.product.kernel import small_product
+    from mycli.runtime.kernels.triton.product.matmul import chip_of
 
     device = torch.device("cuda", 0)
     for group in (*GROUP_SIZES, None):
@@ -47,7 +48,7 @@ def test_the_fused_pass_is_the_plain_models(case: Case) -> None:
 
 def fused(case: Case) -> Step:
     from mycli.runtime.engine.decode_step import DecodeStep
-    from mycli.runtime.kernels.triton.linear import chip_of
+    from mycli.runtime.kernels.triton.product.matmul import chip_of
 
     step = DecodeStep.make(models(case, "cuda", chip_of(torch.device("cuda", 0)))[0])
     assert isinstance(step, DecodeStep)

@@ -13,20 +13,22 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mycli.runtime.kernels.triton import activation as triton_activation
 from mycli.runtime.kernels.triton import attention as triton_attention
-from mycli.runtime.kernels.triton import gemm as triton_matmul
-from mycli.runtime.kernels.triton import tiles as triton_tiles
 from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
 from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue
-from mycli.runtime.kernels.triton.linear import constants, dequantize_warps
+from mycli.runtime.kernels.triton.product import activation as triton_activation
+from mycli.runtime.kernels.triton.product import gemm as triton_matmul
+from mycli.runtime.kernels.triton.product import tiles as triton_tiles
+from mycli.runtime.kernels.triton.product.grouped import Routed
+from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
+from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
+from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k
 from mycli.runtime.kernels.triton.residual import Normed, add_epilogue, embed_kernel
 from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
+from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
-from mycli.runtime.kernels.triton.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, narrow_kernel, peak_kernel
-from mycli.runtime.kernels.triton.weight_layout import layout_of, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
@@ -74,16 +76,23 @@ class Build:
 
 
 def _multiply(
-    capability: int, packing: Packing, shape: Tile, after: str = "", rms: bool = False, epilogue: Epilogue | None = None
+    capability: int,
+    packing: Packing,
+    shape: Tile,
+    after: str = "",
+    rms: bool = False,
+    epilogue: Epilogue | None = None,
+    routed: Routed | None = None,
 ) -> Build:
     columns = tile_k(packing)
-    pointers = {"codes": "*i16", "scales": "*i32", "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
+    offsets = "*fp32" if packing.offsets else None
+    pointers = {"codes": "*i16", "scales": "*i32", "offsets": offsets, "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
     sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
     unroll = max(1, shape.turn // columns)
     return Build(
         name=f"multiply {packing.name} rows {shape.block_m}{after}",
         kernel=triton_matmul.multiply_kernel,
-        types={**pointers, **sizes, "rms": _RMS if rms else None, "epilogue": epilogue},
+        types={**pointers, **sizes, "rms": _RMS if rms else None, "epilogue": epilogue, "routed": routed},
         constants={
             **constants(packing, torch.bfloat16, ptx=True),
             "BLOCK_N": shape.block_n,
@@ -93,6 +102,7 @@ def _multiply(
             "PERMUTED": shape.permuted,
             "PDL": capability >= 90,
             "EPILOGUE": epilogue is not None,
+            "ROUTED": routed is not None,
         },
         warps=shape.warps,
         stages=shape.stages,
@@ -102,7 +112,7 @@ def _multiply(
 
 
 def multiply_builds(capability: int) -> Iterator[Build]:
-    """The packed product for every packing and number of rows, as `triton.linear` would launch it."""
+    """The packed product for every packing and number of rows, as `product.matmul` would launch it."""
     chip = Chip(divmod(capability, 10), 132)
     for bits in BITS:
         for group in (*GROUP_SIZES, None):
@@ -111,13 +121,33 @@ def multiply_builds(capability: int) -> Iterator[Build]:
                 yield _multiply(capability, packing, shape)
 
 
+FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4
+    Packing(4, 128, offsets=True),
+    Packing(4, 32, offsets=True),
+    Packing(8, None, codes="e4m3"),
+    Packing(8, 128, codes="e4m3"),
+    Packing(8, 128, codes="e5m2"),
+    Packing(4, 32, codes="e2m1"),
+    Packing(4, 64, codes="nf4"),
+    Packing(4, 64, codes="fp4"),
+)
+
+
+def foreign_builds(capability: int) -> Iterator[Build]:
+    """The product of layouts that quantizing does not write, for few rows and for 16."""
+    chip = Chip(divmod(capability, 10), 132)
+    for packing in FOREIGN:
+        for rows in TILE_ROWS[:2]:
+            yield _multiply(capability, packing, triton_tiles.tile(chip, packing, rows))
+
+
 def _dequantize(packing: Packing) -> Build:
     warps = dequantize_warps(packing)
     sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
     return Build(
         name=f"dequantize {packing.name}",
         kernel=triton_matmul.dequantize_kernel,
-        types={"codes": "*i16", "scales": "*i32", "y": "*bf16", **sizes},
+        types={"codes": "*i16", "scales": "*i32", "offsets": None, "y": "*bf16", **sizes},
         constants={
             **constants(packing, torch.bfloat16, ptx=True),
             "BLOCK_N": layout_of(packing).chunk_n * warps,
@@ -129,7 +159,7 @@ def _dequantize(packing: Packing) -> Build:
 
 
 def matmul_builds(capability: int) -> Iterator[Build]:
-    """All of `triton.gemm`."""
+    """All of `product.gemm`."""
     yield from multiply_builds(capability)
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))
@@ -137,6 +167,26 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_kept",))
     sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
     yield Build("reduce", reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
+
+
+def expert_builds(capability: int) -> Iterator[Build]:
+    """The products of the 128 experts of Qwen3-30B-A3B, their routing and their sum."""
+    chip, of = Chip(divmod(capability, 10), 132), ("*i64", "*i64", None, "*i32")
+    for packing, rows, tokens in (
+        ((4, 128), 8, "*i32"),
+        ((4, 128), 8, None),
+        ((4, 128), 64, "*i32"),
+        ((8, 128), 8, "*i32"),
+    ):
+        packed, how = Packing(*packing), " of experts" if tokens else " of experts as they lie"
+        shape = triton_tiles.tile(chip, packed, rows)
+        yield _multiply(capability, packed, shape, how, routed=Routed(*of, tokens, "i32", 128))
+    whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
+    sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
+    given = {**whole, **sizes, "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
+    yield Build("choose experts", choose_kernel, given, {"EXPERTS": 128, "NORMALIZED": True}, unaligned=("top_k",))
+    yield Build("place pairs", place_kernel, given, {"BLOCK": 1024}, unaligned=("pairs", "top_k"))
+    yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
 
 
 def sample_builds() -> Iterator[Build]:
@@ -223,3 +273,6 @@ def builds(capability: int) -> Iterator[Build]:
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
+    if capability not in (86, 89):  # which have the tiles of 80, by their major number
+        yield from expert_builds(capability)
+        yield from foreign_builds(capability)

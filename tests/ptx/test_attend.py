@@ -15,7 +15,7 @@ from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (reason: as 
     combination,
     queries_of,
 )
-from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (reason: as above)
+from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (reason: as above)
 from tests.ptx import builds  # noqa: E402  (reason: as above)
 from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.tiles import Chip  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (only where Triton is)
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)

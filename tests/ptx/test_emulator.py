@@ -159,8 +159,8 @@ def guarded_sum() -> tuple[bool, bool]:
 
 
 def small() -> float:
-    from mycli.runtime.kernels.triton.linear import small_product
-    from mycli.runtime.kernels.triton.tiles import Chip
+    from mycli.runtime.kernels.triton.product.kernel import small_product
+    from mycli.runtime.kernels.triton.product.tiles import Chip
     from mycli.runtime.quantization.scheme import Packing
 
     return small_product(torch.device("cpu"), Packing(4, 128), Chip((9, 0), 132, True), 1)

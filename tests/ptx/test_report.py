@@ -19,6 +19,7 @@ from tests.ptx import (
 
 DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
+FOREIGN = {r"e\dm\d-(?!g32)": 2 * BUDGET, r"e2m1|int4-g32-offset": 4.0, r"nf4|fp4": 6.5}
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
 
 
@@ -53,6 +54,17 @@ def test_many_rows_stay_in_theirs(name: str) -> None:
     assert m.per_weight <= most_instructions(name) and m.spills == 0 and m.products == "HGMMA"
 
 
+def foreign_budget(name: str) -> float:
+    """The bar for few rows: for what others write as for ours, but where a table or many offsets cost more.
+
+    8-bit floats have twice the time; small floats, and offsets of groups of 32, what memory leaves at 4 bits and more.
+    A lookup of 16 entries has no such bar: it is the limit there, as docs/kernels.md says.
+    """
+    kind = name.split()[1]
+    found = [most for part, most in FOREIGN.items() if re.match(part, kind)]
+    return found[0] if found else BUDGET
+
+
 def most_instructions(name: str) -> float:
     """Of a weight: the bar of a product with what follows it, by the rows of its tile."""
     rows = int(name.split(" rows ")[1].split()[0])
@@ -77,7 +89,7 @@ def test_every_kernel_is_documented_and_within_the_bars() -> None:
     for (name, capability), (ratio, _, _, _, _, _, registers, spills, _, blocks) in rows.items():
         assert int(spills) == 0 and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
         if re.search(r"multiply .* rows 8\b", name):  # with what follows the product, or without
-            assert float(ratio) <= BUDGET, (name, capability)
+            assert float(ratio) <= foreign_budget(name), (name, capability)
         if capability == 90 and re.search(r"multiply .* rows \d+ (add|SiLU|rotate)", name):
             assert float(ratio) <= most_instructions(name), name
 

@@ -5,11 +5,13 @@ Each of both takes all names and has an `interpret` of its own.
 
 from tests.runtime.kernels.test_triton_attention import test_attend
 from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
+from tests.runtime.kernels.test_triton_experts import test_products_of_experts, test_routes, test_weighted_sums
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
     test_call_rounds_once_and_repeats_itself,
     test_nan_stays_in_its_row,
     test_product,
+    test_product_of_foreign_layouts,
 )
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
@@ -27,7 +29,11 @@ __all__ = [
     "test_embed",
     "test_nan_stays_in_its_row",
     "test_product",
+    "test_product_of_foreign_layouts",
     "test_project",
+    "test_products_of_experts",
+    "test_routes",
     "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_weighted_sums",
     "test_what_is_kept_is_what_the_host_keeps",
 ]

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from mycli.runtime.kernels.triton.linear import TritonMatmul
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer

@@ -31,5 +31,8 @@ def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
 def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
     """Random codes and scales of `dtype` for a weight [rows, columns]."""
     drawn = codes(packing.bits, rows, columns, seed=seed)
+    if packing.codes in ("e4m3", "e5m2"):
+        drawn &= 0xBB if packing.codes == "e5m2" else 0xF7  # none that is no number
     scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
-    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns)
+    offsets = normal(rows, packing.groups(columns), seed=seed + 2) if packing.offsets else None
+    return PackedWeight(pack(drawn, packing.bits), scales, packing, columns, offsets)

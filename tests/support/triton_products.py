@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import weight
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.triton.weight_layout import Layout, layout_axes, layout_of
+from mycli.runtime.kernels.triton.product.weight_layout import Layout, layout_axes, layout_of
 from mycli.runtime.quantization.scheme import Packing
 
 

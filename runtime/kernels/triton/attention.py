@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.pdl import pdl_wait
+from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.split_k import last_to_arrive
-from mycli.runtime.kernels.triton.tiles import Chip
 
 BLOCK_K = 64  # keys of one turn of the loop
 MOST_QUERIES = 64  # of one program: tokens times the heads that share a key-value head

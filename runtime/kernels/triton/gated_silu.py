@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.activation import columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.activation import Operand, columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.gemm import RmsScale
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.pdl import pdl_wait
+from mycli.runtime.kernels.triton.product.activation import Operand, columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.gemm import RmsScale
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
-from mycli.runtime.kernels.triton.tiles import Tile
 
 
 class Normed(NamedTuple):

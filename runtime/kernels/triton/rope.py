@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.attention import LayerCache
-from mycli.runtime.kernels.triton.linear import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mycli.runtime.kernels.triton import tiles
-from mycli.runtime.kernels.triton.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.weight_layout import tile_k
+from mycli.runtime.kernels.triton.product import tiles
+from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
+from mycli.runtime.kernels.triton.product.weight_layout import tile_k
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench.shapes import INT4, LLAMA_8B

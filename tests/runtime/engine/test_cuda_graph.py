@@ -15,7 +15,7 @@ from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer

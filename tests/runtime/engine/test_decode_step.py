@@ -9,7 +9,7 @@ import torch
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -95,8 +95,8 @@ def early() -> set[tuple[str, bool, bool]]:
     import triton
 
     from mycli.runtime.kernels.triton import attention as triton_attention
-    from mycli.runtime.kernels.triton import gemm as triton_matmul
     from mycli.runtime.kernels.triton import residual as triton_residual
+    from mycli.runtime.kernels.triton.product import gemm as triton_matmul
 
     fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, pdl=True))
     cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal

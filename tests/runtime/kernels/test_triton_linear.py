@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mycli.runtime.kernels.triton import linear as triton_packed
-from mycli.runtime.kernels.triton.linear import TritonKernel, small_product
-from mycli.runtime.kernels.triton.tiles import Chip
+from mycli.runtime.kernels.reference import DequantizeMatmul
+from mycli.runtime.kernels.triton.product import kernel as triton_packed
+from mycli.runtime.kernels.triton.product import matmul
+from mycli.runtime.kernels.triton.product.kernel import TritonKernel, small_product
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.support.grids import chosen
 from tests.support.random_tensors import normal, weight
 from tests.support.triton_interpreter import Interpret, interpret
 
@@ -69,6 +72,24 @@ CASES = [
     Case(Packing(4, 32), rows=17, capability=(10, 0)),
     Case(Packing(4, 128), rows=66, k=128, capability=(12, 0)),
 ]
+FOREIGN = [
+    Case(Packing(4, 128, offsets=True), n=20, k=128),
+    Case(Packing(8, 32, codes="e4m3"), n=20, k=64, dtype=torch.float16),
+    Case(Packing(4, 32, codes="e2m1"), n=20, k=64, rows=2),
+    Case(Packing(4, 64, codes="nf4", scale_dtype="float32"), n=20, k=64, scale=torch.float32),
+    Case(Packing(4, 32, offsets=True), rows=12, k=96),
+    Case(Packing(8, None, offsets=True), rows=3, k=200, processors=8),
+    Case(Packing(2, 64, offsets=True), rows=2, scale=torch.float32),
+    Case(Packing(6, 32, offsets=True), rows=2, k=96, dtype=torch.float16),
+    Case(Packing(5, None), rows=2, k=160, dtype=torch.float16),
+    Case(Packing(4, 256, offsets=True), rows=2, k=512, n=20),
+    Case(Packing(3, 96), rows=2, k=192, n=20),
+    Case(Packing(8, None, codes="e4m3"), rows=20, k=128, scale=torch.float32),
+    Case(Packing(8, 128, codes="e5m2"), rows=2, capability=(8, 0)),
+    Case(Packing(4, 32, codes="e2m1"), rows=20, k=64),
+    Case(Packing(4, 64, codes="fp4"), rows=2, k=128, scale=torch.float32),
+    Case(Packing(4, None, codes="nf4"), rows=12, k=128, capability=(8, 0)),
+]
 CALLED = [
     Case(Packing(4, 128), rows=2, n=40),
     Case(Packing(8, 128), rows=2, n=40, k=1024, processors=8, dtype=torch.float16),
@@ -84,7 +105,14 @@ def build(case: Case) -> tuple[PackedWeight, torch.Tensor]:
 
 
 def exact(stored: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    return x.double() @ dequantize(replace(stored, scales=stored.scales.double())).t()
+    return x.double() @ exactly(stored).t()
+
+
+def exactly(stored: PackedWeight) -> torch.Tensor:
+    """The weight in fp64, whatever it is to be rounded to."""
+    offsets = None if stored.offsets is None else stored.offsets.double()
+    found = dequantize(replace(stored, scales=stored.scales.double(), offsets=offsets))
+    return found.double()
 
 
 def error(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -94,14 +122,14 @@ def error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 def product(case: Case) -> tuple[float, float]:
     """Errors of the product before it is rounded to the dtype, and of the unpacked weight."""
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(case)
     matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
     y = matmul.multiply(matmul.prepare(x), torch.float32)
     dense = matmul.dequantize()
     assert y.shape == (case.rows, case.n) and dense.dtype == stored.scales.dtype
-    return error(y, exact(stored, x)), error(dense, dequantize(stored).double())
+    return error(y, exact(stored, x)), error(dense, exactly(stored) if case in FOREIGN else dequantize(stored).double())
 
 
 def ulp(dtype: torch.dtype) -> float:
@@ -116,8 +144,16 @@ def test_product(case: Case, interpret: Interpret) -> None:
     assert dense <= (0 if case.dtype is torch.float16 or case.scale else ulp(case.dtype))
 
 
+@pytest.mark.parametrize("case", chosen(FOREIGN, FOREIGN[:4]), ids=str)
+def test_product_of_foreign_layouts(case: Case, interpret: Interpret) -> None:
+    unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
+    rounded = 2**-11 if case.packing.codes == "nf4" else 0.0  # its values, to fp16
+    assert unrounded < 1e-4 + rounded
+    assert dense <= rounded + ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
+
+
 def called(case: Case) -> tuple[float, bool]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(case)
     matmul = TritonMatmul(stored, Chip(case.capability, case.processors))
@@ -133,7 +169,7 @@ def test_call_rounds_once_and_repeats_itself(case: Case, interpret: Interpret) -
 
 
 def magnitudes(scale: float, dtype: torch.dtype) -> float:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128), rows=2, n=16, k=512, dtype=dtype))
     x *= scale
@@ -150,7 +186,7 @@ def test_bf16_of_any_magnitude(scale: float, interpret: Interpret) -> None:
 
 
 def not_a_number() -> tuple[bool, bool]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128), rows=2, n=16))
     x[1, 3] = torch.nan
@@ -167,14 +203,14 @@ def test_no_rows(interpret: Interpret) -> None:
 
 
 def empty() -> tuple[int, ...]:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128)))
     return tuple(TritonMatmul(stored, Chip((9, 0), 1))(x[:0]).shape)
 
 
 def test_wrong_activations_are_refused() -> None:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(Case(Packing(4, 128)))
     matmul = TritonMatmul(stored, Chip((9, 0), 1))
@@ -184,7 +220,7 @@ def test_wrong_activations_are_refused() -> None:
 
 
 def test_holds_no_second_copy() -> None:
-    from mycli.runtime.kernels.triton.linear import TritonMatmul
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, _ = build(Case(Packing(4, 128), n=128))
     assert TritonMatmul(stored, Chip((9, 0), 1)).nbytes == stored.packed.nbytes + stored.scales.nbytes
@@ -216,6 +252,38 @@ def test_on_a_gpu(
     monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: None)
     declined = TritonKernel().decline(Packing(4, 128), 64, 128, torch.device("cuda"), dtype)
     assert (declined is None) if reason is None else (declined is not None and reason in declined)
+
+
+@pytest.mark.parametrize(
+    ("packing", "reason"),
+    [
+        (Packing(4, 16, codes="e2m1"), "multiples of 32, not e2m1-g16"),
+        (Packing(6, 16), "multiples of 32, not int6-g16"),
+        (Packing(5, 32, "gguf", offsets=True, scale_dtype="float16"), None),
+        (Packing(4, 128, "gptq", offsets=True, permuted=True), None),
+        (Packing(8, None, codes="e4m3"), None),
+    ],
+    ids=str,
+)
+def test_foreign_layouts_but_groups_of_16_are_taken(
+    packing: Packing, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And checked in the packing that they are multiplied in."""
+    checked: list[Packing] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: checked.append(packing))
+    declined = TritonKernel().decline(packing, 64, 96, torch.device("cuda"), torch.bfloat16)
+    assert (declined is None) if reason is None else (declined is not None and reason in declined)
+    assert all(one.bits in BITS and one.group_size in (*GROUP_SIZES, None) and not one.permuted for one in checked)
+    assert len(checked) == (reason is None)
+
+
+def test_codes_that_are_no_number_are_the_references() -> None:
+    stored = weight(Packing(8, None, codes="e4m3"), 4, 64, 0)
+    kernel = TritonKernel()
+    stored.packed.view(torch.uint8)[2, 5] = 0x7F
+    prepared = kernel.prepare(stored, torch.bfloat16)
+    assert isinstance(prepared, DequantizeMatmul) and prepared.dequantize()[2, 5].isnan()
 
 
 @pytest.mark.parametrize(
@@ -281,5 +349,5 @@ def test_pdl_where_chip_and_driver_can(
 ) -> None:
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(triton_packed, "_driver", lambda: driver)
-    assert triton_packed.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, pdl)
+    monkeypatch.setattr(matmul, "_driver", lambda: driver)
+    assert matmul.chip_of(torch.device("cuda", 0)) == Chip(capability, 132, pdl)

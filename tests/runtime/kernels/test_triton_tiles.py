@@ -2,8 +2,8 @@
 
 import pytest
 
-from mycli.runtime.kernels.triton.tiles import Chip, most_packed_rows, parts, tile
-from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, tile_k
+from mycli.runtime.kernels.triton.product.tiles import Chip, most_packed_rows, parts, tile
+from mycli.runtime.kernels.triton.product.weight_layout import layout_of, padded_k, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 CHIPS = [Chip(capability, 132) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0))]

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from mycli.runtime.kernels.triton.weight_layout import Layout, layout_of
+from mycli.runtime.kernels.triton.product.weight_layout import Layout, layout_of
 from mycli.runtime.quantization.scheme import Packing
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton import unpack as triton_unpack  # noqa: E402  (reason: only where Triton is installed)
+from mycli.runtime.kernels.triton.product import unpack as triton_unpack  # noqa: E402  (reason: only where Triton is installed)
 
 OUTPUTS = {8: 2, 4: 4, 3: 16, 2: 8}
 TEXT = {8: triton_unpack.ASM8, 4: triton_unpack.ASM4, 3: triton_unpack.ASM3, 2: triton_unpack.ASM2}

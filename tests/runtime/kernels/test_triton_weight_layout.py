@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.kernels.triton.weight_layout import (
+from mycli.runtime.kernels.triton.product.weight_layout import (
     layout_of,
     padded_k,
     repack,
@@ -35,7 +35,7 @@ def test_bijection(packing: Packing, rows: int, groups: int, dtype: torch.dtype,
     assert repacked.dtype == torch.int16 and repacked.is_contiguous()
     found = codes_from_layout(repacked, packing, rows, columns)
     assert torch.equal(found, unpack(original.packed, packing.bits, columns))
-    scales = scales_from_layout(repack_scales(original), dtype, rows, packing.groups(columns))
+    scales = scales_from_layout(repack_scales(original, original.scales), dtype, rows, packing.groups(columns))
     assert torch.equal(scales, original.scales)
 
 
@@ -50,7 +50,7 @@ def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
     found = codes_from_layout(repacked, packing, rows, kept)
     zero = 1 << (packing.bits - 1)
     assert (found[-1] == zero).all() and (found[:, columns:] == zero).all()
-    assert scales_from_layout(repack_scales(original), torch.float16, rows, 1)[-1] == 0
+    assert scales_from_layout(repack_scales(original, original.scales), torch.float16, rows, 1)[-1] == 0
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)

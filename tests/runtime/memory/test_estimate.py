@@ -16,6 +16,7 @@ from mycli.runtime.memory.estimate import (
     CPU_KEPT,
     MemoryPlan,
     cache_bytes,
+    captured_bytes,
     embedding_bytes,
     estimate,
     longest_context,
@@ -275,6 +276,31 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert small.kept == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
     assert estimate(plan("Llama-3.1-8B")).workspace.kept == CPU_KEPT and result.workspace.kept == 0
     assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
+
+
+def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
+    six, eight = (plan("Llama-3.1-8B", Packing(bits, 32, offsets=True)) for bits in (6, 8))
+    assert estimate(six).weights < estimate(eight).weights
+    assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
+    odd = plan("Llama-3.1-8B", Packing(6, 16), gpu=True)  # which its kernels do not multiply
+    assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
+
+
+def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
+    """Written out for Llama-3.1-8B: logits of 128,256 bf16; the pool is for the widest pass."""
+    one = plan("Llama-3.1-8B", INT4, gpu=True)
+    row, values = 128256 * 2, (2 * 4096 + 4 * 14336 + 4096) * 2
+    parts = 2 * 14336 * 4096 * 33 // 64 // 8  # gate and up: 4 bits, and 2 bytes for 128
+    assert captured_bytes(one) == row + values + parts
+    assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 3) * row + 3 * values + parts
+    assert captured_bytes(replace(one, batch=2, running=3)) == captured_bytes(replace(one, batch=3))
+    many = captured_bytes(replace(one, batch=100))
+    assert many == sum(range(49, 65)) * row + 64 * values + parts, "the 16 largest, of at most 64 rows"
+    drafted = replace(one, draft=plan("Llama-3.2-1B"))
+    assert captured_bytes(drafted) == (1 + 8) * row + 8 * values + parts
+    for without in (replace(one, gpu=False), replace(one, kv="int4"), plan("Llama-3.1-8B", gpu=True)):
+        assert captured_bytes(without) == 0
+    assert estimate(one).workspace.graphs == captured_bytes(one)
 
 
 def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:

@@ -62,7 +62,7 @@ class Tile:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
-    text = resources.files("mycli.runtime.kernels.triton").joinpath("tiles.json").read_text("utf-8")
+    text = resources.files("mycli.runtime.kernels.triton.product").joinpath("tiles.json").read_text("utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
 

@@ -1,36 +1,40 @@
 """Packed weights multiplied by Triton kernels: one tile shape per number of rows, and a dense product for many rows.
 
-Launches what `triton.gemm` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
+Launches what `product.gemm` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
 some platforms, and slow to load where nothing will use it.
 """
 
 import ctypes
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
-from threading import Lock
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.device.placement import OLDEST_PACKED
-from mycli.runtime.errors import in_a_line
-from mycli.runtime.kernels.triton import tiles as triton_tiles
-from mycli.runtime.kernels.triton.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.weight_layout import layout_of, padded_k, repack, repack_scales, tile_k
-from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
+from mycli.runtime.kernels.triton.product import tiles as triton_tiles
+from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
+from mycli.runtime.kernels.triton.product.weight_layout import (
+    TABLE_UNIT,
+    as_multiplied,
+    layout_of,
+    padded_k,
+    repack,
+    repack_scales,
+    tile_k,
+)
+from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
 if TYPE_CHECKING:
-    from mycli.runtime.kernels.triton.activation import Operand
-    from mycli.runtime.kernels.triton.gemm import RmsScale
+    from mycli.runtime.kernels.triton.experts import Pairs
+    from mycli.runtime.kernels.triton.product.activation import Operand
+    from mycli.runtime.kernels.triton.product.gemm import RmsScale
     from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
 _PDL_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
-_ACTIVATIONS = (torch.bfloat16, torch.float16)
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 _SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -56,7 +60,7 @@ def uses_ptx() -> bool:
     """Whether kernels may hold inline PTX: not in the interpreter, not on AMD."""
     import triton
 
-    from mycli.runtime.kernels.triton.gemm import multiply_kernel
+    from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
     return isinstance(multiply_kernel, triton.runtime.JITFunction) and torch.version.hip is None
 
@@ -71,6 +75,8 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
         "CHUNK_K": layout.chunk_k,
         "SCALE": _SCALES[scale_dtype],
         "CHANNEL": packing.group_size is None,
+        "CODES": packing.codes,
+        "UNIT": TABLE_UNIT.get(packing.codes, 1.0),
         "ASM": ptx,
     }
 
@@ -107,7 +113,7 @@ class Activation:
         """What kernels take to write it."""
         from triton.language import constexpr
 
-        from mycli.runtime.kernels.triton.activation import Operand
+        from mycli.runtime.kernels.triton.product.activation import Operand
 
         constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
         return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
@@ -122,7 +128,7 @@ def check_contiguous(*tensors: Tensor | None) -> None:
 
 def _check(x: Tensor, columns: int) -> None:
     """The kernels take what follows for granted."""
-    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in _ACTIVATIONS:
+    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(
             f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
         )
@@ -138,21 +144,28 @@ def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TritonMatmul:
-    """A weight in the order of `triton.weight_layout`."""
+    """A weight in the order of `product.weight_layout`."""
 
     def __init__(self, weight: PackedWeight, chip: Chip) -> None:
+        weight = as_multiplied(weight)
         self.packing, self.chip = weight.packing, chip
         self.n, self.k = weight.out_features, weight.in_features
         self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
         self._k_kept = padded_k(self.packing, self.k)
-        self._codes, self._scales = repack(weight), repack_scales(weight)
-        self._n_kept = self._codes.shape[0] * self._layout.chunk_n
+        self.codes, self.scales = repack(weight), repack_scales(weight, weight.scales)
+        self.offsets = None if weight.offsets is None else repack_scales(weight, weight.offsets)
+        self._n_kept = self.codes.shape[0] * self._layout.chunk_n
         self._scale_dtype = weight.scales.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._codes.nbytes + self._scales.nbytes
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.offsets) if tensor is not None)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What experts have in common that one launch multiplies by."""
+        return self.n, self.k, self.packing, self._scale_dtype, self.chip
 
     def _constants(self) -> dict[str, Any]:
         return constants(self.packing, self._scale_dtype, uses_ptx())
@@ -161,53 +174,66 @@ class TritonMatmul:
         """The share of a program in a product of `rows` rows."""
         return triton_tiles.tile(self.chip, self.packing, rows)
 
-    def activation(self, rows: int) -> Activation:
-        """Room for `rows` rows, for `prepare` or for a kernel that makes them."""
-        shape = self.tile(rows)
+    def activation(self, rows: int, tile: Tile | None = None) -> Activation:
+        """Room for `rows` rows, for `prepare` or a kernel that makes them; of the `tile` for so many, or another."""
+        shape = tile or self.tile(rows)
         rows_kept = -(-rows // shape.block_m) * shape.block_m
-        device, tiles = self._codes.device, self._k_kept // self._tile_k
+        device, tiles = self.codes.device, self._k_kept // self._tile_k
         values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=device)
         return Activation(values, torch.empty((tiles, rows_kept, 2), dtype=torch.float32, device=device), shape)
 
-    def prepare(self, x: Tensor) -> Activation:
+    def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
         """x [rows, K] for `multiply`."""
-        from mycli.runtime.kernels.triton.activation import prepare_kernel
+        from mycli.runtime.kernels.triton.product.activation import prepare_kernel
 
         _check(x, self.k)
-        into = self.activation(x.shape[0])
+        into = self.activation(x.shape[0], tile)
         at_once = 1024 // into.tile_k
         prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
         return into
 
-    def partial(self, x: Activation, dtype: torch.dtype = torch.float32, epilogue: "Epilogue | None" = None) -> Tensor:
+    def partial(
+        self,
+        x: Activation,
+        dtype: torch.dtype = torch.float32,
+        epilogue: "Epilogue | None" = None,
+        pairs: "Pairs | None" = None,
+    ) -> Tensor:
         """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
 
-        `epilogue`: what else the launch does with each piece of it.
+        `epilogue`: what else the launch does with each piece of it; `pairs`: those of experts of which this is the
+        first, which are the rows of the product then.
         """
-        from mycli.runtime.kernels.triton.gemm import multiply_kernel
+        from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
-        shape, rows = x.tile, x.values.shape[0]
-        parts, each = triton_tiles.parts(self.chip, shape, self.packing, rows, self.n, self._k_kept, self._tile_k)
+        shape, rows = x.tile, x.values.shape[0] if pairs is None else pairs.count
+        columns, blocks = -(-self.n // shape.block_n), -(-rows // shape.block_m)
+        if pairs is not None:
+            blocks = pairs.most_tiles(shape.block_m)
+        # Rows of experts are so many weights side by side, each with a share of the rows.
+        shares, wide = (rows, self.n) if pairs is None else (-(-rows // blocks), columns * shape.block_n * blocks)
+        parts, each = triton_tiles.parts(self.chip, shape, self.packing, shares, wide, self._k_kept, self._tile_k)
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
-        grid = (-(-self.n // shape.block_n), parts, -(-rows // shape.block_m))
+        grid = (columns, parts, blocks)
         if epilogue is not None:
             pieces = grid[2] * -(-self.n // epilogue.RANGES.value // epilogue.SPAN.value)
             if pieces > epilogue.counters.numel() or (grid[2] > 1 and shape.block_m <= 8):
                 raise ValueError(f"{pieces} pieces of {rows} rows for {epilogue.counters.numel()} counters")
         multiply_kernel[grid](
-            self._codes, self._scales, x.values, x.sums, y,
+            self.codes, self.scales, self.offsets, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
-            x.rms, epilogue,
+            x.rms, epilogue, None if pairs is None else pairs.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=epilogue is not None,
+            ROUTED=pairs is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         return y
 
-    def multiply(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        """The product [rows, N] in `dtype`, rounded once from fp32."""
-        y = self.partial(x, dtype)
+    def multiply(self, x: Activation, dtype: torch.dtype, pairs: "Pairs | None" = None) -> Tensor:
+        """The product [rows, N] in `dtype`, rounded once from fp32; `pairs` as in `partial`."""
+        y = self.partial(x, dtype, pairs=pairs)
         return y[0] if y.shape[0] == 1 else _add(y, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -226,13 +252,13 @@ class TritonMatmul:
         return max(512, _DENSE_BYTES // (self.k * element_size) // 512 * 512)
 
     def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        from mycli.runtime.kernels.triton.gemm import dequantize_kernel
+        from mycli.runtime.kernels.triton.product.gemm import dequantize_kernel
 
         warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
-        y = torch.empty((last - first, self.k), dtype=dtype, device=self._codes.device)
+        y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
         dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
-            self._codes, self._scales, y, first, last, self.k, self._n_kept, self._k_kept,
+            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_kept, self._k_kept,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
         )  # fmt: skip
         return y
@@ -240,69 +266,3 @@ class TritonMatmul:
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""
         return self._dense(0, self.n, self._scale_dtype)
-
-
-def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
-    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
-    generator = torch.Generator().manual_seed(rows)
-    columns = 2 * (packing.group_size or 128)
-    codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
-    scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
-    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns)
-    x = torch.randn(rows, columns, generator=generator).bfloat16()
-    expected = x.double() @ dequantize(weight).double().t()
-    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device))
-    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
-    return float((found - expected).norm() / expected.norm())
-
-
-_ONE_AT_A_TIME = Lock()  # of the checks: layers are loaded by several threads
-
-
-def self_check(device: torch.device, packing: Packing) -> str | None:
-    """Why the kernels are not to be used here, None if small products come out right; asked once, by one thread."""
-    with _ONE_AT_A_TIME:
-        return _checked(device, packing)
-
-
-@cache  # compiling takes a second, and the answer does not change
-def _checked(device: torch.device, packing: Packing) -> str | None:
-    for rows in (1, 12):
-        try:
-            error = small_product(device, packing, chip_of(device), rows)
-        except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            return f"failed on this machine: {in_a_line(trouble)}"
-        if not error < 5e-3:
-            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
-    return None
-
-
-class TritonKernel:
-    """Takes packed weights of every width on NVIDIA GPUs from compute capability 8.0."""
-
-    name = "triton"
-
-    def decline(
-        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
-        """Anything but bf16 or fp16 activations on a CUDA device of capability 8.0 or more, with Triton installed."""
-        if device.type != "cuda":
-            return f"runs on CUDA devices, not on {device.type}"
-        if torch.version.hip is not None:
-            return "has never been run on an AMD GPU"
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        if dtype not in _ACTIVATIONS:
-            return f"takes bf16 or fp16 activations, not {dtype}"
-        if not packing.plain:
-            return f"does not take {packing.name}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_PACKED:
-            return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-        if device.index is not None and device.index != (current := torch.cuda.current_device()):
-            return f"launches on cuda:{current}, the device of this thread, not on {device}"
-        return self_check(device, packing)
-
-    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Repack the codes on their device; the caller then drops the tensors they came from."""
-        return TritonMatmul(weight, chip_of(weight.packed.device))

@@ -1,7 +1,7 @@
 """Codes to fp16 numbers in registers: one logic operation for two weights, the bias left in.
 
 A code ORed under the exponent of 1024 is the fp16 number 1024 + 2^e * code, exactly, as long as it fits in the ten bits
-of the mantissa; e is the bit it lies at (`Layout.fields` of `triton.weight_layout`). Who uses the numbers takes 1024
+of the mantissa; e is the bit it lies at (`Layout.fields` of `product.weight_layout`). Who uses the numbers takes 1024
 and 2^e off, once per group of weights instead of once per weight.
 
 Each width has inline PTX on two 16-bit fields at a time, and a twin in plain operations for the interpreter and for

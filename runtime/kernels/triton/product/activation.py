@@ -1,7 +1,7 @@
 """The operand of the packed product, as Triton device code: who makes activations writes them with this.
 
 Activations are fp16 [rows, tiles * TILE_K], scaled by a power of two per row and tile so that bf16 fits exactly; with
-them go that power and their sum. Knows no tensors; `triton.linear` launches `prepare_kernel`.
+them go that power and their sum. Knows no tensors; `product.matmul` launches `prepare_kernel`.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

@@ -1,7 +1,7 @@
 """The order in which the Triton kernels keep weights: what one thread of an MMA needs lies in 16 contiguous bytes.
 
 Pure torch, on any device; the tests have the inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the
-16-row operand) and where the magic-number unpacking of `triton.unpack` finds each code; knows nothing of launches.
+16-row operand) and where the magic-number unpacking of `product.unpack` finds each code; knows nothing of launches.
 
 A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes * 16 bytes. Within a chunk
     row    = ([repeat], field row, lane / 4)
@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
+SCALES = (torch.bfloat16, torch.float16, torch.float32)  # what kernels read
+TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # of an unpacked code, its value
 _ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
 
 
@@ -107,6 +109,29 @@ def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
     return ordered.reshape(*ordered.shape[:3], len(layout.fields[0]), 8, 4, 8)
 
 
+def multiplied(packing: Packing) -> Packing | None:
+    """What kernels need to know of `Packing.on_gpu`, and nothing else."""
+    held = packing.on_gpu()
+    return held and Packing(held.bits, held.group_size, offsets=held.offsets, codes=held.codes)
+
+
+def as_multiplied(weight: PackedWeight) -> PackedWeight:
+    """The same numbers in the packing of `multiplied`."""
+    packing, given = multiplied(weight.packing), weight.packing
+    assert packing is not None, given.name
+    packed, scales, offsets = weight.packed, weight.scales, weight.offsets
+    if packing.bits != given.bits:
+        codes = unpack(packed, given.bits, weight.in_features) + ((1 << 7) - (1 << given.bits - 1))
+        packed = pack(codes, packing.bits)
+    if packing.group_size is not None and given.group_size != packing.group_size:
+        times = (given.group_size or weight.in_features) // packing.group_size
+        scales = scales.repeat_interleave(times, dim=1)
+        offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
+    if scales.dtype not in SCALES:
+        scales = scales.float()
+    return replace(weight, packed=packed, scales=scales, offsets=offsets, packing=packing)
+
+
 def repack(weight: PackedWeight) -> Tensor:
     """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up decodes to zero."""
     packing, k = weight.packing, weight.in_features
@@ -117,7 +142,8 @@ def repack(weight: PackedWeight) -> Tensor:
     for first in range(0, chunks, step):
         codes = unpack(weight.packed[first * layout.chunk_n : (first + step) * layout.chunk_n], packing.bits, k)
         fill = (0, kept - k, 0, -codes.shape[0] % layout.chunk_n)
-        codes = _to_fields(torch.nn.functional.pad(codes, fill, value=1 << (packing.bits - 1)), layout)
+        zero = 1 << (packing.bits - 1) if packing.codes == "int" else 0
+        codes = _to_fields(torch.nn.functional.pad(codes, fill, value=zero), layout)
         words = codes.new_zeros((*codes.shape[:2], layout.words, 8, 4, 8), dtype=torch.int32)
         for row, halves in enumerate(layout.fields):
             for half, (word, shift) in enumerate(halves):
@@ -132,12 +158,12 @@ def repack(weight: PackedWeight) -> Tensor:
     return out
 
 
-def repack_scales(weight: PackedWeight) -> Tensor:
-    """Scales as [K' / tile, N'], N' the rows kept; per channel [1, N']. Zeros where there was nothing.
+def repack_scales(weight: PackedWeight, scales: Tensor) -> Tensor:
+    """Its scales, or offsets, as [K' / tile, N'], N' the rows kept; per channel [1, N']. Zeros where there was nothing.
 
     16-bit scales come as int32 [.., N' / 2]: the two rows of an MMA register pair (r, r + 8) in one word, low first.
     """
-    packing, scales = weight.packing, weight.scales
+    packing = weight.packing
     groups = padded_k(packing, weight.in_features) // packing.group_size if packing.group_size else 1
     fill = (0, groups - scales.shape[1], 0, -scales.shape[0] % layout_of(packing).chunk_n)
     padded = torch.nn.functional.pad(scales, fill).t().contiguous()

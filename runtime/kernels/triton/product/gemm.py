@@ -1,15 +1,15 @@
 """The product of packed weights and few rows of activations, y = x W^T, as Triton device code.
 
 Weight and activation change places: the weight tile [BLOCK_N, TILE_K] is the 16-row operand of the MMA, unpacked in
-registers from the order of `triton.weight_layout`, and the activations are its 8 columns, so 1 to 8 rows cost the same.
+registers from the order of `product.weight_layout`, and the activations are its 8 columns: 1 to 8 rows cost the same.
 What the unpacking leaves in (bias, power of two) is taken off once per group:
 
-    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x)
+    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
 
-with acc the fp32 sum of (1024 + 2^e * u) * x. Activations are fp16, scaled by a power of two per group so that bf16
-fits exactly; their sums come with them (`triton.activation`). Sums over K are fp32 and in a fixed order: parts of K are
-written apart, and added in turn by a kernel or by the program that runs the `Epilogue` (`triton.split_k`). Knows no
-tensors; `triton.linear` launches, and checks what is assumed here.
+with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Activations are fp16,
+scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums
+over K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that
+runs the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -21,8 +21,11 @@ import triton
 import triton.language as tl
 
 from mycli.runtime.kernels.triton.pdl import pdl_wait, prefetch_weights
+from mycli.runtime.kernels.triton.product.grouped import expert_tile
+from mycli.runtime.kernels.triton.product.scales import load_scales, row_terms, scale_words, tile_blocks, to_scales
+from mycli.runtime.kernels.triton.product.tables import table4, table8
+from mycli.runtime.kernels.triton.product.unpack import unpack2, unpack3, unpack4, unpack8
 from mycli.runtime.kernels.triton.split_k import run_epilogue
-from mycli.runtime.kernels.triton.unpack import unpack2, unpack3, unpack4, unpack8
 
 
 class RmsScale(NamedTuple):
@@ -33,28 +36,6 @@ class RmsScale(NamedTuple):
     size: Any  # of a row
     eps: Any
     PIECES: Any  # a power of two, at least `pieces`
-
-
-@triton.jit
-def _tile_blocks(block, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """Which 16 rows of the matrix each 16 rows of a tile are: a warp's rows are those of whole chunks."""
-    place = tl.arange(0, BLOCK_N // 16)  # (chunk, repeat, warp): MMA tiles go to warps in turn
-    turn = place // (WARPS * REPEATS) * WARPS + place % WARPS
-    return block * (BLOCK_N // 16) + turn * REPEATS + place // WARPS % REPEATS
-
-
-@triton.jit
-def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """By what power of two the codes of each row of a tile come out."""
-    FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
-    row = tl.arange(0, BLOCK_N)
-    field = row // 16 // WARPS % REPEATS % (FIELD_ROWS // 2) * 2 + row // 8 % 2
-    if BITS == 8:
-        return tl.full((BLOCK_N,), 1, tl.int32)
-    elif BITS == 3:
-        return 1 << (field // 3 * 3)
-    else:
-        return 1 << (field * BITS)
 
 
 @triton.jit
@@ -69,6 +50,7 @@ def _load_weights(
     REPEATS: tl.constexpr,
     CHUNK_K: tl.constexpr,
     WARPS: tl.constexpr,
+    CODES: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order.
@@ -83,10 +65,12 @@ def _load_weights(
     source = codes + tile * (WIDE_K * WORDS * 256) + chunks[:, None, None] * (k_chunks * WORDS * 256) + run
     a = tl.load(source)
     if BITS == 8:
-        w = unpack8(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
+        w = unpack8(a, ASM) if CODES == "int" else table8(a, CODES, ASM)
+        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
-        w = unpack4(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
+        w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
+        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
         w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
     elif BITS == 2:
         w = unpack2(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
@@ -102,48 +86,12 @@ def _load_weights(
 
 
 @triton.jit
-def _load_scales(scales, tile, n_kept, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """The raw words of a group's scales: int32 [BLOCK_N / 2], two 16-bit scales each, or fp32 [BLOCK_N]."""
-    if SCALE == "fp32":
-        rows = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
-        words = tl.load(scales + tile * n_kept + rows)
-    else:
-        pairs = (blocks[:, None] * 8 + tl.arange(0, 8)[None, :]).reshape(BLOCK_N // 2)
-        words = tl.load(scales + tile * (n_kept // 2) + pairs)
-    return words
-
-
-@triton.jit
-def _to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """fp32 [BLOCK_N] from what `_load_scales` returned."""
-    if SCALE == "fp32":
-        result = words
-    else:
-        if SCALE == "bf16":  # the upper half of an fp32
-            low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-        else:
-            low = (words & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        result = tl.join(low, high).reshape(BLOCK_N // 16, 8, 2).permute(0, 2, 1).reshape(BLOCK_N)
-    return result
-
-
-@triton.jit
-def _scale_words(scales, tile, end, n_kept, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """The scale words of the next UNROLL tiles; past the end, those of the last."""
-    words: tl.tuple = ()
-    for step in tl.static_range(UNROLL):
-        words = words + (_load_scales(scales, tl.minimum(tile + step, end - 1), n_kept, blocks, BLOCK_N, SCALE),)
-    return words
-
-
-@triton.jit
-def _row_sums(sums, tile, end, columns, rows_kept, UNROLL: tl.constexpr):
+def _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL: tl.constexpr):
     """(scale, sum) fp32 [BLOCK_M, 2] of the activations of the next UNROLL tiles."""
     pairs: tl.tuple = ()
     for step in tl.static_range(UNROLL):
         start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_kept)
-        pairs = pairs + (tl.load(start + columns[:, None] * 2 + tl.arange(0, 2)[None, :]),)
+        pairs = pairs + (tl.load(start + x_columns[:, None] * 2 + tl.arange(0, 2)[None, :]),)
     return pairs
 
 
@@ -157,8 +105,9 @@ def _load_squares(rms, columns, rows):
 
 @triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
 def multiply_kernel(
-    codes,  # int16, in the order of `triton.weight_layout`
+    codes,  # int16, in the order of `product.weight_layout`
     scales,  # int32 pairs of 16-bit scales, or fp32
+    offsets,  # fp32 in the order of fp32 scales, or None
     x,  # fp16 [rows, k_kept], scaled
     sums,  # fp32 [k_kept / TILE_K, rows_kept, 2]: the power of two taken out of x, and the sum of x as it was
     y,  # [parts, rows, n]
@@ -170,6 +119,7 @@ def multiply_kernel(
     tiles_per_part,
     rms,  # `RmsScale` or None
     epilogue,  # `Epilogue` where EPILOGUE, else None
+    routed,  # `Routed` where ROUTED, else None; rows of y are pairs then, and `codes` and `scales` the first expert's
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -180,77 +130,101 @@ def multiply_kernel(
     CHUNK_K: tl.constexpr,
     SCALE: tl.constexpr,  # dtype of the scales: bf16, fp16, fp32
     CHANNEL: tl.constexpr,  # one scale a row
+    CODES: tl.constexpr,  # what they stand for: `int`, or a table
+    UNIT: tl.constexpr,  # of what a table's codes are unpacked to
     PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
     ASM: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before the launch before it ends
     EPILOGUE: tl.constexpr,  # Triton 3.6 compares no tuple that holds a None with None
+    ROUTED: tl.constexpr,
 ):
-    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
+    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles.
+
+    Of experts, a block of rows belongs to one of them; blocks of the grid past the last one do nothing.
+    """
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, part = tl.program_id(0), tl.program_id(1)
     # Chunks past the end read the last: their rows are never stored.
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
     chunks = chunks.to(tl.int64)
-    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
     k_chunks = k_kept // CHUNK_K
-    columns = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = x + columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
-    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
-    factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
-    if PDL:
+    if PDL and ROUTED:  # whose weights it reads, the launch before it says
+        pdl_wait()
+    elif PDL:
         RUNS: tl.constexpr = BLOCK_N // CHUNK_N
         TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
         run_bytes = (k_kept // TILE_K).to(tl.int64) * TILE_BYTES
         begun = codes + start * (TILE_BYTES // 2)
         prefetch_weights(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
         pdl_wait()
+    stop = end
+    if ROUTED:
+        codes, scales, offsets, columns, x_columns, last = expert_tile(routed, codes, scales, offsets, BLOCK_M)
+        stop = tl.where(last > 0, end, start)
+    else:
+        columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
+        x_columns = columns
+    x_rows = x + x_columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if CHANNEL and offsets is not None:
+        x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
         squares = _load_squares(rms, columns, rows)
-    words = _scale_words(
+    words = scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
-    pairs = _row_sums(sums, start, end, columns, rows_kept, UNROLL)
-    for tile in tl.range(start, end, UNROLL):
+    pairs = _row_sums(sums, start, end, x_columns, rows_kept, UNROLL)
+    for tile in tl.range(start, stop, UNROLL):
         if AHEAD:
             if not CHANNEL:
-                next_words = _scale_words(scales, tile + UNROLL, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
-            next_pairs = _row_sums(sums, tile + UNROLL, end, columns, rows_kept, UNROLL)
+                next_words = scale_words(scales, tile + UNROLL, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
+            next_pairs = _row_sums(sums, tile + UNROLL, end, x_columns, rows_kept, UNROLL)
         else:
             if not CHANNEL:
-                words = _scale_words(scales, tile, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
-            pairs = _row_sums(sums, tile, end, columns, rows_kept, UNROLL)
+                words = scale_words(scales, tile, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
+            pairs = _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL)
         for turn in tl.static_range(UNROLL):
             now = tile + turn
-            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM)
-            xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < rows, other=0.0)
+            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM)
+            xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
             if not PERMUTED:
                 xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(BLOCK_M, TILE_K)
             acc = tl.dot(w, xt.trans())
             x_scale, x_sum = tl.split(pairs[turn])
-            part_sum = acc * x_scale[None, :] - bias[:, None] * x_sum[None, :]
+            part_sum = acc * x_scale[None, :]
+            if CODES == "int":
+                part_sum -= bias[:, None] * x_sum[None, :]
             if CHANNEL:
                 total += part_sum
+                if offsets is not None:
+                    x_total += x_sum
             else:
-                total += (_to_scales(words[turn], BLOCK_N, SCALE) * factor)[:, None] * part_sum
+                total += (to_scales(words[turn], BLOCK_N, SCALE) * factor)[:, None] * part_sum
+                if offsets is not None:
+                    offset = load_scales(offsets, now, n_kept, kept_blocks, BLOCK_N, "fp32")
+                    total += offset[:, None] * x_sum[None, :]
         if AHEAD:
             if not CHANNEL:
                 words = next_words
             pairs = next_pairs
     if CHANNEL:
-        total *= (_to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+        total *= (to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+        if offsets is not None:
+            total += load_scales(offsets, 0, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
             squares = _load_squares(rms, columns, rows)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
-    tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < rows) & (out[:, None] < n))
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < last) & (out[:, None] < n))
     if EPILOGUE:
         run_epilogue(epilogue, y, rows, n, BLOCK_N, BLOCK_M)
 
@@ -259,6 +233,7 @@ def multiply_kernel(
 def dequantize_kernel(
     codes,
     scales,
+    offsets,
     y,  # [n - first, k]
     first,  # row at which y begins: a multiple of BLOCK_N
     n,
@@ -273,22 +248,27 @@ def dequantize_kernel(
     CHUNK_K: tl.constexpr,
     SCALE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (blocks of n, tiles of K). y = (u - 2^(bits-1)) * s, rounded once."""
+    """Grid (blocks of n, tiles of K). y = value(u) * s + offset, rounded once."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
-    blocks = _tile_blocks(block, BLOCK_N, REPEATS, WARPS)
+    blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     w = _load_weights(
-        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, ASM
+        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM
     )
     w = w.reshape(BLOCK_N, TILE_K // 32, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, TILE_K)
-    words = _load_scales(scales, 0 if CHANNEL else tile, n_kept, tl.minimum(blocks, n_kept // 16 - 1), BLOCK_N, SCALE)
-    step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
-    signed = (w.to(tl.float32) - (1024.0 + step * (1 << (BITS - 1)))[:, None]) / step[:, None]
+    group, kept_blocks = 0 if CHANNEL else tile, tl.minimum(blocks, n_kept // 16 - 1)
+    words = load_scales(scales, group, n_kept, kept_blocks, BLOCK_N, SCALE)
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
+    signed = (w.to(tl.float32) - bias[:, None]) * factor[:, None]
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     column = tile * TILE_K + tl.arange(0, TILE_K)
     place = y + (row - first).to(tl.int64)[:, None] * k + column[None, :]
-    dense = signed * _to_scales(words, BLOCK_N, SCALE)[:, None]
+    dense = signed * to_scales(words, BLOCK_N, SCALE)[:, None]
+    if offsets is not None:
+        dense += load_scales(offsets, group, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None]
     tl.store(place, dense.to(y.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < k))

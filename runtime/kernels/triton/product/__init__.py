@@ -1,0 +1,1 @@
+"""The product of packed weights: its device code, the order in which weights lie, its launcher."""

@@ -1,0 +1,54 @@
+"""Which expert, and which rows, a program of a grouped product has, as Triton device code.
+
+Pairs of a token and one of its experts lie sorted by expert. Each expert's pairs are cut into tiles of rows, and tiles
+are counted through all experts: how many each has is known on the device alone, so a grid has as many as there can be
+(`most_tiles`), and each program counts to its own. No launch, and no answer read by the host, depends on the route.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Routed(NamedTuple):
+    """The weights of experts and the pairs that go to them, as `multiply_kernel` takes them."""
+
+    codes: Any  # int64 [experts]: how far each expert's codes lie behind the first's, in units of 16 bytes
+    scales: Any  # int64 [experts]: likewise
+    offsets: Any  # int64 [experts]: likewise; None where they have none
+    starts: Any  # int32 [experts + 1]: the pairs of expert e are starts[e] to starts[e + 1]
+    tokens: Any  # int32 [pairs], the row of x that each takes; None: its own
+    experts: Any
+    EXPERTS: Any  # a power of two, at least `experts`
+
+
+@triton.jit
+def expert_tile(routed, codes, scales, offsets, BLOCK_M: tl.constexpr):
+    """(codes, scales, offsets, pairs [BLOCK_M], rows of x [BLOCK_M], end of its pairs) of tile `program_id(2)`.
+
+    The end is 0 for a tile that is not there. A row past the end is row 0 of x.
+    """
+    expert = tl.arange(0, routed.EXPERTS)
+    known = expert < routed.experts
+    begin = tl.load(routed.starts + expert, mask=known, other=0)
+    count = tl.load(routed.starts + expert + 1, mask=known, other=0) - begin
+    tiles = tl.cdiv(count, BLOCK_M)
+    before = tl.cumsum(tiles, 0) - tiles
+    place = tl.program_id(2) - before
+    mine = (place >= 0) & (place < tiles)  # of one expert at most
+    which = tl.sum(tl.where(mine, expert, 0), 0)
+    first = tl.sum(tl.where(mine, begin + place * BLOCK_M, 0), 0)
+    last = tl.sum(tl.where(mine, begin + count, 0), 0)
+    pairs = first + tl.arange(0, BLOCK_M)
+    rows = tl.where(pairs < last, pairs, 0)
+    if routed.tokens is not None:
+        rows = tl.load(routed.tokens + rows, mask=pairs < last, other=0)
+    codes += tl.load(routed.codes + which) * 8
+    scales += tl.load(routed.scales + which) * 4
+    if offsets is not None:
+        offsets += tl.load(routed.offsets + which) * 4
+    return codes, scales, offsets, pairs, rows, last

@@ -1,0 +1,98 @@
+"""Which packed weights the Triton kernels multiply, and whether they do it right on this machine.
+
+Asked at load, for each weight. Importing this file imports no Triton: it is absent on some platforms, and slow to load
+where nothing will use it.
+"""
+
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from threading import Lock
+
+import torch
+
+from mycli.runtime.device.placement import OLDEST_PACKED
+from mycli.runtime.errors import in_a_line
+from mycli.runtime.kernels.reference import DequantizeMatmul
+from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
+from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.kernels.triton.product.weight_layout import multiplied
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
+from mycli.runtime.quantization.scheme import Packing
+
+
+def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
+    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
+    generator = torch.Generator().manual_seed(rows)
+    columns = 2 * (packing.group_size or 128)
+    codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
+    codes = codes & 0xBB if packing.codes == "e5m2" else codes & 0xF7 if packing.codes == "e4m3" else codes  # numbers
+    scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
+    offsets = torch.randn(scales.shape, generator=generator) if packing.offsets else None
+    weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns, offsets)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    expected = x.double() @ dequantize(weight).double().t()
+    moved = None if offsets is None else offsets.to(device)
+    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device), offsets=moved)
+    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+_ONE_AT_A_TIME = Lock()  # of the checks: layers are loaded by several threads
+
+
+def self_check(device: torch.device, packing: Packing) -> str | None:
+    """Why the kernels are not to be used here, None if small products come out right; asked once, by one thread."""
+    with _ONE_AT_A_TIME:
+        return _checked(device, packing)
+
+
+@cache  # compiling takes a second, and the answer does not change
+def _checked(device: torch.device, packing: Packing) -> str | None:
+    for rows in (1, 12):
+        try:
+            error = small_product(device, packing, chip_of(device), rows)
+        except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+            return f"failed on this machine: {in_a_line(trouble)}"
+        if not error < 5e-3:
+            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
+    return None
+
+
+class TritonKernel:
+    """Takes packed weights of every width, and tables, on NVIDIA GPUs from compute capability 8.0."""
+
+    name = "triton"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Anything but bf16 or fp16 activations on a CUDA device of capability 8.0 or more, with Triton installed."""
+        if device.type != "cuda":
+            return f"runs on CUDA devices, not on {device.type}"
+        if torch.version.hip is not None:
+            return "has never been run on an AMD GPU"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        if dtype not in ACTIVATION_DTYPES:
+            return f"takes bf16 or fp16 activations, not {dtype}"
+        taken = multiplied(packing)
+        if taken is None:
+            return f"takes groups of multiples of 32, not {packing.name}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_PACKED:
+            return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+        if device.index is not None and device.index != (current := torch.cuda.current_device()):
+            return f"launches on cuda:{current}, the device of this thread, not on {device}"
+        return self_check(device, taken)
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        """Repack the codes on their device; the caller then drops the tensors they came from.
+
+        Codes that are no number, where a layout allows them, are the reference's.
+        """
+        magnitude = weight.packed.view(torch.uint8) & 0x7F
+        largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(weight.packing.codes)
+        if largest is not None and bool((magnitude > largest).any()):
+            return DequantizeMatmul(weight)
+        return TritonMatmul(weight, chip_of(weight.packed.device))

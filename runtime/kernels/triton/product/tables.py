@@ -1,0 +1,146 @@
+"""Codes of tables to fp16 numbers in registers: 8-bit floats, E2M1 and tables of 16 entries, as Triton device code.
+
+An E4M3, E5M2 or E2M1 is an fp16 number times a power of two once its bits lie where those of an fp16 do; the power goes
+with the group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors
+are the codes themselves; their entries are the nearest fp16 numbers: FP4's exactly, of twelve times the value, NF4's
+within 2^-12 of theirs. Fields lie as `product.unpack` has them; each has inline PTX and a twin in plain operations.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+import torch
+import triton
+import triton.language as tl
+
+from mycli.runtime.kernels.triton.product.weight_layout import TABLE_UNIT
+from mycli.runtime.quantization.codes import code_table
+from mycli.runtime.quantization.scheme import Codes, Packing
+
+
+def entries(codes: Codes) -> tuple[int, ...]:
+    """The bits of the 16 fp16 numbers of a table, signed 16-bit integers; of what is no such table zeros."""
+    if codes not in ("nf4", "fp4"):
+        return (0,) * 16
+    values = code_table(Packing(4, None, codes=codes)).double() / TABLE_UNIT[codes]
+    bits: list[int] = values.half().view(torch.int16).tolist()
+    return tuple(bits)
+
+
+def _lookup(codes: Codes) -> str:
+    """PTX from $4, four codes of two 16-bit words each, to $0..$3, as `product.unpack.ASM4` lays them."""
+    bits = [value & 0xFFFF for value in entries(codes)]
+
+    def four(first: int, shift: int) -> str:
+        return hex(sum((bits[first + i] >> shift & 0xFF) << 8 * i for i in range(4)))
+
+    lines = ["{", ".reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, x, s, m, p, q, low, high, u, v, w, z;"]
+    for name, start in (("a", 0), ("b", 8)):
+        lines += [f"mov.b32 {name}{i}, {four(start + i % 2 * 4, i // 2 * 8)};" for i in range(4)]
+    for source, even, odd in (("$4", "u", "v"), ("x", "w", "z")):
+        lines += ["shr.u32 x, $4, 16;"] if source == "x" else []
+        lines += [f"and.b32 s, {source}, 0x7777;", f"shr.u32 m, {source}, 3;", "and.b32 m, m, 0x1111;"]
+        lines += ["prmt.b32 m, 0xff00, 0, m;"]  # a byte of ones for each code above 7
+        for half, into in ((0, "low"), (2, "high")):
+            lines += [f"prmt.b32 p, a{half}, a{half + 1}, s;", f"prmt.b32 q, b{half}, b{half + 1}, s;"]
+            lines += [f"lop3.b32 {into}, m, q, p, 0xca;"]
+        lines += [f"prmt.b32 {even}, low, high, 0x5140;", f"prmt.b32 {odd}, low, high, 0x7362;"]
+    for out, (first, second, order) in enumerate((("u", "w", "0x5410"), ("u", "w", "0x7632"), ("v", "z", "0x5410"))):
+        lines += [f"prmt.b32 ${out}, {first}, {second}, {order};"]
+    return "\n".join([*lines, "prmt.b32 $3, v, z, 0x7632;", "}"])
+
+
+ASM_E2M1 = """{
+.reg .b32 a, b;
+shl.b32 a, $4, 12;
+and.b32 a, a, 0x80008000;
+shl.b32 b, $4, 9;
+lop3.b32 $0, b, 0x0e000e00, a, 0xea;
+shl.b32 a, $4, 8;
+and.b32 a, a, 0x80008000;
+shl.b32 b, $4, 5;
+lop3.b32 $1, b, 0x0e000e00, a, 0xea;
+shl.b32 a, $4, 4;
+and.b32 a, a, 0x80008000;
+shl.b32 b, $4, 1;
+lop3.b32 $2, b, 0x0e000e00, a, 0xea;
+and.b32 a, $4, 0x80008000;
+shr.u32 b, $4, 3;
+lop3.b32 $3, b, 0x0e000e00, a, 0xea;
+}"""
+
+ASM_E4M3 = """{
+.reg .b32 a, b, c;
+and.b32 a, $2, 0x80008000;
+shr.u32 b, $2, 1;
+shl.b32 c, $2, 8;
+lop3.b32 $1, b, 0x3f803f80, a, 0xea;
+and.b32 a, c, 0x80008000;
+shr.u32 b, c, 1;
+lop3.b32 $0, b, 0x3f803f80, a, 0xea;
+}"""
+
+ASM_E5M2 = """{
+.reg .b32 a;
+shl.b32 a, $2, 8;
+and.b32 $1, $2, 0xff00ff00;
+and.b32 $0, a, 0xff00ff00;
+}"""
+
+# Triton reads module constants only as constexpr. An input is read after the first output is written: "&" keeps them
+# in different registers.
+_ASM_NF4 = tl.constexpr(_lookup("nf4"))
+_ASM_FP4 = tl.constexpr(_lookup("fp4"))
+_ASM_E2M1 = tl.constexpr(ASM_E2M1)
+_ASM_E4M3 = tl.constexpr(ASM_E4M3)
+_ASM_E5M2 = tl.constexpr(ASM_E5M2)
+_NF4 = tl.constexpr(entries("nf4"))
+_FP4 = tl.constexpr(entries("fp4"))
+_OUT8 = tl.constexpr("=&r," * 2 + "r")
+_OUT4 = tl.constexpr("=&r," * 4 + "r")
+
+
+@triton.jit
+def _entry(code, TABLE: tl.constexpr):
+    """The twin of a lookup: int16 codes below 16 to fp16."""
+    bits = tl.zeros(code.shape, tl.int16)
+    for index in tl.static_range(16):
+        bits = tl.where(code == index, TABLE[index], bits).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _small_float(word, SHIFT: tl.constexpr):
+    """The twin for the E2M1 whose lowest bit is bit SHIFT: int16 to fp16."""
+    field = word >> SHIFT
+    return (((field & 8) << 12) | ((field & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
+    """int16 [...] to fp16 [..., row, k half], times TABLE_UNIT the values of E2M1, NF4 or FP4."""
+    if ASM:
+        TEXT: tl.constexpr = _ASM_E2M1 if CODES == "e2m1" else (_ASM_NF4 if CODES == "nf4" else _ASM_FP4)
+        r0, r1, h0, h1 = tl.inline_asm_elementwise(TEXT, _OUT4, [word], dtype=(tl.float16,) * 4, is_pure=True, pack=2)
+    elif CODES == "e2m1":
+        r0, r1, h0, h1 = _small_float(word, 0), _small_float(word, 4), _small_float(word, 8), _small_float(word, 12)
+    else:
+        TABLE: tl.constexpr = _NF4 if CODES == "nf4" else _FP4
+        r0, r1 = _entry(word & 15, TABLE), _entry((word >> 4) & 15, TABLE)
+        h0, h1 = _entry((word >> 8) & 15, TABLE), _entry((word >> 12) & 15, TABLE)
+    return tl.join(tl.join(r0, r1), tl.join(h0, h1))
+
+
+@triton.jit
+def table8(word, CODES: tl.constexpr, ASM: tl.constexpr):
+    """int16 [...] to fp16 [..., row], times TABLE_UNIT the values of E4M3 or E5M2."""
+    if ASM:
+        TEXT: tl.constexpr = _ASM_E4M3 if CODES == "e4m3" else _ASM_E5M2
+        r0, r1 = tl.inline_asm_elementwise(TEXT, _OUT8, [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        low, high = (word & 0xFF) << 8, word & -256
+        if CODES == "e4m3":
+            low, high = (low & -32768) | ((low >> 1) & 0x3F80), (high & -32768) | ((high >> 1) & 0x3F80)
+        r0 = low.to(tl.int16).to(tl.float16, bitcast=True)
+        r1 = high.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(r0, r1)

@@ -1,0 +1,103 @@
+"""Which tokens go to which experts, and the sum of what these make, as Triton device code.
+
+What a route is says `runtime.kernels.routed`. Nothing is read back by the host. `triton.experts` launches.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+import triton
+import triton.language as tl
+
+_LEAST = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def choose_kernel(
+    scores,  # [tokens, experts], rows `stride` apart
+    chosen,  # int32 [tokens, top_k]
+    weights,  # fp32 [tokens, top_k]
+    stride,
+    experts,
+    top_k,
+    EXPERTS: tl.constexpr,  # a power of two, at least `experts`
+    NORMALIZED: tl.constexpr,
+):
+    """Grid (tokens). The top_k highest scores, and a softmax over all scores or, if NORMALIZED, over those.
+
+    A key holds a score in the order of its bits, so that NaN has a place too, and below it the expert: of equal scores
+    the first is higher, and no expert is chosen twice.
+    """
+    token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
+    known = expert < experts
+    score = tl.load(scores + token.to(tl.int64) * stride + expert, mask=known, other=0.0).to(tl.float32)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # of two zeros neither is the higher
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(known, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LEAST)
+    top = tl.max(tl.where(known, score, float("-inf")), 0)
+    power = tl.where(known, tl.exp(score - top), 0.0)
+    total = tl.sum(power, 0)
+    if NORMALIZED:
+        rest = key
+        total = 0.0
+        for _ in tl.range(top_k):
+            best = tl.max(rest, 0)
+            total += tl.sum(tl.where(rest == best, power, 0.0), 0)
+            rest = tl.where(rest == best, _LEAST, rest)
+    for rank in tl.range(top_k):
+        best = tl.max(key, 0)
+        mine = key == best
+        tl.store(chosen + token * top_k + rank, tl.sum(tl.where(mine, expert, 0), 0))
+        tl.store(weights + token * top_k + rank, tl.sum(tl.where(mine, power, 0.0), 0) / total)
+        key = tl.where(mine, _LEAST, key)
+
+
+@triton.jit(do_not_specialize=["pairs", "top_k"])
+def place_kernel(
+    chosen,  # int32 [pairs], by token
+    starts,  # int32 [experts + 1]
+    tokens,  # int32 [pairs], by expert
+    places,  # int32 [pairs], by token
+    pairs,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    """Grid (experts). Where the pairs of an expert stand among all, sorted by expert and within one by token."""
+    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    lower = tl.zeros((BLOCK,), tl.int32)
+    for first in tl.range(0, pairs, BLOCK):
+        one = tl.load(chosen + first + lane, mask=first + lane < pairs, other=0x7FFFFFFF)
+        lower += (one < expert).to(tl.int32)
+    begin = tl.sum(lower, 0)
+    tl.store(starts + expert, begin)
+    for first in tl.range(0, pairs, BLOCK):
+        pair = first + lane
+        one = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+        mine = (one == expert).to(tl.int32)
+        place = begin + tl.cumsum(mine, 0) - 1
+        tl.store(places + pair, place, mask=mine > 0)
+        tl.store(tokens + place, pair // top_k, mask=mine > 0)
+        begin += tl.sum(mine, 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts + expert + 1, pairs)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def weighted_sum_kernel(
+    x,  # [pairs, size]
+    places,  # int32 [tokens, top_k]
+    weights,  # fp32 [tokens, top_k]
+    y,  # [tokens, size]
+    size,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tokens, blocks of BLOCK columns). Summed in fp32 in the order of `places`."""
+    token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.range(top_k):
+        place = tl.load(places + token * top_k + rank).to(tl.int64)
+        weight = tl.load(weights + token * top_k + rank)
+        total += tl.load(x + place * size + column, mask=inside, other=0.0).to(tl.float32) * weight
+    tl.store(y + token.to(tl.int64) * size + column, total.to(y.dtype.element_ty), mask=inside)

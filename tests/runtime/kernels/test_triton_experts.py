@@ -1,0 +1,207 @@
+"""Experts in Triton against the plain loop, in the interpreter: products, routes and sums, and how many launches."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels import reference
+from mycli.runtime.kernels.routed import ExpertWeights
+from mycli.runtime.kernels.triton.experts import (
+    ExpertTable,
+    grouped_product,
+    route_tokens,
+    small_route_agrees,
+    sum_weighted,
+    triton_route,
+    triton_routed_product,
+    triton_weighted_sum,
+)
+from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+from mycli.runtime.kernels.triton.product.tiles import Chip, most_packed_rows
+from mycli.runtime.quantization.packed_weight import dequantize
+from mycli.runtime.quantization.scheme import Packing
+from tests.support.grids import chosen
+from tests.support.random_tensors import normal, weight
+from tests.support.triton_interpreter import Interpret, backwards, interpret
+
+pytest.importorskip("triton")
+
+__all__ = ["interpret"]
+
+ROUND = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@dataclass(frozen=True)
+class Routes:
+    packing: Packing
+    tokens: int = 1
+    experts: int = 5
+    top_k: int = 2
+    n: int = 40
+    k: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 1
+    pdl: bool = False
+
+    def __str__(self) -> str:
+        chip = f"sm{self.capability[0]}{self.capability[1]}x{self.processors}" + "-pdl" * self.pdl
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-to-{self.n}"
+        return f"{self.packing.name}-{sizes}-{dtype}-{chip}"
+
+
+QUICK = [Routes(Packing(4, 128), n=20, k=128), Routes(Packing(4, 128), tokens=20, experts=2, top_k=1, n=20, k=128)]
+CASES = [
+    *QUICK,
+    Routes(Packing(4, 32), tokens=3, experts=9, n=33, k=96, dtype=torch.float16),
+    Routes(Packing(8, 64), tokens=8, processors=8, k=512),
+    Routes(Packing(3, 128), tokens=5, top_k=3),
+    Routes(Packing(2, None), tokens=4, experts=3, top_k=3, k=200),
+    Routes(Packing(4, 64), tokens=30, experts=3, top_k=1, n=130, capability=(8, 0)),
+    Routes(Packing(4, 128), tokens=40, experts=4, processors=132, pdl=True),
+    Routes(Packing(4, 128), tokens=2, experts=1, top_k=1, capability=(12, 0)),
+]
+
+
+def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    """No two of a token's are equal; the last expert is seldom chosen, and the first often."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float()
+    return drawn - 2.37 * torch.arange(experts)
+
+
+def products(case: Routes) -> tuple[float, bool]:
+    """Relative error of pairs, gathered and not, against fp64; whether a second time, backwards, is the same."""
+    stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
+    chip = Chip(case.capability, case.processors, case.pdl)
+    table = ExpertTable.of([TritonMatmul(one, chip) for one in stored])
+    assert not isinstance(table, str)
+    route = reference.route(scores(case.tokens, case.experts), case.top_k, True)
+    starts = torch.zeros(case.experts + 1, dtype=torch.int32)
+    for expert, pairs in route.slices.items():
+        starts[expert + 1 :] = pairs.stop
+    x = normal(case.tokens, case.k, seed=1).to(case.dtype)
+    rows = x.index_select(0, route.tokens)
+    exact = torch.cat([rows[route.slices[e]].double() @ dequantize(stored[e]).double().t() for e in route.hit])
+    errors, same = [], True
+    for given, tokens in ((x, route.tokens), (rows, None)):
+        y = grouped_product(table, given, starts, tokens)
+        assert y.dtype == case.dtype and y.shape == exact.shape
+        errors.append(float((y.double() - exact).norm() / exact.norm()))
+        with backwards():
+            same = same and torch.equal(y, grouped_product(table, given, starts, tokens))
+    return max(errors), same
+
+
+@pytest.mark.parametrize("case", chosen(CASES, QUICK), ids=str)
+def test_products_of_experts(case: Routes, interpret: Interpret) -> None:
+    error, same = interpret(products, case)  # type: ignore[misc]  # the pool carries any result
+    assert error < ROUND[case.dtype] and same
+
+
+def routed(tokens: int, experts: int, top_k: int, normalized: bool) -> None:
+    given = scores(tokens, experts, seed=tokens)
+    found, wanted = route_tokens(given, top_k, normalized), reference.route(given, top_k, normalized)
+    assert found.hit == list(range(experts))
+    assert found.slices.keys() >= wanted.slices.keys()
+    assert all(found.slices[expert] == pairs for expert, pairs in wanted.slices.items())
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.places, wanted.places)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("normalized", [True, False], ids=["of chosen", "of all"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 2), (5, 60, 4), (7, 3, 3), (1, 1, 1)], ids=lambda number: str(number)
+)
+def test_routes(tokens: int, experts: int, top_k: int, normalized: bool, interpret: Interpret) -> None:
+    interpret(routed, tokens, experts, top_k, normalized)
+
+
+def many_pairs() -> None:
+    """More than a program looks at together."""
+    routed(700, 3, 2, True)
+
+
+@pytest.mark.slow
+def test_a_route_of_many_pairs(interpret: Interpret) -> None:
+    interpret(many_pairs)
+
+
+def strange_scores() -> tuple[list[int], list[int], list[int]]:
+    """What is chosen where scores are equal, and the pairs where one is no number."""
+    equal = route_tokens(torch.zeros(1, 6), 3, True)
+    bad = scores(20, 6)
+    bad[3], bad[4, 2], bad[5, 1] = torch.nan, torch.inf, -torch.inf
+    route = route_tokens(bad, 4, False)
+    rest = route_tokens(bad[6:], 4, False)
+    assert torch.equal(rest.weights, route.weights[6:])
+    chosen = [expert for expert, pairs in equal.slices.items() if pairs.stop > pairs.start]
+    return chosen, sorted(route.tokens.tolist()), sorted(route.places.flatten().tolist())
+
+
+def test_scores_that_are_equal_or_no_numbers(interpret: Interpret) -> None:
+    chosen, tokens, places = interpret(strange_scores)  # type: ignore[misc]  # the pool carries any result
+    assert chosen == [0, 1, 2] and tokens == sorted(list(range(20)) * 4) and places == list(range(80))
+
+
+def summed(tokens: int, top_k: int, size: int, dtype: torch.dtype) -> None:
+    x, weights = normal(tokens * top_k, size).to(dtype), normal(tokens, top_k, seed=1)
+    places = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(2)).view(tokens, top_k).int()
+    found = sum_weighted(x, places, weights)
+    assert found.dtype == dtype
+    wanted = reference.weighted_sum(x, places, weights)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=ROUND.get(dtype, 1e-5), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 8, 48), (2, 2, 1100)], ids=str)
+def test_weighted_sums(shape: tuple[int, int, int], dtype: torch.dtype, interpret: Interpret) -> None:
+    interpret(summed, *shape, dtype)
+
+
+def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
+    assert interpret(small_route_agrees, torch.device("cpu"))
+
+
+def test_the_table_is_made_once_and_of_weights_that_are_alike() -> None:
+    chip = Chip((9, 0), 1)
+    alike = [TritonMatmul(weight(Packing(4, 128), 16, 128, seed), chip) for seed in range(3)]
+    held = ExpertWeights(alike)
+    table = held.made(ExpertTable.of)
+    assert isinstance(table, ExpertTable) and held.made(ExpertTable.of) is table
+    for one, codes, scales in zip(alike, table.codes.tolist(), table.scales.tolist(), strict=True):
+        assert one.codes.data_ptr() == alike[0].codes.data_ptr() + 16 * codes
+        assert one.scales.data_ptr() == alike[0].scales.data_ptr() + 16 * scales
+    for other in (weight(Packing(8, 128), 16, 128, 0), weight(Packing(4, 128), 32, 128, 0)):
+        assert isinstance(ExpertTable.of([*alike, TritonMatmul(other, chip)]), str)
+    assert isinstance(ExpertTable.of([*alike, torch.randn(16, 128)]), str)
+
+
+def test_declines_what_others_do_sooner() -> None:
+    chip = Chip((9, 0), 1)
+    one = TritonMatmul(weight(Packing(4, 128), 16, 128, 0), chip)
+    many = torch.zeros(most_packed_rows(chip) + 1, 128, dtype=torch.bfloat16)
+    starts = torch.tensor([0, len(many)], dtype=torch.int32)
+    assert "few rows" in str(triton_routed_product([one], many, starts, None))
+    assert "layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
+    assert "CUDA" in str(triton_route(torch.zeros(1, 4), 2, True))
+    assert "CUDA" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize(("pairs", "experts", "rows"), [(8, 128, 8), (512, 4, 64), (65, 3, 16), (1, 1, 8)])
+def test_there_are_tiles_enough_for_any_route(pairs: int, experts: int, rows: int) -> None:
+    """The most that any split of the pairs takes, tried on the worst: one pair for each expert, the rest for one."""
+    from mycli.runtime.kernels.triton.experts import Pairs
+
+    one = ExpertTable.of([TritonMatmul(weight(Packing(4, 128), 16, 128, 0), Chip((9, 0), 1))] * experts)
+    assert isinstance(one, ExpertTable)
+    hit = min(pairs, experts)
+    worst = max(
+        sum(-(-count // rows) for count in ([1] * (alone - 1) + [pairs - alone + 1])) for alone in range(1, hit + 1)
+    )
+    spread = sum(-(-(pairs // hit + (index < pairs % hit)) // rows) for index in range(hit))
+    most = Pairs(one, torch.zeros(1), None, pairs).most_tiles(rows)
+    assert max(worst, spread) <= most <= hit + pairs // rows
