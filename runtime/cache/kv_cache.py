@@ -234,6 +234,8 @@ class KVCache:
         for tensor in (*self._data, *self._scales):
             shape = (2, tensor.shape[2], count, *tensor.shape[4:])
             size = math.prod(shape)
+            if not size:  # of a layer that keeps a state instead
+                continue
             part = torch.frombuffer(values, dtype=tensor.dtype, count=size, offset=at).view(shape).to(tensor.device)
             at += size * tensor.element_size()
             start = skip
