@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.completion import LoadedModel
     from mycli.runtime.engine.engine import Engine
-    from mycli.runtime.memory.estimate import MemoryPlan
+    from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 

@@ -28,8 +28,9 @@ from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, rank_bytes
+from mycli.runtime.memory.estimate import estimate, rank_bytes
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT
+from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils.units import human_bytes
 

@@ -25,7 +25,8 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import state
-from mycli.runtime.memory.estimate import MemoryPlan, weight_bytes
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import weight_bytes
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it

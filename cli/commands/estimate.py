@@ -24,7 +24,9 @@ from mycli.runtime.hub.store import state
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.ceiling import tokens_per_second, tokens_per_second_from_disk
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
+from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.memory.resident import keep_fitting, most_experts
+from mycli.runtime.memory.weights import shadow_bytes
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import human_bytes
 
@@ -50,7 +52,7 @@ class _Subject:
 
     model: str
     folder: ModelFolder
-    plan: memory.MemoryPlan
+    plan: MemoryPlan
     target: Target
     wish: PackingScheme  # what --quant and --head ask for
     disk: tuple[float, str] | None = None  # GB/s of reading experts, and whence; None where all are in memory
@@ -179,7 +181,7 @@ def _rows(subject: _Subject) -> list[tuple[str, str]]:
     states = memory.all_state_bytes(plan)
     per_token = (result.cache - states) // (plan.context * plan.batch) / 1024
     kept = f"; {human_bytes(states)} of it states" if states else ""
-    copied = f"; {human_bytes(memory.shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
+    copied = f"; {human_bytes(shadow_bytes(plan))} a copy in 16 bits" if plan.shadow else ""
     rows = [
         ("weights", f"{human_bytes(result.weights)}  ({plan.config.layers} blocks, {subject.scheme}{copied})"),
         ("embeddings and head", human_bytes(result.embeddings) + ("  (tied)" if plan.config.tie_embeddings else "")),
@@ -299,27 +301,27 @@ def _verify(call: Call, subject: _Subject, engine: EngineConfig, tolerance: floa
     check_parts(parts, tolerance)
 
 
-def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> memory.MemoryPlan:
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> MemoryPlan:
     config = folder.config
     check_context(folder, engine)
     if engine.draft == MTP:
         draft: ModelFolder | None = find_predictor(folder)
     else:
         draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
-    return memory.MemoryPlan(
+    return MemoryPlan(
         config,
         folder.packings,
-        context=engine.context or min(memory.DEFAULT_CONTEXT, config.max_context),
+        context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
         batch=engine.sequences,
         dtype=engine.dtype,
         gpu=gpu,
-        draft=None if draft is None else memory.MemoryPlan(draft.config, draft.packings, kv=engine.kv),
+        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, kv=engine.kv),
         kv=engine.kv,
         shadow=engine.dense_prefill_copy,
     )
 
 
-def _wish(plan: memory.MemoryPlan, quant: str | None, head: str) -> PackingScheme:
+def _wish(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
     if plan.packings and (quant or head != "keep"):
         raise UsageError("this model is quantized already", "omit --quant and --head, or name the original")
     bits = HEADS[options.choice("--head", head, tuple(HEADS))]

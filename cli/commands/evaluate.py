@@ -15,7 +15,7 @@ from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import TokenWindows

@@ -25,7 +25,8 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import home
-from mycli.runtime.memory.estimate import MemoryPlan, head_bytes
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import head_bytes
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import

@@ -8,7 +8,7 @@ from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
-    from mycli.runtime.memory.estimate import MemoryPlan
+    from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.models.config import ModelConfig
 
 

@@ -21,7 +21,8 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import MemoryPlan, cache_positions, estimate, state_slots
+from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler

@@ -16,7 +16,7 @@ from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import prefill_chunk
+from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler

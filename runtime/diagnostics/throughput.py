@@ -26,7 +26,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.expert_slots import ExpertReads
 from mycli.runtime.memory.ceiling import bytes_per_step
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 
 MEASURED_BYTES = 1 << 30  # larger than any cache; less where memory is short
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.

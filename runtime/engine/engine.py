@@ -24,7 +24,8 @@ from mycli.runtime.engine.sequence import Sequence as Sequence_
 from mycli.runtime.engine.speculation import Drafted, Heard, Listener, Speculator
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
-from mycli.runtime.memory.estimate import prefill_chunk, state_slots
+from mycli.runtime.memory.estimate import state_slots
+from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers

@@ -16,8 +16,9 @@ from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import ask_kernels
 from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, MemoryPlan, estimate, longest_context
+from mycli.runtime.memory.estimate import estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
+from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.memory.resident import can_keep_some, keep_active, keep_fitting
 from mycli.runtime.quantization.scheme import Packing
 

@@ -6,7 +6,9 @@ Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, an
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mycli.runtime.memory.estimate import MemoryPlan, head_bytes, linears_bytes, state_bytes, weight_bytes
+from mycli.runtime.memory.estimate import state_bytes
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import head_bytes, linears_bytes, weight_bytes
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
 

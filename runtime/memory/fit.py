@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.memory.estimate import DEFAULT_CONTEXT, Estimate, MemoryPlan, estimate, longest_context
+from mycli.runtime.memory.estimate import Estimate, estimate, longest_context
+from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.utils.units import human_bytes, told_apart

@@ -6,7 +6,9 @@ Knows plans and their estimates. Does not import torch, and does not know how mu
 from dataclasses import replace
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.memory.estimate import MemoryPlan, estimate, linears_bytes
+from mycli.runtime.memory.estimate import estimate
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import linears_bytes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.units import human_bytes

@@ -17,7 +17,7 @@ from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.speculation import Drafted, Heard
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import prefill_chunk
+from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.speculative.prediction_head import PredictionHead
 from mycli.runtime.speculative.proposers import Drafting, Proposal
 

@@ -21,7 +21,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.speculation import Drafted, Heard, Listener
 from mycli.runtime.errors import ModelError
-from mycli.runtime.memory.estimate import prefill_chunk
+from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import Kv
 
 KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")

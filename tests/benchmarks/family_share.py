@@ -20,7 +20,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.native import NativePass
 from mycli.runtime.memory.ceiling import bytes_per_step
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.random_packed import PACKING, random_model

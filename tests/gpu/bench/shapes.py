@@ -6,7 +6,7 @@ Sizes are those of the published config.json files of Llama-3.1-8B and Qwen3-4B;
 from dataclasses import dataclass, replace
 
 from mycli.runtime.memory.ceiling import bytes_per_step
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 

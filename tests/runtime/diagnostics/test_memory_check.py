@@ -15,8 +15,8 @@ from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.diagnostics.memory_check import MemoryPart, check_parts, measure_memory
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
-from mycli.runtime.memory.estimate import MemoryPlan
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing

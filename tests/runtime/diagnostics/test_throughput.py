@@ -34,7 +34,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.ceiling import bytes_per_step
-from mycli.runtime.memory.estimate import MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from tests.support.paths import PICO
 
 CPU = torch.device("cpu")

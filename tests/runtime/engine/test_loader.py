@@ -28,7 +28,8 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import MemoryPlan, estimate
+from mycli.runtime.memory.estimate import estimate
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import slot_bytes
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing

@@ -14,17 +14,16 @@ from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CACHE_BLOCK,
     CPU_KEPT,
-    MemoryPlan,
     cache_bytes,
     captured_bytes,
-    embedding_bytes,
     estimate,
     longest_context,
     mask_bytes,
     state_bytes,
-    weight_bytes,
 )
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig, RopeScaling, families
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB, human_bytes

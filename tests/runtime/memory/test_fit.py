@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
-from mycli.runtime.memory.estimate import MemoryPlan, estimate
+from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import PackingScheme, fit, preflight, schemes, shortage
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.published import published

@@ -13,9 +13,11 @@ from mycli.runtime.memory.ceiling import (
     tokens_per_second,
     tokens_per_second_from_disk,
 )
-from mycli.runtime.memory.estimate import MemoryPlan, estimate, linears_bytes, weight_bytes
+from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import keep_active, keep_fitting, slot_bytes
+from mycli.runtime.memory.weights import linears_bytes, weight_bytes
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.published import published
 

@@ -18,7 +18,9 @@ from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import Drafted
 from mycli.runtime.errors import UsageError
-from mycli.runtime.memory.estimate import MemoryPlan, cache_bytes, embedding_bytes, weight_bytes
+from mycli.runtime.memory.estimate import cache_bytes
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.prediction import PredictionProposer
