@@ -93,8 +93,7 @@ class Experts(LayerPart):
 
     def keep_some(self, source: ExpertSource) -> None:
         """Have as many experts in memory as `source` says, and read the others when they are chosen."""
-        for linear in (*self._gate_up, *self._down):
-            linear.unwatch()  # what is read into a slot is told by `_fetched`
+        self._gate_up, self._down = self._gate_up.come_and_go(), self._down.come_and_go()  # as `_fetched` tells
         self._slots = ExpertSlots(source, self._gate_up, self._down)
 
     def _prepare(self) -> CExpertsPart:

@@ -195,28 +195,37 @@ def load_linears(
 class ExpertLinears(tuple[Linear, ...]):
     """A linear of each expert of a layer, alike in shape."""
 
-    _changes: Changes
+    _changes: Changes | None
 
     @classmethod
-    def of(cls, linears: Iterable[Linear], changes: Changes) -> "ExpertLinears":
-        """`changes`: those that the linears were made with."""
+    def of(cls, linears: Iterable[Linear], changes: Changes | None) -> "ExpertLinears":
+        """`changes`: those that the linears were made with, None where some of them have no weights now and then."""
         made = cls(linears)
         made._changes = changes
         return made
 
-    def weights(self) -> tuple[ExpertWeights | None, Tensor | None]:
-        """What each multiplies by, and biases [experts, out_features] if there are; looked up where they have changed.
+    def come_and_go(self) -> "ExpertLinears":
+        """The same, for weights that are replaced all the time: looked up whenever they are multiplied by."""
+        for linear in self:
+            linear.unwatch()
+        return ExpertLinears.of(self, None)
+
+    def operands(self, hit: Sequence[int]) -> tuple[Sequence[Matmul | Tensor] | None, Tensor | None]:
+        """What the experts of `hit` multiply by, and their biases [hit, out_features] if there are.
 
         No weights where one is several products, or has a dense copy.
         """
+        if self._changes is None:
+            return _operands([self[expert] for expert in hit])
         known, key = self._changes.last, id(self)
         if key not in known:
-            found = [weight for weight in map(_operand, self) if weight is not None]
-            biases = [linear.bias for linear in self if linear.bias is not None]
-            weights = ExpertWeights(found) if len(found) == len(self) else None
-            known[key] = weights, torch.stack(biases) if biases else None
+            known[key] = _operands(self)
         held: tuple[ExpertWeights | None, Tensor | None] = known[key]  # type: ignore[assignment]  # stored above
-        return held
+        weights, biases = held
+        if len(hit) == len(self):
+            return held
+        chosen = None if weights is None else [weights[expert] for expert in hit]
+        return chosen, None if biases is None else biases[hit]
 
 
 @dataclass(frozen=True)
@@ -232,14 +241,11 @@ class RoutedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] or [pairs, K] to [pairs, N], sorted by expert, in the dtype of x."""
-        route, (weights, biases) = self.route, self.linears.weights()
+        route, (weights, biases) = self.route, self.linears.operands(self.route.hit)
         if weights is None:
             return torch.cat([self.linears[expert](self.rows(x, expert)) for expert in route.hit])
-        some = len(route.hit) < len(weights)
-        hit = [weights[expert] for expert in route.hit] if some else weights
-        y = ROUTED_PRODUCT(hit, x, route.starts, route.tokens if self.gathers else None)
+        y = ROUTED_PRODUCT(weights, x, route.starts, route.tokens if self.gathers else None)
         if biases is not None:
-            biases = biases[route.hit] if some else biases
             y = y + biases.repeat_interleave(route.starts.diff(), dim=0, output_size=len(y))
         return y
 
@@ -255,3 +261,10 @@ def _operand(linear: Linear) -> Matmul | Tensor | None:
     if linear.dense_copy is not None:
         return None
     return linear.matmul.dequantize() if isinstance(linear.matmul, DenseMatmul) else linear.matmul
+
+
+def _operands(linears: Sequence[Linear]) -> tuple[ExpertWeights | None, Tensor | None]:
+    found = [weight for weight in map(_operand, linears) if weight is not None]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weights = ExpertWeights(found) if len(found) == len(linears) else None
+    return weights, torch.stack(biases) if biases else None

@@ -22,7 +22,7 @@ def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserE
     tokens: list[int | UserError] = [0] * len(samplers)
     alike: defaultdict[SamplingParams, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
-        if sampler.plain:
+        if sampler.plain and (sampler.plain_greedy or len(samplers) > 1):  # one that draws does so in one call
             alike[sampler.unseeded].append(row)
             continue
         try:
