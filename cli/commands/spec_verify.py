@@ -34,7 +34,9 @@ def spec_verify(
     threads: options.Threads = None,
     dtype: options.Precision = "auto",
 ) -> None:
-    """Test that a draft changes nothing but the speed: a model, or mtp, the head that some models ship with.
+    """Test that a draft changes nothing but the speed.
+
+    A draft is a model, or mtp: the head that some models ship with.
 
     Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
     says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own

@@ -32,7 +32,7 @@ ATTACKS: dict[str, Attack] = {
     "another-method": ({"peft_type": "LOHA"}, _nothing, r"adapter_config.json: peft_type is LOHA"),
     "no-method": ({"peft_type": None}, _nothing, r"peft_type is missing"),
     "dora": ({"use_dora": True}, _nothing, r"use_dora asks for more"),
-    "dora-by-its-tensors": ({}, _put(x__lora_magnitude_vector=torch.ones(4)), r"x.lora_magnitude_vector: not a part"),
+    "dora-by-its-tensors": ({}, _put(x__lora_magnitude_vector=torch.ones(4)), r"x.lora_magnitude_vector: not part"),
     "a-method-to-come": ({"use_newra": True}, _nothing, r"use_newra asks for more"),
     "activated-by-tokens": ({"alora_invocation_tokens": [1]}, _nothing, r"alora_invocation_tokens"),
     "copied-layers": ({"layer_replication": [[0, 2], [1, 3]]}, _nothing, r"layer_replication"),
@@ -64,7 +64,7 @@ ATTACKS: dict[str, Attack] = {
     "of-the-embedding": (
         {},
         _put(model__embed_tokens__lora_embedding_A=torch.ones(4, 4096)),
-        r"embed_tokens.lora_embedding_A: not a part",
+        r"embed_tokens.lora_embedding_A: not part",
     ),
     "integers": ({}, lambda tensors: tensors.update({_A: tensors[_A].int()}), r"lora_A.weight is I32"),
     "not-a-number": ({}, lambda tensors: tensors[_B].fill_(torch.nan), r"lora_B.weight: 512 of 512 values are NaN"),
