@@ -171,19 +171,11 @@ inline void load_scales(const Weight& w, int64_t index, float* to) {
 }
 
 inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {
-    if (type == F32) {
-        memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);
-        return;
-    }
-    uint16_t* to = static_cast<uint16_t*>(out) + index;
-    int64_t j = 0;
-    if (type == BF16) {
-        for (; j + ROWS <= count; j += ROWS)
-            for (int i = 0; i < ROWS; i++) to[j + i] = to_bf16(from[j + i]);
-        for (; j < count; j++) to[j] = to_bf16(from[j]);
-    } else {
-        for (; j < count; j++) to[j] = to_f16(from[j]);
-    }
+    if (type == F32) memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);
+    else if (type == BF16)
+        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_bf16(from[j]);
+    else
+        for (int64_t j = 0; j < count; j++) static_cast<uint16_t*>(out)[index + j] = to_f16(from[j]);
 }
 
 // ---- Codes ----

@@ -90,13 +90,14 @@ template <int PARTS> struct TileSums {
 template <int PARTS, bool OFFSETS>
 inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t step, int64_t count) {
     const int64_t last = std::min(t.row + count, t.rows);
+    const float *unit = t.unit, *shift = t.shift;  // not read again after each store
     for (; t.row < last; t.row++) {
         float* total = t.total + t.row * TILE_BLOCKS * ROWS;
         Floats now = load_vector<Floats>(total);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < PARTS; j++) {
-            now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], t.unit[t.row + j * step], now);
-            if (OFFSETS) now = shifted(t.offset[j], t.shift[t.row + j * step], now);
+            now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], unit[t.row + j * step], now);
+            if (OFFSETS) now = shifted(t.offset[j], shift[t.row + j * step], now);
         }
         memcpy(total, &now, sizeof now);
     }
