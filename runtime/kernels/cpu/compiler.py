@@ -17,7 +17,7 @@ import torch
 # And the compiler's options for each: what rounds as torch does rounds every operation on its own.
 SOURCES: Mapping[str, tuple[str, ...]] = {"packed_cpu.cpp": (), "quantize_cpu.cpp": ("-ffp-contract=off",)}
 FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
-TIMEOUT = 300  # seconds for the compiler on a busy machine; it needs about ten
+TIMEOUT = 1200  # seconds for the compiler on a busy machine; alone it needs most of one minute
 
 
 class BuildError(Exception):
