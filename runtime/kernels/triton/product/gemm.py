@@ -150,11 +150,24 @@ def multiply_kernel(
     blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
     k_chunks = k_kept // CHUNK_K
+    if ROUTED:
+        if PDL:  # whose weights it reads, the launch before it says
+            pdl_wait()
+        which, columns, x_columns, last = expert_tile(routed, BLOCK_M)
+        codes += tl.load(routed.codes + which) * 8
+        scales += tl.load(routed.scales + which) * 4
+        if offsets is not None:
+            offsets += tl.load(routed.offsets + which) * 4
+    else:
+        columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
+        x_columns = columns
+    x_rows = x + x_columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
-    if PDL and ROUTED:  # whose weights it reads, the launch before it says
-        pdl_wait()
+    stop = end
+    if ROUTED:
+        stop = tl.where(last > 0, end, start)
     elif PDL:
         RUNS: tl.constexpr = BLOCK_N // CHUNK_N
         TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
@@ -162,14 +175,6 @@ def multiply_kernel(
         begun = codes + start * (TILE_BYTES // 2)
         prefetch_weights(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
         pdl_wait()
-    stop = end
-    if ROUTED:
-        codes, scales, offsets, columns, x_columns, last = expert_tile(routed, codes, scales, offsets, BLOCK_M)
-        stop = tl.where(last > 0, end, start)
-    else:
-        columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
-        x_columns = columns
-    x_rows = x + x_columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
     # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -27,8 +27,8 @@ class Routed(NamedTuple):
 
 
 @triton.jit
-def expert_tile(routed, codes, scales, offsets, BLOCK_M: tl.constexpr):
-    """(codes, scales, offsets, pairs [BLOCK_M], rows of x [BLOCK_M], end of its pairs) of tile `program_id(2)`.
+def expert_tile(routed, BLOCK_M: tl.constexpr):
+    """(expert, pairs [BLOCK_M], rows of x [BLOCK_M], end of its pairs) of tile `program_id(2)`.
 
     The end is 0 for a tile that is not there. A row past the end is row 0 of x.
     """
@@ -47,8 +47,4 @@ def expert_tile(routed, codes, scales, offsets, BLOCK_M: tl.constexpr):
     rows = tl.where(pairs < last, pairs, 0)
     if routed.tokens is not None:
         rows = tl.load(routed.tokens + rows, mask=pairs < last, other=0)
-    codes += tl.load(routed.codes + which) * 8
-    scales += tl.load(routed.scales + which) * 4
-    if offsets is not None:
-        offsets += tl.load(routed.offsets + which) * 4
-    return codes, scales, offsets, pairs, rows, last
+    return which, pairs, rows, last
