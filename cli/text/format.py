@@ -51,7 +51,8 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
 def quality(result: "Evaluation") -> list[tuple[str, str]]:
     """Names and values for a card."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
-    protocol = f"{result.windows} windows of {result.context} tokens, {bos}, {result.dtype}"
+    windows = "1 window" if result.windows == 1 else f"{result.windows} windows"
+    protocol = f"{windows} of {result.context} tokens, {bos}, {result.dtype}"
     found = result.divergence
     if found is None:
         return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]
