@@ -3,19 +3,19 @@
 What it is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CToldPart
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CPart, CToldPart
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.expert_slots import ExpertSource
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
 from mycli.runtime.layers.linear import Linear, load_linears
-from mycli.runtime.layers.native import NativePart, ReadyPart, attention_part, told_part
+from mycli.runtime.layers.native import NativePart, Preparable, ReadyPart, attention_part, told_part
 from mycli.runtime.layers.native_recurrent import CRecurrentPart, recurrent_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import make_mixer
@@ -41,7 +41,7 @@ class Attention(LayerPart):
         self.products = (self.qkv, self.o)
         self.sinks: Tensor | None = None
         self.inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared: NativePart[CAttentionPart] = self._native_part(*self.inner_norms)  # sinks come with products
+        self._prepared = self._native_part(*self.inner_norms)  # sinks come with products
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
@@ -49,7 +49,7 @@ class Attention(LayerPart):
             self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
 
     def prepare(self) -> CAttentionPart:
-        """For native code. Raises NotNative."""
+        """As `Preparable.prepare`."""
         return attention_part(self.spec, self._around(), self.inner_norms, self.qkv, self.o, self.sinks)
 
     @property
@@ -57,14 +57,9 @@ class Attention(LayerPart):
         """Of which layer the keys and values are."""
         return self._layer if self.spec.shares is None else self.spec.shares
 
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self.prepare)
-        return None if part is None else ReadyPart(part, self.reads, self.spec.rope)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
+    def placed(self, part: CPart) -> ReadyPart:
+        """As `Preparable.placed`."""
+        return ReadyPart(part, self.reads, self.spec.rope)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -127,24 +122,20 @@ class Recurrent(LayerPart):
         self._layer = layer
         self.products = (self.mixer.projection, self.mixer.out)
         self.kept = self.mixer.kept
-        self._prepared: NativePart[CRecurrentPart] = self._native_part(*self.mixer.norms, others=self.mixer.tensors)
+        self._prepared = self._native_part(*self.mixer.norms, others=self.mixer.tensors)
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
         super().load_own(checkpoint, device, dtype)
         self.mixer.load(checkpoint, device)
 
-    def _prepare(self) -> CRecurrentPart:
+    def prepare(self) -> CRecurrentPart:
+        """As `Preparable.prepare`."""
         return recurrent_part(self.mixer, self._around())
 
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self._prepare)
-        return None if part is None else ReadyPart(part, self._layer, mixer=self.mixer)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
+    def placed(self, part: CPart) -> ReadyPart:
+        """As `Preparable.placed`."""
+        return ReadyPart(part, self._layer, mixer=self.mixer)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -165,19 +156,11 @@ class PerLayer(LayerPart):
         self.products = (self.gate, self.projection)
         self._activate = ACTIVATION[spec.activation]
         self._spec = spec
-        self._prepared: NativePart[CToldPart] = self._native_part()
+        self._prepared = self._native_part()
 
-    def _prepare(self) -> CToldPart:
+    def prepare(self) -> CToldPart:
+        """As `Preparable.prepare`."""
         return told_part(self._spec, self._around(), self._layer, self.gate, self.projection)
-
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self._prepare)
-        return None if part is None else ReadyPart(part)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -188,7 +171,7 @@ class PerLayer(LayerPart):
         return (yield self.projection, activated)
 
 
-class Parallel:
+class Parallel(Preparable):
     """Attention and an MLP that read the same input, normed as the first norms it; both are added to what entered."""
 
     def __init__(self, first: Attention, second: Mlp) -> None:
@@ -196,19 +179,15 @@ class Parallel:
         self.products = (*first.products, *second.products)
         norms = first.norm, first.output_norm, *first.inner_norms, second.norm, second.output_norm
         watched = [norm for norm in norms if norm is not None]
-        self._prepared: NativePart[CParallelPart] = NativePart(watched, self.products)
+        self._prepared = NativePart(watched, self.products)
 
-    def _prepare(self) -> CParallelPart:
+    def prepare(self) -> CParallelPart:
+        """As `Preparable.prepare`."""
         return CParallelPart(self._first.prepare(), self._second.prepare())
 
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self._prepare)
-        return None if part is None else ReadyPart(part, self._first.reads, self._first.spec.rope)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
+    def placed(self, part: CPart) -> ReadyPart:
+        """As `Preparable.placed`."""
+        return self._first.placed(part)
 
     def run(self, x: Tensor, context: PassContext) -> Tensor:
         """As `LayerPart.run`."""

@@ -53,7 +53,7 @@ class Chain(nn.ModuleList):
         layers = list(blocks)
         super().__init__(layers)
         self._parts = [part for block in layers for part in block.parts]
-        watched = [pair for part in self._parts for pair in part.watched()]
+        watched = [pair for part in self._parts for pair in part.watched]
         self._objects, self._names = [one for one, _ in watched], [name for _, name in watched]
         self._made_of: list[object] = []
         self._pieces: list[_Run | LayerPart | Parallel] = []

@@ -15,7 +15,6 @@ from mycli.runtime.layers.linear import Changes, ExpertLinears, Linear, RoutedPr
 from mycli.runtime.layers.native import (
     ExpertModules,
     NativePart,
-    ReadyPart,
     expert_address,
     experts_part,
     mlp_part,
@@ -36,20 +35,11 @@ class Mlp(LayerPart):
         self.down = Linear((spec.down,))
         self.products = (self.gate_up, self.down)
         self._activate = ACTIVATION[spec.activation]
-        self._prepared: NativePart[CMlpPart] = self._native_part()
+        self._prepared = self._native_part()
 
     def prepare(self) -> CMlpPart:
-        """For native code. Raises NotNative."""
+        """As `Preparable.prepare`."""
         return mlp_part(self.spec, self._around(), self.gate_up, self.down)
-
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self.prepare)
-        return None if part is None else ReadyPart(part)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""
@@ -89,14 +79,15 @@ class Experts(LayerPart):
         self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
         self._slots: ExpertSlots | None = None
         norms = [norm for norm in (self.norm, self.output_norm, *self._inner_norms) if norm is not None]
-        self._prepared: NativePart[CExpertsPart] = NativePart(norms, (*self.kept, *own), changes)
+        self._prepared = NativePart(norms, (*self.kept, *own), changes)
 
     def keep_some(self, source: ExpertSource) -> None:
         """Have as many experts in memory as `source` says, and read the others when they are chosen."""
         self._gate_up, self._down = self._gate_up.come_and_go(), self._down.come_and_go()  # as `_fetched` tells
         self._slots = ExpertSlots(source, self._gate_up, self._down)
 
-    def _prepare(self) -> CExpertsPart:
+    def prepare(self) -> CExpertsPart:
+        """As `Preparable.prepare`."""
         fetch = None
         if self._slots is not None:
             if not self._slots.alike:
@@ -116,15 +107,6 @@ class Experts(LayerPart):
                 part.gate_up.weights[expert] = expert_address(self._gate_up[expert])
                 part.down.weights[expert] = expert_address(self._down[expert])
             yield places
-
-    def ready(self) -> ReadyPart | None:
-        """As `LayerPart.ready`."""
-        part = self._prepared.get(self._prepare)
-        return None if part is None else ReadyPart(part)
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """As `LayerPart.watched`."""
-        return self._prepared.watched
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""

@@ -7,15 +7,15 @@ computes.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.cpu.layer import CPart
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear, RoutedProduct
-from mycli.runtime.layers.native import NativePart, ReadyPart
+from mycli.runtime.layers.native import NativePart, Preparable
 from mycli.runtime.layers.native_tensors import Around
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates
@@ -67,7 +67,7 @@ def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return y
 
 
-class LayerPart(nn.Module):
+class LayerPart(nn.Module, Preparable):
     """A part of a layer on the residual stream: a norm, `products`, a norm, the sum. A subclass says what is between.
 
     `scalar` [1], where there is one, multiplies the sum. `kept` are linears that no product is: they are never stored
@@ -92,19 +92,11 @@ class LayerPart(nn.Module):
         """The residual stream x [sequences, tokens, hidden] to the same, step by step."""
         return complete(self.steps(x, context))
 
-    def ready(self) -> ReadyPart | None:
-        """As native code has it, None where there is none for this part."""
-        return None
-
-    def watched(self) -> Sequence[tuple[object, str]]:
-        """The attributes of objects that `ready` depends on."""
-        return ()
-
     def _around(self) -> Around:
         hidden = self.products[-1].out_features
         return Around(self.norm, self.output_norm, self.scalar, self._residual, hidden)
 
-    def _native_part(self, *norms: RMSNorm | None, others: Sequence[tuple[object, str]] = ()) -> NativePart[Any]:
+    def _native_part(self, *norms: RMSNorm | None, others: Sequence[tuple[object, str]] = ()) -> NativePart[CPart]:
         """What watches whatever may be replaced: the tensors of its norms, those of `norms` too, its products, and
         `others`, attributes."""
         gains = [norm for norm in (self.norm, self.output_norm, *norms) if norm is not None]

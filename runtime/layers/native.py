@@ -5,6 +5,7 @@ another, where each of their steps has native code, with the bits that the steps
 parts follow each other (`runtime.layers.chain`), or what a layer is.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int32, c_uint8, c_void_p
 from dataclasses import dataclass
@@ -222,6 +223,30 @@ class ReadyPart:
     layer: int | None = None
     rope: RopeSpec | None = None
     mixer: DeltaNet | ShortConv | None = None
+
+
+class Preparable(ABC):
+    """What native code may take whole, once it has been made ready for it."""
+
+    _prepared: NativePart[CPart]
+
+    @abstractmethod
+    def prepare(self) -> CPart:
+        """As native code has it. Raises NotNative."""
+
+    def placed(self, part: CPart) -> ReadyPart:
+        """`part` with what says where it finds the keys, values or states that it reads."""
+        return ReadyPart(part)
+
+    def ready(self) -> ReadyPart | None:
+        """As native code has it, made once; None where it does not take this."""
+        part = self._prepared.get(self.prepare)
+        return None if part is None else self.placed(part)
+
+    @property
+    def watched(self) -> Sequence[tuple[object, str]]:
+        """The attributes of objects that `ready` depends on."""
+        return self._prepared.watched
 
 
 class NativePass:

@@ -6,6 +6,7 @@ Knows addresses and shapes; which modules become which structure is decided in `
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -207,10 +208,7 @@ class CHead(ctypes.Structure):
 
 
 CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CToldPart | CDeltaPart | CConvolutionPart
-# In the order of `StepKind` of chain.h.
-_DENSE: Sequence[type[CPart]] = CAttentionPart, CMlpPart, CExpertsPart
-_OTHERS: Sequence[type[CPart]] = CParallelPart, CToldPart, CDeltaPart, CConvolutionPart
-_KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate((*_DENSE, *_OTHERS))}
+_KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
 
 class _CStep(ctypes.Structure):
