@@ -31,10 +31,7 @@ from mycli.runtime.hub.store import (
 from mycli.runtime.utils.json_fields import read_object
 
 MAX_RECORD_BYTES = 16 << 20
-
-
 _BLOCK = 1 << 20
-
 
 State = Literal["ok", "damaged", "missing", "unrecorded"]
 

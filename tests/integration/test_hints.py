@@ -1,11 +1,9 @@
 """What a hint tells a person to type works: the commands and options in strings of `cli/`, and those of real errors."""
 
 import ast
-import hashlib
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import pytest
 
 from mycli.cli.main import COMMANDS, find_command, program
 from tests.support.command_line import Mycli
-from tests.support.paths import PICO
 from tests.support.sources import name, sources, tree
+from tests.support.stored_models import quantized
 
 NETWORK = {"pull", "search"}  # commands that only a network lets end well
 STAND_INS = {"MODEL": "pico", "PROMPT": "Hi", "DRAFT": "pico-draft", "COMMAND": "run", "WORDS": "llama"}
@@ -86,14 +84,7 @@ def test_there_are_commands_to_look_at() -> None:
 @pytest.fixture
 def mine(environment: dict[str, str]) -> Path:
     """A model that was quantized here, as far as its record says, called `mine`."""
-    folder = Path(environment["XDG_DATA_HOME"]) / "mycli" / "models" / "mine"
-    shutil.copytree(PICO, folder)
-    files = {
-        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
-        for path in folder.iterdir()
-    }
-    (folder / "mycli.json").write_text(json.dumps({"schema_version": 1, "files": files}))
-    return folder
+    return quantized("mine", Path(environment["XDG_DATA_HOME"]) / "mycli")
 
 
 def cut(folder: Path) -> None:

@@ -37,9 +37,9 @@ def cached(files: dict[str, bytes], commit: str = FIRST, ref: str = "main", reco
     return folder / "snapshots" / commit
 
 
-def quantized(name: str = "tiny-int4") -> Path:
-    """pico under `name`, with the record that quantizing writes. Returns its folder."""
-    folder = store.home() / "models" / name
+def quantized(name: str = "tiny-int4", home: Path | None = None) -> Path:
+    """pico under `name` in `home`, with the record that quantizing writes. Returns its folder."""
+    folder = (home or store.home()) / "models" / name
     shutil.copytree(PICO, folder)
     files = {
         path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
