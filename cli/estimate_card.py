@@ -23,7 +23,7 @@ BANDWIDTH_HINT = "unknown: measure it with mycli doctor, or give --bandwidth"
 
 
 @dataclass(frozen=True)
-class Subject:
+class EstimateSubject:
     """A model, how its weights are held, and where it would run."""
 
     model: str
@@ -44,7 +44,7 @@ def _number(tokens: float) -> str:
     return f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
 
 
-def _ceilings(subject: Subject) -> dict[int, float]:
+def _ceilings(subject: EstimateSubject) -> dict[int, float]:
     """Tokens per second by depth: an empty and a full cache. Empty where the bandwidth is unknown."""
     bandwidth = subject.target.bandwidth
     if bandwidth is None:
@@ -52,7 +52,7 @@ def _ceilings(subject: Subject) -> dict[int, float]:
     return {depth: tokens_per_second(subject.plan, depth, bandwidth) for depth in (0, subject.plan.context)}
 
 
-def _from_disk(subject: Subject) -> float | None:
+def _from_disk(subject: EstimateSubject) -> float | None:
     """Tokens per second of an empty cache where no expert that is chosen is in memory; None where all are."""
     bandwidth = subject.target.bandwidth
     if subject.disk is None or bandwidth is None:
@@ -60,7 +60,7 @@ def _from_disk(subject: Subject) -> float | None:
     return tokens_per_second_from_disk(subject.plan, 0, bandwidth, subject.disk[0])
 
 
-def obstacle_lines(subject: Subject, ranks: int) -> list[str]:
+def obstacle_lines(subject: EstimateSubject, ranks: int) -> list[str]:
     """What keeps a model from being split over so many GPUs, a line each."""
     return [
         f"{one.where}: {one.problem}" + (f" ({one.layers} layers)" if one.layers > 1 else "")
@@ -68,7 +68,7 @@ def obstacle_lines(subject: Subject, ranks: int) -> list[str]:
     ]
 
 
-def _more_gpus(subject: Subject) -> tuple[int, int | None, str] | None:
+def _more_gpus(subject: EstimateSubject) -> tuple[int, int | None, str] | None:
     """Where one GPU ends: the context that it does not hold, how many would, None for none of one machine, and how.
 
     None where one GPU holds all that the model was made for, and on a CPU.
@@ -86,7 +86,7 @@ def _more_gpus(subject: Subject) -> tuple[int, int | None, str] | None:
     return beyond.context, *found
 
 
-def estimate_json(subject: Subject, ranks: int | None) -> dict[str, Any]:
+def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]:
     """What `--json` answers; `ranks`: GPUs that a model is to be split over."""
     plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     found: dict[str, Any] = {
@@ -135,7 +135,7 @@ def estimate_json(subject: Subject, ranks: int | None) -> dict[str, Any]:
     return found
 
 
-def estimate_rows(subject: Subject) -> list[tuple[str, str]]:
+def estimate_rows(subject: EstimateSubject) -> list[tuple[str, str]]:
     """Names and values for a card."""
     plan, target, result = subject.plan, subject.target, memory.estimate(subject.plan)
     space, longest = result.workspace, memory.longest_context(plan, target.free)

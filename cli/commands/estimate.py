@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mycli.cli.command import Call, command
-from mycli.cli.estimate_card import Subject, estimate_json, estimate_rows, obstacle_lines
+from mycli.cli.estimate_card import EstimateSubject, estimate_json, estimate_rows, obstacle_lines
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import adapted, announce_placement, check_context, find_predictor, open_config
@@ -39,7 +39,7 @@ HEADS = {"keep": None, "int8": 8, "int4": 4}
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the model goes
 
 
-def _streamed(subject: Subject, engine: EngineConfig) -> Subject:
+def _streamed(subject: EstimateSubject, engine: EngineConfig) -> EstimateSubject:
     """`subject` with the experts in memory that fit, or that are allowed, where that is not all of them."""
     found = keep_fitting(subject.plan, subject.target.free, engine.expert_bytes)
     if found.expert_slots is None:
@@ -52,13 +52,13 @@ def _streamed(subject: Subject, engine: EngineConfig) -> Subject:
     return replace(subject, plan=found, disk=disk)
 
 
-def _card(call: Call, subject: Subject) -> None:
+def _card(call: Call, subject: EstimateSubject) -> None:
     config = subject.plan.config
     parameters = f"{config.parameters():,} parameters{active(config)}"
     call.out.card(f"{subject.model} · {subject.scheme} · {parameters}", estimate_rows(subject))
 
 
-def _show(call: Call, subject: Subject, ranks: int | None) -> None:
+def _show(call: Call, subject: EstimateSubject, ranks: int | None) -> None:
     if not call.out.answered(estimate_json(subject, ranks)):
         _card(call, subject)
         if ranks is not None:
@@ -71,7 +71,7 @@ def _show(call: Call, subject: Subject, ranks: int | None) -> None:
         raise shortage(subject.plan, subject.target.free, subject.target.place)
 
 
-def _table(call: Call, subject: Subject) -> None:
+def _table(call: Call, subject: EstimateSubject) -> None:
     plan, free = subject.plan, subject.target.free
     limit = plan.config.max_context
     contexts = sorted({*(c for c in CONTEXTS if c <= limit), min(limit, CONTEXTS[-1]), plan.context})
@@ -94,7 +94,7 @@ def _table(call: Call, subject: Subject) -> None:
     call.out.note(f"! is more than the {human_bytes(free)} free on {subject.target.place}")
 
 
-def _fit(call: Call, subject: Subject, context: int | None, tolerance: float) -> None:
+def _fit(call: Call, subject: EstimateSubject, context: int | None, tolerance: float) -> None:
     """Within what is free even where the estimate is off by as much as --verify tolerates."""
     plan, free = subject.plan, int(subject.target.free / (1 + tolerance))
     fixed = subject.folder.packings or subject.wish != PackingScheme()
@@ -121,7 +121,7 @@ def _fit(call: Call, subject: Subject, context: int | None, tolerance: float) ->
     call.out.result("\n".join(commands))
 
 
-def _verify(call: Call, subject: Subject, engine: EngineConfig, tolerance: float) -> None:
+def _verify(call: Call, subject: EstimateSubject, engine: EngineConfig, tolerance: float) -> None:
     from mycli.runtime.diagnostics.memory_check import check_parts, measure_memory
 
     placement = engine.place(subject.folder.config)
@@ -226,7 +226,7 @@ def estimate(
     plan = _plan(call, folder, engine, target.gpu)
     scheme = _wish(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)
-    subject = Subject(model, folder, plan, target, scheme)
+    subject = EstimateSubject(model, folder, plan, target, scheme)
     if not table and not fit:
         subject = _streamed(subject, engine)
     if table:
