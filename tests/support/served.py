@@ -213,3 +213,22 @@ class ScriptedEngine:
 
 def _with_limit(request: Request, limit: int) -> Request:
     return replace(request, limit=limit)
+
+
+def joined(answer: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Content, reasoning, calls and end of a chat, whole or streamed."""
+    if answer.headers["content-type"].startswith("application/json"):
+        (choice,) = answer.json["choices"]
+        message = choice["message"]
+        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])]
+        return message["content"] or "", message.get("reasoning", ""), calls, choice["finish_reason"]
+    choices = [event["choices"][0] for event in answer.events if event["choices"]]
+    deltas = [choice["delta"] for choice in choices]
+    found = [one for delta in deltas for one in delta.get("tool_calls", [])]
+    assert [one["index"] for one in found] == list(range(len(found)))
+    return (
+        "".join(delta.get("content", "") for delta in deltas),
+        "".join(delta.get("reasoning", "") for delta in deltas),
+        [(one["function"]["name"], one["function"]["arguments"]) for one in found],
+        choices[-1]["finish_reason"],
+    )
