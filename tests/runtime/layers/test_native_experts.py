@@ -1,0 +1,83 @@
+"""Experts in one native call with what stands around them: the bits of their steps, whoever is replaced."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mycli.runtime.layers.linear import dense_matmul
+from tests.support.families import CASES, make
+from tests.support.native_parts import (
+    HEAD,
+    PASSES,
+    WIDE,
+    load_bf16,
+    need_native_code,
+    pack_linear,
+    run_passes,
+    same_as_by_steps,
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    need_native_code()
+
+
+# Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
+# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights.
+EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
+    "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
+    "qwen2_moe-shared": ({}, ["experts"] * 3),
+    "granitemoe-8top2": ({}, ["experts"] * 3),
+    "gemma4-8top2": ({"head_dim": 32, "global_head_dim": 64}, ["experts"] * 3),
+}
+
+
+@pytest.mark.parametrize("bits", (None, 4), ids=("dense", "int4"))
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_have_the_bits_of_their_steps(
+    case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes in which an expert has no, one, few and many rows, packed or dense."""
+    model_type, changes = CASES[case]
+    more, parts = EXPERTS[case]
+    make(tmp_path, model_type, {**WIDE, **changes, **more})
+    runner = load_bf16(tmp_path)
+    for index, block in enumerate(runner.model.layers()):
+        for seed, linear in enumerate(block.mlp.products if bits else ()):
+            pack_linear(linear, bits or 4, 32, seed + 100 * index)
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [
+        *(part for kind in parts for part in ("attention", kind)),
+        "|",
+    ]
+
+
+@pytest.mark.parametrize("replaced", ("expert", "router", "bias", "shape", "parts"))
+def test_experts_that_are_replaced_are_noticed(replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many: its new weights multiply, in one call where native code takes them, else step by step."""
+    model_type, changes = CASES["qwen2_moe-shared"]
+    make(tmp_path, model_type, {**WIDE, **changes, "num_hidden_layers": 1})
+    runner = load_bf16(tmp_path)
+    before = run_passes(runner, "bf16")[0]
+    experts = next(runner.model.layers()).mlp
+    last = experts.products[-2]
+    weight = last.weight()
+    if replaced == "router":
+        experts.router.replace(experts.router.weight().flip(0).contiguous())
+    elif replaced == "bias":
+        for linear in experts.products[-1::-2]:
+            linear.bias = torch.ones(linear.out_features, dtype=torch.bfloat16)
+            linear.replace(linear.weight())
+    elif replaced == "shape":
+        pack_linear(last, 4, 32)
+    elif replaced == "parts":
+        last._multiply_by(tuple(dense_matmul(part.clone()) for part in (weight * 2).chunk(2)))
+    else:
+        last.replace(weight * 2)
+    assert not torch.equal(run_passes(runner, "bf16")[0], before)
+    ran = same_as_by_steps(runner, "bf16", monkeypatch)
+    assert ran.count("experts") == (len(PASSES) if replaced in ("expert", "router") else 0)

@@ -1,0 +1,84 @@
+"""Recurrent mixers in one native call with what stands around them: the bits of their steps, and their states."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.layers.block import Recurrent
+from tests.support.families import CASES, make
+from tests.support.native_parts import (
+    BLOCK_SIZE,
+    HEAD,
+    PASSES,
+    WIDE,
+    OnlyCalled,
+    load_bf16,
+    need_native_code,
+    pack_linear,
+    same_as_by_steps,
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    need_native_code()
+
+
+# Heads that share keys, what is projected in order, of two products or key head by key head, beside gated attention;
+# and convolutions, with biases.
+QUARTER = {"head_dim": 128}  # of which a quarter is turned
+
+
+RECURRENT: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "qwen3_5-delta": (QUARTER, ["delta", "mlp"] * 3 + ["attention", "mlp"]),
+    "qwen3_5_moe-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
+    "qwen3_next-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
+    "lfm2-tied": (HEAD, ["convolution", "mlp", "attention", "mlp", "convolution", "mlp"]),
+    "lfm2-untied-biases": (HEAD, ["attention", "mlp"] + ["convolution", "mlp"] * 2),
+}
+
+
+@pytest.mark.parametrize("bits", (None, 4), ids=("dense", "int4"))
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_parts_have_the_bits_of_their_steps(
+    case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their states, which go on by what stands of a draft."""
+    model_type, changes = CASES[case]
+    more, parts = RECURRENT[case]
+    make(tmp_path, model_type, {**WIDE, **changes, **more})
+    runner = load_bf16(tmp_path)
+    mixers = [layer.mixer for layer in runner.model.layers() if isinstance(layer.mixer, Recurrent)]
+    for seed, linear in enumerate(linear for mixer in mixers if bits for linear in mixer.products):
+        pack_linear(linear, bits or 4, 32, seed)
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [*parts, "|"]
+
+
+def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states, and those of the layers before and after, begin with a text and wait for what stands of a draft."""
+    model_type, changes = CASES["qwen3_5-delta"]
+    make(tmp_path, model_type, {**WIDE, **changes, **QUARTER})
+    runner = load_bf16(tmp_path)
+    mixer = next(layer for layer in runner.model.layers() if layer.spec.index == 1).mixer
+    mixer.mixer.out.replace(OnlyCalled(mixer.mixer.out.weight()))
+    whole = ["delta", "mlp", "|", "mlp", "delta", "mlp", "attention", "mlp", "|"]
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * whole
+
+
+def test_slots_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    """Nothing is read or written outside of the states."""
+    model_type, changes = CASES["lfm2-tied"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
+    runner = load_bf16(tmp_path)
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, torch.bfloat16, slots=2)
+    both = Chunk([4], 1, (0,), 1, 1), Chunk([5], 1, (1,), 1, 1)
+    for chunks in (both, [Chunk([4], 1, (0,), 1, 2)], [Chunk([4], 1, (0,), 1, -1)]):
+        with pytest.raises(ValueError, match="slots"):
+            runner.run(chunks, cache)

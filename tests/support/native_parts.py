@@ -1,0 +1,155 @@
+"""Passes over models whose parts native code may run whole, and by steps: what both must give, bit for bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.layer import (
+    CAttentionPart,
+    CChain,
+    CConvolutionPart,
+    CDeltaPart,
+    CExpertsPart,
+    CMlpPart,
+    CParallelPart,
+    CToldPart,
+)
+from mycli.runtime.kernels.registry import prepare_product
+from mycli.runtime.layers import transformer
+from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.models.config import Kv
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
+
+CONTEXT = 32
+
+
+BLOCK_SIZE = 8
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
+
+
+KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
+
+
+# Two sequences in blocks and states that lie anywhere: read in part, one after the other, together, cut back by one.
+PASSES: Sequence[Sequence[Chunk]] = (
+    [Chunk(list(range(4, 17)), 0, (3, 1), 13, 2)],
+    [Chunk([40], 13, (3, 1), 1, 2), Chunk(list(range(50, 59)), 0, (5, 2), 9)],
+    [Chunk([41, 42], 14, (3, 1), 2, 2, drafted=1), Chunk([60], 9, (5, 2), 1, 0, drafted=1)],
+    [Chunk([43], 15, (3, 1), 1, 2), Chunk([61], 9, (5, 2), 1)],
+)
+
+
+STAND = {2: 1, 0: 0}  # of the tokens that the third pass drafted, by state
+
+
+NAMES = {
+    CAttentionPart: "attention",
+    CMlpPart: "mlp",
+    CExpertsPart: "experts",
+    CParallelPart: "parallel",
+    CToldPart: "told",
+    CDeltaPart: "delta",
+    CConvolutionPart: "convolution",
+}
+
+
+class OnlyCalled:
+    """A weight that nobody but its own code multiplies by."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight)
+
+    def dequantize(self) -> Tensor:
+        return self._weight
+
+
+def load_bf16(folder: Path, kv: Kv = "bf16") -> ModelRunner:
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
+
+
+def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativePass, "make", lambda *_: None)
+    monkeypatch.setattr(transformer, "native_code", lambda *_: None)
+
+
+def run_passes(runner: ModelRunner, kv: Kv) -> list[Tensor]:
+    """Logits of `PASSES` and all that the cache holds after them."""
+    cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype), slots=4)
+    rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
+    logits = []
+    for chunks in PASSES:
+        logits.append(runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache))
+        for slot, count in STAND.items():
+            cache.states.settle(slot, count)
+    parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
+    scales = [part.scales for part in parts if part.scales is not None]
+    recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]
+    states = [state for layer in recurrent for state in cache.states.layer(layer)]
+    return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales, *states)]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of parts that native code runs, as they come; "|" after those of one call."""
+    found: list[str] = []
+    plain = CChain.__call__
+
+    def counting(self: CChain, *arguments: Any) -> Tensor:
+        found.extend([*(NAMES[type(part)] for part in self.parts), "|"])
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(CChain, "__call__", counting)
+    return found
+
+
+def same_as_by_steps(runner: ModelRunner, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compares; the parts that were run natively."""
+    with monkeypatch.context() as patch:
+        ran = counted(patch)
+        whole = run_passes(runner, kv)
+    with monkeypatch.context() as patch:
+        by_steps(patch)
+        stepwise = run_passes(runner, kv)
+    for index, (one, other) in enumerate(zip(whole, stepwise, strict=True)):
+        assert torch.equal(one, other), index
+    return ran
+
+
+HEAD = {"head_dim": 32}
+
+
+def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
+    """Random codes in the layout of our own code."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = linear.out_features, linear.in_features
+    codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)
+    scales = torch.rand(shape[0], shape[1] // group, generator=generator).bfloat16() / (8 << bits)
+    weight = PackedWeight(pack(codes, bits), scales, Packing(bits, group), shape[1])
+    linear.replace(prepare_product(weight, torch.bfloat16))
+
+
+def need_native_code() -> None:
+    """Skip where there is none."""
+    if isinstance(found := build.native(), str):
+        pytest.skip(f"no native code here: {found}")
