@@ -3,7 +3,6 @@
 Knows the sentences of the parser, and the verbs of other programs. Does not know options or where a value came from.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -79,6 +78,8 @@ def foreign_option(word: str) -> str:
 
 def meant_option(word: str, known: Iterable[str]) -> str:
     """The option of `known` that `word` is the beginning of, or a slip of the fingers away from; "" for none."""
+    import difflib  # only for an option that is not there
+
     spelled, known = word.replace("_", "-"), sorted(known)
     begun = [option for option in known if len(spelled) > 3 and option.startswith(spelled)]
     return next(iter(begun or difflib.get_close_matches(spelled, known, 1, 0.75)), "")

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.stats import Timing
-from mycli.runtime.memory.resident import most_experts, slot_bytes
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -28,6 +27,8 @@ def active(config: "ModelConfig") -> str:
 
 def experts_held(plan: "MemoryPlan") -> str:
     """How many experts of a mixture are in memory, where not all are."""
+    from mycli.runtime.memory.resident import most_experts, slot_bytes  # only for a model that is larger than memory
+
     held, most = plan.expert_slots or 0, most_experts(plan.config)
     size = human_bytes(held * slot_bytes(plan))
     return f"{held} of {most} in each layer are in memory ({size}), the others are read from disk when they are chosen"
