@@ -26,7 +26,7 @@ def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int)
     generator = torch.Generator().manual_seed(rows)
     columns = 2 * (packing.group_size or 128)
     codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
-    codes = codes & 0xBB if packing.codes == "e5m2" else codes & 0xF7 if packing.codes == "e4m3" else codes  # numbers
+    codes &= {"e5m2": 0xBB, "e4m3": 0xF7}.get(packing.codes, 0xFF)  # of codes that are numbers
     scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
     offsets = torch.randn(scales.shape, generator=generator) if packing.offsets else None
     weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns, offsets)
