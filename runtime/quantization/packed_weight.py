@@ -29,7 +29,8 @@ class PackedWeight:
 
     packed: int32 [N, ceil(K * bits / 32)]; scales: [N, K / group_size] or [N, 1], of any floating-point dtype; offsets:
     fp32 of the scales' shape where `packing.offsets`, else None; inputs: int32 [K] where `packing.permuted`, else None:
-    column j multiplies input inputs[j].
+    column j multiplies input inputs[j]; factors: fp16 [N, K / SUPER_BLOCK, 1 or 2] where
+    `packing.super_blocks`, else None: what whole numbers are multiplied by to give scales (see `super_blocks`).
     """
 
     packed: Tensor
@@ -38,11 +39,12 @@ class PackedWeight:
     in_features: int
     offsets: Tensor | None = None
     inputs: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        tensors = (self.packed, self.scales, self.offsets, self.inputs)
+        tensors = (self.packed, self.scales, self.offsets, self.inputs, self.factors)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
@@ -154,5 +156,5 @@ def dequantize_rows(weight: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, weight.out_features, step):
         rows = slice(start, start + step)
         offsets = None if weight.offsets is None else weight.offsets[rows]
-        part = replace(weight, packed=weight.packed[rows], scales=weight.scales[rows], offsets=offsets)
+        part = replace(weight, packed=weight.packed[rows], scales=weight.scales[rows], offsets=offsets, factors=None)
         yield rows, dequantize(part)

@@ -21,6 +21,8 @@ NF4_LAYOUT = "bitsandbytes"  # the other one that it writes
 # NVIDIA), of QLoRA's NF4, of bitsandbytes' FP4.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
+SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
+_FACTOR_BYTES = 2  # fp16
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Packing:
 
     `codes`: what they stand for; `offsets`: an offset beside each scale; `permuted`: the columns are stored sorted by
     group, with the input that each of them takes. `scale_dtype` of the scales in memory; None: the model's.
+    `super_blocks`: scales, and offsets beside them, are of a byte each times fp16 factors of `SUPER_BLOCK` inputs, and
+    may be held so.
     """
 
     bits: int
@@ -38,6 +42,7 @@ class Packing:
     codes: Codes = "int"
     scale_dtype: Dtype | None = None
     permuted: bool = False
+    super_blocks: bool = False
     dialect: tuple[str | int, ...] = ()  # what else its layout has to know; nobody else reads it
 
     @property
@@ -47,7 +52,8 @@ class Packing:
         return self.codes == "int" and self.bits in BITS and group and not self.offsets
 
     def on_gpu(self) -> "Packing | None":
-        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several.
+        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several, each scale
+        by itself.
 
         None where they do not multiply it: a group that is no multiple of 32 would end within one of their steps.
         """
@@ -55,7 +61,8 @@ class Packing:
         fitting = [size for size in sorted(GROUP_SIZES, reverse=True) if group is not None and group % size == 0]
         if group is not None and not fitting:
             return None
-        return replace(self, bits=self.bits if self.bits in BITS else 8, group_size=fitting[0] if fitting else None)
+        bits = self.bits if self.bits in BITS else 8
+        return replace(self, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
 
     def groups(self, in_features: int) -> int:
         """Scales per output row. Raises ModelError where the group size does not divide `in_features`."""
@@ -76,8 +83,11 @@ class Packing:
         """Bytes of a weight in memory: words, scales of `scale_bytes` unless their dtype is known, offsets, order."""
         scale = scale_bytes if self.scale_dtype is None else BY_NAME[self.scale_dtype].nbytes
         group = scale + (_OFFSET_BYTES if self.offsets else 0)
+        scales = group * self.groups(in_features)
+        if self.super_blocks:
+            scales = (1 + self.offsets) * (self.groups(in_features) + _FACTOR_BYTES * (in_features // SUPER_BLOCK))
         order = _INDEX_BYTES * in_features if self.permuted else 0
-        return out_features * (4 * self.words(in_features) + group * self.groups(in_features)) + order
+        return out_features * (4 * self.words(in_features) + scales) + order
 
     @property
     def name(self) -> str:

@@ -43,6 +43,7 @@ class Scales:
     scales: "torch.Tensor"
     offsets: "torch.Tensor | None" = None
     inputs: "torch.Tensor | None" = None
+    factors: "torch.Tensor | None" = None
 
 
 class Format(Protocol):
@@ -222,6 +223,7 @@ def read_weight(
         parts.append(found)
         start = end
     offsets = [part.offsets.to(device) for part in parts if part.offsets is not None]
+    factors = [part.factors.to(device) for part in parts if part.factors is not None]
     inputs = parts[0].inputs
     return PackedWeight(
         packed.to(device),
@@ -230,6 +232,7 @@ def read_weight(
         columns,
         torch.cat(offsets) if offsets else None,
         None if inputs is None else inputs.to(device),
+        torch.cat(factors) if factors else None,
     )
 
 

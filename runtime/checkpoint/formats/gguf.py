@@ -54,9 +54,12 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     kind = TYPES_BY_NAME[checkpoint.entry(name).dtype]
     scales = torch.empty(shape, dtype=getattr(torch, packing.scale_dtype))
     offsets = torch.empty(shape, dtype=torch.float32) if packing.offsets else None
+    factors: list[torch.Tensor] = []
     for start, data in checkpoint.row_bytes(name):
         rows, made = slice(start, start + len(data)), pack_rows(data, kind)
         out[rows], scales[rows] = made.packed, made.scales
         if offsets is not None and made.offsets is not None:
             offsets[rows] = made.offsets
-    return Scales(scales, offsets)
+        if made.factors is not None:
+            factors.append(made.factors)
+    return Scales(scales, offsets, factors=torch.cat(factors) if factors else None)

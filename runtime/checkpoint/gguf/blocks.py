@@ -17,11 +17,15 @@ from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
 
 @dataclass(frozen=True)
 class Groups:
-    """weight = scale * level + minimum. levels: int8 [n, block]; scales, minima: fp32 [n, block / group]."""
+    """weight = scale * level + minimum. levels: int8 [n, block]; scales, minima: fp32 [n, block / group].
+
+    factors: of super-blocks, fp16 [n, 1 or 2], what all scales, and all minima, are whole numbers of.
+    """
 
     levels: Tensor
     scales: Tensor
     minima: Tensor | None = None
+    factors: Tensor | None = None
 
     def values(self) -> Tensor:
         """The weights, fp32 [n, block]."""
@@ -34,7 +38,12 @@ class Groups:
 
 def _half(data: Tensor) -> Tensor:
     """uint8 [n, 2] as the float16 that it is, in fp32 [n, 1]."""
-    return data.contiguous().view(torch.float16).float()
+    return _halves(data).float()
+
+
+def _halves(data: Tensor) -> Tensor:
+    """uint8 [n, 2 * k] as float16 [n, k]."""
+    return data.contiguous().view(torch.float16)
 
 
 def _split(data: Tensor, shifts: tuple[int, ...], run: int = 32) -> Tensor:
@@ -74,19 +83,24 @@ def _q8_0(x: Tensor) -> Groups:
     return Groups(x[:, 2:].contiguous().view(torch.int8), _half(x[:, :2]))
 
 
+def _super_block(levels: Tensor, scales: Tensor, factors: Tensor, minima: Tensor | None = None) -> Groups:
+    """Levels, and whole numbers of the factors; minima are subtracted."""
+    each = factors.float()
+    subtracted = None if minima is None else -(each[:, 1:] * minima)
+    return Groups(levels.to(torch.int8), each[:, :1] * scales, subtracted, factors)
+
+
 def _q2_k(x: Tensor) -> Groups:
     scales = x[:, :16]
     levels = _split(x[:, 16:80], (0, 2, 4, 6)) & 3
-    return Groups(
-        levels.to(torch.int8), _half(x[:, 80:82]) * (scales & 15), -(_half(x[:, 82:84]) * (scales >> 4).float())
-    )
+    return _super_block(levels, scales & 15, _halves(x[:, 80:84]), scales >> 4)
 
 
 def _q3_k(x: Tensor) -> Groups:
     low, high = _split(x[:, 96:104], (0, 4), 8) & 15, _split(x[:, 104:108], (0, 2, 4, 6), 4) & 3
     scales = (low | high << 4).to(torch.int8) - 32
     levels = (_split(x[:, 32:96], (0, 2, 4, 6)) & 3) | (_split(x[:, :32], tuple(range(8))) & 1) << 2
-    return Groups(levels.to(torch.int8) - 4, _half(x[:, 108:110]) * scales)
+    return _super_block(levels.to(torch.int8) - 4, scales, _halves(x[:, 108:110]))
 
 
 def _scales_and_minima(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,19 +113,19 @@ def _scales_and_minima(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(x: Tensor) -> Groups:
     scales, minima = _scales_and_minima(x[:, 4:16])
-    return Groups(_nibbles(x[:, 16:]).to(torch.int8), _half(x[:, :2]) * scales, -(_half(x[:, 2:4]) * minima))
+    return _super_block(_nibbles(x[:, 16:]), scales, _halves(x[:, :4]), minima)
 
 
 def _q5_k(x: Tensor) -> Groups:
     scales, minima = _scales_and_minima(x[:, 4:16])
     levels = _nibbles(x[:, 48:]) | (_split(x[:, 16:48], tuple(range(8))) & 1) << 4
-    return Groups(levels.to(torch.int8), _half(x[:, :2]) * scales, -(_half(x[:, 2:4]) * minima))
+    return _super_block(levels, scales, _halves(x[:, :4]), minima)
 
 
 def _q6_k(x: Tensor) -> Groups:
     levels = _nibbles(x[:, :128], 64) | (_split(x[:, 128:192], (0, 2, 4, 6)) & 3) << 4
     scales = x[:, 192:208].contiguous().view(torch.int8)
-    return Groups(levels.to(torch.int8) - 32, _half(x[:, 208:210]) * scales)
+    return _super_block(levels.to(torch.int8) - 32, scales, _halves(x[:, 208:210]))
 
 
 _READERS: Mapping[str, Callable[[Tensor], Groups]] = {

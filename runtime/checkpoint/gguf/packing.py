@@ -31,7 +31,8 @@ def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
     repeat = kind.group // (packing.group_size or kind.group)  # a group wider than kernels take is several alike
     scales = groups.scales.view(len(data), -1).repeat_interleave(repeat, dim=1)
     packed = pack(codes.to(torch.uint8).view(len(data), columns), packing.bits)
-    weight = PackedWeight(packed, scales, packing, columns)
+    factors = None if groups.factors is None else groups.factors.view(len(data), -1, groups.factors.shape[1])
+    weight = PackedWeight(packed, scales, packing, columns, factors=factors)
     if groups.minima is None:
         return weight
     minima = groups.minima.view(len(data), -1)

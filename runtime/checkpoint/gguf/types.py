@@ -16,7 +16,8 @@ LAYOUT = "gguf"
 @dataclass(frozen=True)
 class GgmlType:
     """`block` values take `nbytes`. `dtype` of plain numbers that are read; for quantized ones None, and `bits` of a
-    level, `group` values that share a scale, whether they have a `minimum`, and whether scales fit `half` a float."""
+    level, `group` values that share a scale, whether they have a `minimum`, whether scales fit `half` a float, and
+    whether blocks are `super_blocks`, whose scales are whole numbers times one of the block."""
 
     id: int
     name: str
@@ -27,12 +28,14 @@ class GgmlType:
     group: int = 0
     minimum: bool = False
     half: bool = False
+    super_blocks: bool = False
 
     @property
     def packing(self) -> Packing:
         """How it lies in memory."""
         scales: Dtype = "float16" if self.half else "float32"
-        return Packing(self.bits, min(self.group, 128), LAYOUT, self.minimum, scale_dtype=scales)
+        group = min(self.group, 128)
+        return Packing(self.bits, group, LAYOUT, self.minimum, scale_dtype=scales, super_blocks=self.super_blocks)
 
 
 TYPES = (
@@ -44,11 +47,11 @@ TYPES = (
     GgmlType(6, "Q5_0", 32, 22, None, 5, 32, half=True),
     GgmlType(7, "Q5_1", 32, 24, None, 5, 32, minimum=True, half=True),
     GgmlType(8, "Q8_0", 32, 34, None, 8, 32, half=True),
-    GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True),
-    GgmlType(11, "Q3_K", 256, 110, None, 3, 16),
-    GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True),
-    GgmlType(13, "Q5_K", 256, 176, None, 5, 32, minimum=True),
-    GgmlType(14, "Q6_K", 256, 210, None, 6, 16),
+    GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True, super_blocks=True),
+    GgmlType(11, "Q3_K", 256, 110, None, 3, 16, super_blocks=True),
+    GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True, super_blocks=True),
+    GgmlType(13, "Q5_K", 256, 176, None, 5, 32, minimum=True, super_blocks=True),
+    GgmlType(14, "Q6_K", 256, 210, None, 6, 16, super_blocks=True),
     GgmlType(16, "IQ2_XXS", 256, 66, None, 8, 32),
     GgmlType(17, "IQ2_XS", 256, 74, None, 8, 16),
     GgmlType(18, "IQ3_XXS", 256, 98, None, 8, 32),

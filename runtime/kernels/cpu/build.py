@@ -44,6 +44,7 @@ class CWeight(ctypes.Structure):
         ("codes", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
+        ("factors", c_void_p),
         ("rows", c_int64),
         ("inputs", c_int64),
         ("group", c_int64),

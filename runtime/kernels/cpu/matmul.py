@@ -7,6 +7,7 @@ packed_cpu.cpp: one for every number of rows, so that a row's bits do not depend
 import ctypes
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.super_blocks import scale_codes
 from mycli.runtime.utils.huge_pages import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # of a block
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
+_BYTES = 3  # `I8` of packed_layout.h
 
 
 def no_room_for(rows: int, inputs: int) -> ResourceError:
@@ -49,8 +52,29 @@ def _blocked(values: Tensor) -> Tensor:
     return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
 
 
-def _stored_scales(weight: PackedWeight) -> Tensor:
-    return weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+@dataclass(frozen=True)
+class _Scales:
+    """Scales, offsets and factors as packed_layout.h has them."""
+
+    scales: Tensor
+    offsets: Tensor | None
+    factors: Tensor | None
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> "_Scales":
+        """Bytes where these and the factors of super-blocks give the very numbers; else the numbers themselves."""
+        codes = scale_codes(weight)
+        if codes is None:
+            scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+            return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
+        assert weight.factors is not None
+        offsets = None if codes.offsets is None else _blocked(codes.offsets)
+        factors = torch.stack([_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])], dim=2)
+        return cls(_blocked(codes.scales), offsets, factors)
+
+    def all(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        return tuple(one for one in (self.scales, self.offsets, self.factors) if one is not None)
 
 
 class CpuMatmul:
@@ -65,18 +89,20 @@ class CpuMatmul:
         self._shape = weight.out_features, weight.in_features
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
-        scales = _stored_scales(weight)
-        self._scales = _blocked(scales)
-        self._offsets = None if weight.offsets is None else _blocked(weight.offsets)
+        self._scales = _Scales.of(weight)
+        self._dtype = torch.float32 if self._scales.factors is not None else self._scales.scales.dtype
+        scales, *others = self._scales.scales, self._scales.offsets, self._scales.factors
+        offsets, factors = (None if one is None else one.data_ptr() for one in others)
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
-            scales=self._scales.data_ptr(),
-            offsets=None if self._offsets is None else self._offsets.data_ptr(),
+            scales=scales.data_ptr(),
+            offsets=offsets,
+            factors=factors,
             rows=weight.out_features,
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=STORED_TYPES[scales.dtype],
+            scale_type=_BYTES if factors else STORED_TYPES[scales.dtype],
         )
         self._pointer = ctypes.pointer(self._weight)
         self._repack(weight.packed)
@@ -93,15 +119,14 @@ class CpuMatmul:
         own, packing = self._weight, weight.packing
         group = weight.in_features // packing.groups(weight.in_features)
         shape = weight.out_features, weight.in_features, group, packing.bits
-        scales = _stored_scales(weight)
-        if shape != (own.rows, own.inputs, own.group, own.bits) or scales.dtype != self._scales.dtype:
+        if shape != (own.rows, own.inputs, own.group, own.bits):
             return False
-        if (weight.offsets is None) != (self._offsets is None):
+        here, given = self._scales.all(), _Scales.of(weight).all()
+        if [one.dtype for one in here] != [one.dtype for one in given]:
             return False
         self._repack(weight.packed)
-        self._scales.copy_(_blocked(scales))
-        if self._offsets is not None and weight.offsets is not None:
-            self._offsets.copy_(_blocked(weight.offsets))
+        for to, values in zip(here, given, strict=True):
+            to.copy_(values)
         return True
 
     @property
@@ -127,7 +152,7 @@ class CpuMatmul:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+        return self._codes.nbytes + sum(one.nbytes for one in self._scales.all())
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
@@ -143,7 +168,7 @@ class CpuMatmul:
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in the dtype of its scales."""
-        out = torch.empty(self._shape, dtype=self._scales.dtype)
+        out = torch.empty(self._shape, dtype=self._dtype)
         self._library.dequantize(self._pointer, out.data_ptr(), STORED_TYPES[out.dtype], torch.get_num_threads())
         return out
 

@@ -44,13 +44,17 @@ constexpr int64_t FEW = 2;
 constexpr int64_t FEW = 0;
 #endif
 #if WIDTH
-template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (rows == 1) return rows_bytes<B, 1>(w, row_block, x, y);
-    if (rows == 2) return rows_bytes<B, 2>(w, row_block, x, y);
+template <int B, int SPAN> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if (rows == 1) return rows_bytes<B, 1, SPAN>(w, row_block, x, y);
+    if (rows == 2) return rows_bytes<B, 2, SPAN>(w, row_block, x, y);
     if constexpr (FEW > 2) {
-        if (rows == 3) return rows_bytes<B, 3>(w, row_block, x, y);
-        rows_bytes<B, 4>(w, row_block, x, y);
+        if (rows == 3) return rows_bytes<B, 3, SPAN>(w, row_block, x, y);
+        rows_bytes<B, 4, SPAN>(w, row_block, x, y);
     }
+}
+template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if (segment_of(w) < INPUTS) few_rows_of<B, FOURS / 2>(w, row_block, x, rows, y);
+    else few_rows_of<B, FOURS>(w, row_block, x, rows, y);
 }
 #endif
 constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
@@ -58,7 +62,7 @@ constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
 enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
-    if (rows <= FEW && segment_of(w) >= INPUTS) return Path::BYTES;
+    if (rows <= FEW) return Path::BYTES;
     // Sums leave the tiles at the end of each segment: of the shortest that is worth it from two whole tiles on.
     return rows >= (segment_of(w) < INPUTS ? 2 * ROWS : TILED) && have_amx() ? Path::TILES : Path::WORDS;
 }

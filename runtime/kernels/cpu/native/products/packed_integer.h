@@ -126,56 +126,57 @@ struct Bytes {
     Units units;
 };
 
-// y[m][0..15] of one row block for M rows of integers. Segments are whole blocks.
-template <int B, int M> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `SPAN` fours of a block.
+template <int B, int M, int SPAN> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
     constexpr int ZERO = 1 << (B - 1);
-    const int64_t segment = segment_of(w), steps = segment / INPUTS, groups = w.inputs / w.group, segments = w.inputs / segment;
+    const int64_t segment = segment_of(w), steps = SPAN == FOURS ? segment / INPUTS : 1, together = w.group / segment;
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
     Floats total[PARTS][M] = {};
-    for (int64_t s = 0; s < segments; s++, block += steps * B * 64) {
-        alignas(64) float scales[ROWS];
-        const int64_t at_scale = (row_block * groups + s * segment / w.group) * ROWS;
-        load_scales(w, at_scale, scales);
-        alignas(64) int32_t sums[M][ROWS];
+    GroupScales group(w, row_block, 0);
+    for (int64_t input = 0, s = 0, next = together, groups = 0; input < w.inputs; input += steps * INPUTS, block += steps * B * 64)
 #pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) {
-            I high[M][CHAINS] = {}, low[M][CHAINS] = {};
-            for (int64_t b = 0; b < steps; b++) {
-                const int8_t* at = x.bytes + s * segment + b * INPUTS;
-                if (half == 0) prefetch_twice<B>(block + b * B * 64);
+        for (int first = 0; first < FOURS; first += SPAN, s++) {
+            if (s == next) group = GroupScales(w, row_block, ++groups), next += together;
+            alignas(64) int32_t sums[M][ROWS];
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++) {
+                I high[M][CHAINS] = {}, low[M][CHAINS] = {};
+                for (int64_t b = 0; b < steps; b++) {
+                    const int8_t* at = x.bytes + input + b * INPUTS;
+                    if (half == 0 && first == 0) prefetch_twice<B>(block + b * B * 64);
 #pragma GCC unroll 8
-                for (int q = 0; q < FOURS; q++) {
-                    const U codes = four_of<B>(block + b * B * 64, q, half);
+                    for (int q = first; q < first + SPAN; q++) {
+                        const U codes = four_of<B>(block + b * B * 64, q, half);
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) {
-                        int32_t two[2];
-                        memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
-                        memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
-                        high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
-                        low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+                        for (int m = 0; m < M; m++) {
+                            int32_t two[2];
+                            memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
+                            memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
+                            high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
+                            low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+                        }
                     }
+                }
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
+                    const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * x.units.row + s * x.units.segment];
+                    memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
                 }
             }
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * x.units.row + s * x.units.segment];
-                memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
-            }
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++)
-                total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), load_vector<Floats>(scales + part * LANES),
-                                        x.units.unit[m * x.units.row + s * x.units.segment], total[part][m]);
-        if (w.offsets)
             for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    total[part][m] = shifted(load_vector<Floats>(w.offsets + at_scale + part * LANES),
-                                             x.units.shift[m * x.units.row + s * x.units.segment], total[part][m]);
-    }
+                    total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), group.scale[part],
+                                            x.units.unit[m * x.units.row + s * x.units.segment], total[part][m]);
+            if (w.offsets)
+                for (int m = 0; m < M; m++)
+                    for (int part = 0; part < PARTS; part++)
+                        total[part][m] = shifted(group.offset[part],
+                                                 x.units.shift[m * x.units.row + s * x.units.segment], total[part][m]);
+        }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
 }

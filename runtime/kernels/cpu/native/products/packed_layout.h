@@ -6,7 +6,8 @@
 // the inputs 2r+p, of which pair r = 2q+h lies in vector q * P / 8 of its field, at bit 8h + P * (q % (8 / P)).
 // So one shift and one mask by bytes make the codes of four inputs (a "four", q) of each row, an operand of a dot product of
 // bytes; the same by words makes those of a pair of inputs, an operand of one of words.
-// Scales are [rows / 16][groups][16] in their own type, offsets (none, or one to a scale) fp32. Rows past the last are zero.
+// Scales are [rows / 16][groups][16] in their own type, offsets (none, or one to a scale) fp32. Those of super-blocks are
+// bytes, both; what they are multiplied by is [rows / 16][inputs / 256][scales', offsets'][16] of fp16. Rows past the last are zero.
 
 #pragma once
 
@@ -43,15 +44,17 @@
 
 namespace {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
+constexpr int64_t SUPER_BLOCK = 256;  // inputs that share the factors of their scales
 constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
 struct Weight {  // mirrored by build.py
     const uint8_t* codes;
     const void* scales;
-    const float* offsets;  // or null
+    const void* offsets;  // or null
+    const uint16_t* factors;  // or null; then scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
 };
@@ -156,19 +159,49 @@ inline Floats spread_lanes(float x) {
 #endif
 }
 
-// Loops of one type each, which compilers make vectors of.
-inline void load_scales(const Weight& w, int64_t index, float* to) {
-    uint16_t half[ROWS];
-    if (w.scale_type == F32) {
-        memcpy(to, static_cast<const float*>(w.scales) + index, sizeof *to * ROWS);
-        return;
-    }
-    memcpy(half, static_cast<const uint16_t*>(w.scales) + index, sizeof half);
-    if (w.scale_type == BF16)
-        for (int j = 0; j < ROWS; j++) to[j] = from_bf16(half[j]);
-    else
-        for (int j = 0; j < ROWS; j++) to[j] = from_f16(half[j]);
+// A vector of numbers of `type`, from the one at `index` on, as fp32.
+inline Floats widen(const void* from, int64_t index, int32_t type) {
+    const auto* byte = static_cast<const int8_t*>(from) + index;
+    const auto* half = static_cast<const uint16_t*>(from) + index;
+    if (type == F32) return load_vector<Floats>(static_cast<const float*>(from) + index);
+#if VECTOR == 64
+    const auto words = [&] { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)); };
+    if (type == I8) return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(byte))));
+    if (type == BF16) return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words()), 16);
+    return (Floats)_mm512_cvtph_ps(words());
+#elif VECTOR == 32 && defined(__F16C__)
+    const auto words = [&] { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(half)); };
+    if (type == I8) return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte))));
+    if (type == BF16) return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words()), 16);
+    return (Floats)_mm256_cvtph_ps(words());
+#else
+    Floats to;
+    for (int j = 0; j < LANES; j++) to[j] = type == I8 ? float(byte[j]) : type == BF16 ? from_bf16(half[j]) : from_f16(half[j]);
+    return to;
+#endif
 }
+
+// What codes of the rows of a block are multiplied by, and what is added to them, in one group.
+struct GroupScales {
+    Floats scale[PARTS], offset[PARTS];  // zero where there are no offsets
+
+    // Levels of super-blocks count from zero where there are offsets, codes from half their range:
+    // 2^(bits-1) scales belong to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the
+    // reference has it.
+    GroupScales(const Weight& w, int64_t row_block, int64_t group) {
+        const int64_t at = (row_block * (w.inputs / w.group) + group) * ROWS;
+        const int64_t factor = (row_block * (w.inputs / SUPER_BLOCK) + group * w.group / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
+        const Floats half = spread_lanes(float(1 << (w.bits - 1)));
+#pragma GCC unroll 4
+        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
+            scale[part] = widen(w.scales, at + j, w.scale_type);
+            if (w.factors) scale[part] *= widen(w.factors, factor + j, F16);
+            if (!w.offsets) offset[part] = Floats{};
+            else if (!w.factors) offset[part] = widen(w.offsets, at + j, F32);
+            else offset[part] = fused(widen(w.offsets, at + j, I8), widen(w.factors, factor + ROWS + j, F16), half * scale[part]);
+        }
+    }
+};
 
 inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {
     if (type == F32) memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);

@@ -189,7 +189,7 @@ template <class P, int B> void unpack_panel(const Weight& w, int64_t row_block, 
 template <class P, int B>
 void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
                     const Units& units, float* total, void* y, int32_t type) {
-    const int64_t segment = segment_of(w), steps = segment / P::PER_STEP, row = tiling.first(first), groups = w.inputs / w.group;
+    const int64_t segment = segment_of(w), steps = segment / P::PER_STEP, row = tiling.first(first);
     const int64_t rows = tiling.first(last) - row, count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
     const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
     alignas(64) int32_t panel[PANEL_INPUTS / P::PER_STEP * PANEL];
@@ -205,9 +205,9 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
         unpack_panel<P, B>(w, row_block, input, inputs, panel);
         for (int64_t n = 0; n < count; n++)
             for (int64_t s = 0; s < inputs / segment; s++) {
-                const int64_t at = ((row_block + n) * groups + (input + s * segment) / w.group) * ROWS;
-                load_scales(w, at, scales[s] + n * ROWS);
-                if (w.offsets) memcpy(offsets[s] + n * ROWS, w.offsets + at, ROWS * sizeof(float));
+                const GroupScales group(w, row_block + n, (input + s * segment) / w.group);
+                memcpy(scales[s] + n * ROWS, group.scale, sizeof group.scale);
+                memcpy(offsets[s] + n * ROWS, group.offset, sizeof group.offset);
             }
         for (int64_t t = first, start = row, next; t < last; t++, start = next) {
             next = tiling.first(t + 1);

@@ -76,20 +76,18 @@ template <int B> void block_floats(const uint8_t* block, float (*to)[ROWS]) {
 }
 
 template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, int threads) {
-    const int64_t steps = w.inputs / INPUTS, groups = w.inputs / w.group;
+    const int64_t steps = w.inputs / INPUTS;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
         for (int64_t k = 0; k < steps; k++) {
             alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
             block_floats<B>(w.codes + (n * steps + k) * B * 64, values);
             for (int i = 0; i < INPUTS; i++) {
-                const int64_t at = (n * groups + (k * INPUTS + i) / w.group) * ROWS;
-                float scales[ROWS];
-                load_scales(w, at, scales);
+                const GroupScales group(w, n, (k * INPUTS + i) / w.group);
                 for (int j = 0; j < ROWS; j++) {
-                    float value = values[i][j] * scales[j];
+                    float value = values[i][j] * group.scale[j / LANES][j % LANES];
                     asm("" : "+m"(value));  // the reference rounds the product before it adds: no fused addition
-                    turned[j][i] = w.offsets ? value + w.offsets[at + j] : value;
+                    turned[j][i] = w.offsets ? value + group.offset[j / LANES][j % LANES] : value;
                 }
             }
             for (int64_t j = 0; j < std::min<int64_t>(ROWS, w.rows - n * ROWS); j++)

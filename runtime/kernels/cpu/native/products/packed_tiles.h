@@ -111,15 +111,12 @@ template <int PARTS> struct alignas(64) Batch {
     Floats scale[TILE_BLOCKS][PARTS], offset[TILE_BLOCKS][PARTS];
 
     void read(const Weight& w, Unpack* unpack, int64_t row_block, int64_t count, int64_t input) {
-        const int64_t segment = segment_of(w), groups = w.inputs / w.group;
+        const int64_t segment = segment_of(w);
         for (int64_t n = 0; n < count; n++) {
             unpack(w.codes + ((row_block + n) * w.inputs + input) / INPUTS * w.bits * 64, PARTS * segment / INPUTS, codes[n]);
             for (int64_t j = 0; j < PARTS; j++) {
-                const int64_t at = ((row_block + n) * groups + (input + j * segment) / w.group) * ROWS;
-                alignas(64) float scales[ROWS];
-                load_scales(w, at, scales);
-                scale[n][j] = load_vector<Floats>(scales);
-                if (w.offsets) offset[n][j] = load_vector<Floats>(w.offsets + at);
+                const GroupScales group(w, row_block + n, (input + j * segment) / w.group);
+                scale[n][j] = group.scale[0], offset[n][j] = group.offset[0];
             }
         }
     }

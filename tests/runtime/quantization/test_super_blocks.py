@@ -1,0 +1,46 @@
+"""Scales of super-blocks as whole numbers: those that were there, or none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mycli.runtime.quantization.super_blocks import scale_codes
+from tests.support.packed_weights import super_block_weight
+
+
+@given(
+    bits=st.sampled_from((2, 3, 4, 5, 6)),
+    offsets=st.booleans(),
+    size=st.floats(2.0**-14, 1000),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_codes_give_the_scales_and_offsets(bits: int, offsets: bool, size: float, seed: int) -> None:
+    weight = super_block_weight(bits, (9, 512), 32, offsets=offsets, seed=seed, size=size)
+    codes = scale_codes(weight)
+    assert codes is not None and weight.factors is not None
+    factors = weight.factors.double().repeat_interleave(8, dim=1)
+    assert torch.equal((codes.scales * factors[..., 0]).float(), weight.scales)
+    assert (codes.offsets is None) is not offsets
+    if codes.offsets is not None:
+        exact = codes.offsets * factors[..., 1] + weight.scales.double() * (1 << (bits - 1))
+        assert torch.equal(exact.float(), weight.offsets)
+
+
+def test_factors_of_nothing_give_nothing() -> None:
+    weight = super_block_weight(4, (8, 256), 32, offsets=True, size=0)
+    codes = scale_codes(weight)
+    assert codes is not None and codes.offsets is not None
+    assert not codes.scales.any() and not codes.offsets.any()
+
+
+@pytest.mark.parametrize("place", ["scales", "offsets"])
+def test_a_number_that_is_no_multiple_has_no_codes(place: str) -> None:
+    weight = super_block_weight(4, (8, 256), 32, offsets=True)
+    values = getattr(weight, place).clone()
+    values[3, 2] *= 1.001
+    assert scale_codes(replace(weight, **{place: values})) is None
+    assert scale_codes(replace(weight, factors=None)) is None
