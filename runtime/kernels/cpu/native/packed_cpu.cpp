@@ -63,8 +63,8 @@ enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= FEW) return Path::BYTES;
-    // Sums leave the tiles at the end of each segment: of the shortest that is worth it from two whole tiles on.
-    return rows >= (segment_of(w) < INPUTS ? 2 * ROWS : TILED) && have_amx() ? Path::TILES : Path::WORDS;
+    // Sums leave the tiles at the end of each segment: of the shortest that is more work than words are.
+    return rows >= TILED && segment_of(w) >= INPUTS && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
