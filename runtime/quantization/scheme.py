@@ -52,8 +52,8 @@ class Packing:
         return self.codes == "int" and self.bits in BITS and group and not self.offsets
 
     def on_gpu(self) -> "Packing | None":
-        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several, each scale
-        by itself.
+        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several, each
+        scale by itself.
 
         None where they do not multiply it: a group that is no multiple of 32 would end within one of their steps.
         """
