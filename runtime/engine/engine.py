@@ -364,8 +364,10 @@ class Engine:
         if others and first.temperature:
             return None
         left = min(turn.sequence.limit - turn.sequence.drawn for turn in turns)
+        left = self.scheduler.room_ahead(turns, left)
+        stops = frozenset[int]().union(*[turn.sequence.request.stop_ids for turn in turns])
         places = tuple((turn.sequence.id, turn.sequence.table.blocks[0]) for turn in turns)
-        found = self._ahead.tokens(places, [turn.chunk([]) for turn in turns], first, self.cache, left)
+        found = self._ahead.tokens(places, [turn.chunk([]) for turn in turns], first, self.cache, left, stops)
         if found is None:
             return None
         made, self.step_seconds = found

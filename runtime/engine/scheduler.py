@@ -11,7 +11,7 @@ Plain Python: knows numbers of tokens and blocks, and a clock; does not know ten
 import bisect
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from mycli.runtime.cache.block_pool import BlockPool
@@ -20,6 +20,7 @@ from mycli.runtime.engine.restore import Restorer, TextSource
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 from mycli.runtime.errors import UsageError
 
+AHEAD = 8  # tokens of a reply whose places are taken before they are made, where nobody else wants them
 SCORED = 128  # tokens of a prompt in a pass where the logits of all are wanted: they are vocabulary times as large
 
 
@@ -243,6 +244,15 @@ class Scheduler:
                 wanted = 0
             turns.append(Turn(sequence, end - 1, 1, wanted, decodes=True))
         return turns
+
+    def room_ahead(self, turns: Iterable[Turn], count: int) -> int:
+        """How many tokens of each, `count` at most, can follow the first of their turns: places are taken for a few,
+        but of nobody."""
+        for turn in turns:
+            table = turn.sequence.table
+            table.reserve(table.length + min(count, AHEAD))
+            count = min(count, len(table.blocks) * self.pool.block_size - table.length)
+        return count
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Blocks for its positions up to `end`, from who came last where there are none. False: that was itself."""
