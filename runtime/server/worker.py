@@ -16,6 +16,7 @@ from typing import Protocol
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
+from mycli.runtime.kernels.cpu.threads import release_threads
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.metrics import Metrics
@@ -96,7 +97,8 @@ class EngineWorker:
         self.failed = ""  # why no request can be served any more
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begin to serve. What the calling thread has done with the engine is the engine's thread's from now on."""
+        release_threads()
         for thread in self._threads:
             thread.start()
 
