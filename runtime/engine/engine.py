@@ -27,8 +27,9 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
+from mycli.runtime.sampling.row_tokens import leading, not_numbers
 from mycli.runtime.sampling.sample_rows import sample_rows
-from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers
+from mycli.runtime.sampling.sampler import Sampler
 
 _OF_A_PASS = ("stop", "length", "context")  # ends that a pass brings, which went well so far
 

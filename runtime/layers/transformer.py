@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         config, longest = self.config, max([span.length for span in batch.spans])
         if self.per_layer is not None or config.logit_softcap is not None or rope.every(longest + passes - 1) is None:
             return None
-        native = NativePass.make(self.embedding[None, : batch.rows], batch, cache, rope)  # rows like those of the stream
+        native = NativePass.make(self.embedding[None, : batch.rows], batch, cache, rope)  # as the stream's rows are
         chain = None if native is None else self.blocks.whole(native)
         head = None if chain is None else self._native_head.get(lambda: head_part(self.norm, self.head))
         if native is None or chain is None or head is None or not self.embedding.is_contiguous():

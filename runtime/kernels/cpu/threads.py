@@ -1,4 +1,4 @@
-"""The threads that OpenMP keeps ready for whoever works in parallel. Does not know who that is, or how many there are."""
+"""The threads that OpenMP keeps ready for whoever works in parallel. Does not know who that is."""
 
 import ctypes
 

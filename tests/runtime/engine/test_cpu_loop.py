@@ -1,4 +1,4 @@
-"""Several passes a native call against pass by pass: the same tokens, ends and keys, in every family that has the code."""
+"""Several passes a native call against pass by pass: the same tokens, ends and keys, in families that have the code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -87,7 +87,7 @@ def _tokens(outputs: Sequence[SequenceOutput]) -> Iterator[int]:
 @pytest.mark.parametrize("case", TAKEN)
 @pytest.mark.parametrize("kv", chosen(["bf16", "int8", "int4"], ["int8"]))
 def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: Kv, tmp_path: Path) -> None:
-    """Three sequences of several blocks, one of which ends before the others; what was made behind an end is nobody's."""
+    """Three sequences of several blocks, one of which ends before the others; what was made behind it is nobody's."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **TAKEN[case]})
     runner, made = counting(load_bf16(tmp_path, kv))
@@ -200,18 +200,18 @@ def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatc
     now = [0.0]
     monkeypatch.setattr(cpu_loop, "CALL_SECONDS", 5 / 1024)
     monkeypatch.setattr(cpu_loop.time, "perf_counter", lambda: now[0])
-    seconds, made = 1 / 1024, list[int]()
+    seconds, made = [0.0], list[int]()
 
     class Scripted:
         def follow(self, batch: Batch, rope: object, cache: object, passes: int, *_: object) -> list[list[int]]:
-            now[0] += passes * seconds
+            now[0] += passes * seconds[0]
             made.append(passes)
             return [[3]] * passes
 
     loop = CpuLoop(Scripted())  # type: ignore[arg-type]  # what a loop asks of a model
     batch = Batch.of([Chunk([5], 0, (0,), 1)], 32, torch.device("cpu"))
     greedy = DeviceSampling(VOCAB, 0.0, 1)
-    for seconds in (1 / 1024, 1 / 1024, 0.02, 1 / 1024, 1 / 1024, 1 / 1024):
+    for seconds[0] in (1 / 1024, 1 / 1024, 0.02, 1 / 1024, 1 / 1024, 1 / 1024):
         assert loop.launches(batch, greedy, None, None, 4) is not None  # type: ignore[arg-type]  # handed on
     assert made == [1, 4, 4, 1, 4, 4]
     loop.launches(batch, greedy, None, None, 100)  # type: ignore[arg-type]  # as above
