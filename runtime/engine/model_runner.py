@@ -159,34 +159,3 @@ class ModelRunner:
         use_device(self.device)
         batch = Batch.of(chunks, cache.block_size, self.device)
         return self.fast.loop.launches(batch, choice, self.rope(cache.block_size), cache, count, stops)
-
-
-class LaunchesAhead:
-    """Tokens that the device makes ahead, for sequences that are the same from one pass to the next."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._places: tuple[tuple[int, int], ...] = ()
-        self._launches: Iterator[tuple[list[list[int]], float]] | None = None
-
-    def tokens(
-        self,
-        places: tuple[tuple[int, int], ...],
-        chunks: Sequence[Chunk],
-        choice: DeviceSampling,
-        cache: KVCache,
-        left: int,
-        stops: frozenset[int],
-    ) -> tuple[list[list[int]], float] | None:
-        """The next tokens [steps][sequences], and the seconds they took; None where the device does not make them.
-
-        places: number and block of each sequence; what was made ahead for others is dropped. chunks: of the token
-        drawn last of each; left: tokens that may be made of each; stops: that end any of them.
-        """
-        found = None
-        if self._launches is not None and places == self._places:
-            found = next(self._launches, None)
-        if found is None:
-            self._places, self._launches = places, self._runner.launches(chunks, choice, cache, left, stops)
-            found = None if self._launches is None else next(self._launches, None)
-        return found

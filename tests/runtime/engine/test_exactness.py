@@ -20,9 +20,9 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.scheduler import Turn
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import Listener
+from mycli.runtime.engine.turns import Turn
 from mycli.runtime.errors import UserError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv

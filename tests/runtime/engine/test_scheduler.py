@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
-from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
+from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
+from mycli.runtime.engine.turns import Limits, Turn
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of
 
