@@ -87,6 +87,11 @@ class Engine:
         return max((one.table.length for one in self.scheduler.running), default=0)
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether its passes run on the CPU's cores."""
+        return self.runner.device.type == "cpu"
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has anything to do or to tell."""
         return self.scheduler.has_work or bool(self._cancelled)
