@@ -15,7 +15,7 @@ MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so
 
 
 class Delivery:
-    """The pieces of one request on the way to its handler. `put`, `afterwards` from any thread, others from the loop."""
+    """The pieces of a request on the way to its handler. `put`, `afterwards` from any thread, others from the loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
