@@ -84,7 +84,13 @@ class DeviceLoop:
         self._held: WeakKeyDictionary[KVCache, _Held] = WeakKeyDictionary()
 
     def launches(
-        self, batch: Batch, choice: DeviceSampling, rope: Rope, cache: KVCache, count: int
+        self,
+        batch: Batch,
+        choice: DeviceSampling,
+        rope: Rope,
+        cache: KVCache,
+        count: int,
+        stops: frozenset[int] = frozenset(),  # noqa: ARG002  (reason: the reader leaves out what comes after them)
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens after the one token of each sequence of `batch`, by launches: [steps][sequences], seconds.
 

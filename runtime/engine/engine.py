@@ -7,40 +7,31 @@ everything here. Knows ids and logits; does not know text, or who asked.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PrefixStore
 from mycli.runtime.cache.state_pool import StatePool
+from mycli.runtime.engine.ahead import LaunchesAhead
+from mycli.runtime.engine.drawing import Live, draft_tokens, draw_tokens, pass_listener
 from mycli.runtime.engine.kept_texts import KeptTexts
-from mycli.runtime.engine.model_runner import CacheShape, LaunchesAhead, ModelRunner
-from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as Sequence_
-from mycli.runtime.engine.speculation import Drafted, Heard, Listener, Speculator
+from mycli.runtime.engine.speculation import Speculator
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.engine.turns import Limits, Turn
 from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
-from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
-from mycli.runtime.sampling.sample_rows import sample_rows
-from mycli.runtime.sampling.sampler import Sampler, leading, not_numbers
+from mycli.runtime.sampling.logprobs import TokenLogprob
+from mycli.runtime.sampling.row_tokens import leading, not_numbers
 
 _OF_A_PASS = ("stop", "length", "context")  # ends that a pass brings, which went well so far
-
-
-@dataclass
-class _Live:
-    """What belongs to a sequence beside its tokens. `scored`: tokens of the prompt whose logprobs were given."""
-
-    sampler: Sampler
-    recorder: LogprobRecorder | None
-    told: int = 0  # logprobs that were given
-    scored: int = 1
 
 
 class Engine:
@@ -75,8 +66,8 @@ class Engine:
         self._kept = None if store is None else KeptTexts(store, self.cache, self._make_copies)
         self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._kept)
         self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
-        self._live: dict[int, _Live] = {}
-        self._ahead = LaunchesAhead(runner)
+        self._live: dict[int, Live] = {}
+        self._ahead = LaunchesAhead(runner, self.cache)
         self._cancelled: list[SequenceOutput] = []
         self._sure = True  # of what the cache holds: no pass broke off
 
@@ -94,6 +85,11 @@ class Engine:
     def tokens_read(self) -> int:
         """Tokens in the cache, of the sequence that has most: how far a prompt has been read."""
         return max((one.table.length for one in self.scheduler.running), default=0)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether its passes run on the CPU's cores."""
+        return self.runner.device.type == "cpu"
 
     @property
     def has_work(self) -> bool:
@@ -150,14 +146,8 @@ class Engine:
             self._live[numbers[-1]] = live
         return numbers
 
-    def _start(self, request: Request) -> _Live:
-        recorder = None if request.logprobs is None else LogprobRecorder(request.logprobs)
-        constraint = None if request.grammar is None else request.grammar.start()
-        sampler = Sampler(
-            request.sampling, self._vocab_size, self.runner.device, constraint=constraint, recorder=recorder
-        )
-        sampler.observe_ids(request.prompt)
-        return _Live(sampler, recorder)
+    def _start(self, request: Request) -> Live:
+        return Live.start(request, self._vocab_size, self.runner.device)
 
     def cancel(self, sequence: int) -> None:
         """It has no more turns, and its blocks are free now; the next step says so. Nothing where it has ended."""
@@ -204,24 +194,26 @@ class Engine:
         self.step_seconds = 0.0
         if turns:
             self._sure = False
-            made = self._made_ahead(turns)
-            outputs += self._decoded_ahead(turns, made) if made else self._pass(turns, began)
+            # A speculator measures plain passes, to know whether drafting pays, and may want to see their hidden states.
+            made = None if self.speculator is not None else self._ahead.made(turns, self._live, self.scheduler)
+            outputs += self._pass(turns, began) if made is None else self._decoded_ahead(turns, *made)
             self._sure = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs
 
     def _pass(self, turns: Sequence[Turn], began: float) -> list[SequenceOutput]:
         """Run the turns, and draw for those who have read all they have; the step `began` at this time."""
-        drafted = self._drafted(turns)
+        drafted = draft_tokens(self.speculator, turns, self._live)
         chunks = [turn.chunk(drafted.get(turn.sequence.id, [])) for turn in turns]
-        logits = self.runner.run(chunks, self.cache, self._listener(turns, chunks))
+        logits = self.runner.run(chunks, self.cache, pass_listener(self.speculator, turns, chunks))
         draws: list[tuple[Turn, range]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         everyone, end = list(turns), 0
         for turn, chunk in zip(turns, chunks, strict=True):
             rows, end = range(end, end + chunk.logits), end + chunk.logits
             if turn.scored:
-                scores[turn.sequence.id], rows = self._score(turn, logits[rows.start : end]), rows[-1:]
+                number = turn.sequence.id
+                scores[number], rows = self._live[number].score(turn, logits[rows.start : end]), rows[-1:]
             if turn.completes and turn.sequence.limit:
                 forks = self.scheduler.begin_branches(turn)
                 draws += [(one, rows) for one in (turn, *forks)]
@@ -233,61 +225,11 @@ class Engine:
             self.speculator.observe(results, time.perf_counter() - began)
         return outputs
 
-    def _listener(self, turns: Sequence[Turn], chunks: Sequence[Chunk]) -> Listener | None:
-        if self.speculator is None:
-            return None
-        pairs = zip(turns, chunks, strict=True)
-        return self.speculator.listener(
-            Heard(turn.sequence.id, chunk.start, len(chunk.tokens), turn.sequence.tokens) for turn, chunk in pairs
-        )
-
-    def _drafted(self, turns: Sequence[Turn]) -> dict[int, list[int]]:
-        """Tokens that may come next, by sequence, for those who want some."""
-        if self.speculator is None:
-            return {}
-        asked = [
-            Drafted(turn.sequence.id, turn.sequence.tokens, turn.drafts, self._live[turn.sequence.id].sampler)
-            for turn in turns
-            if turn.drafts
-        ]
-        found = self.speculator.propose(asked) if asked else []
-        return {one.sequence: tokens for one, tokens in zip(asked, found, strict=True)}
-
-    def _score(self, turn: Turn, logits: Tensor) -> tuple[TokenLogprob, ...]:
-        """Logprobs of those tokens of the prompt that come after the rows of `turn` and were not told before."""
-        live, sequence = self._live[turn.sequence.id], turn.sequence
-        first = max(live.scored, turn.start + 1)
-        end = min(turn.start + turn.count + 1, sequence.prompt)
-        if first >= end:
-            return ()
-        live.scored = end
-        rows = logits[first - 1 - turn.start : end - 1 - turn.start, : self._vocab_size]
-        return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
-
     def _draw(
         self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
     ) -> dict[int, list[int] | UserError]:
         """What follows in each sequence, or why nothing can: by `logits`, of which each has its rows."""
-        drawn: dict[int, list[int] | UserError] = {}
-        plain, places = list[int](), list[int]()
-        for turn, rows in draws:
-            number = turn.sequence.id
-            if not drafted.get(number):
-                plain.append(number)
-                places.append(rows.start)
-                continue
-            assert self.speculator is not None
-            try:
-                part = logits[rows.start : rows.stop]
-                drawn[number] = self.speculator.accept(number, part, self._live[number].sampler)
-            except UserError as error:
-                drawn[number] = error
-        if plain:
-            chosen = logits if places == list(range(len(logits))) else logits[places]
-            found = sample_rows(chosen, [self._live[number].sampler for number in plain])
-            for number, token in zip(plain, found, strict=True):
-                drawn[number] = token if isinstance(token, UserError) else [token]
-        return drawn
+        return draw_tokens(draws, drafted, logits, self._live, self.speculator)
 
     def _advance(
         self,
@@ -296,7 +238,7 @@ class Engine:
         scores: dict[int, tuple[TokenLogprob, ...]],
         drafted: dict[int, list[int]],
     ) -> SequenceOutput:
-        sequence, live = turn.sequence, self._live[turn.sequence.id]
+        sequence = turn.sequence
         guessed = len(drafted.get(sequence.id, []))
         if isinstance(drawn, UserError):
             self._settle(turn, 0)
@@ -304,14 +246,10 @@ class Engine:
         tokens, reason = self.scheduler.advance(turn, drawn)
         if guessed:
             self._settle(turn, sequence.table.length - turn.start)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if live.recorder is not None:
-            logprobs = tuple(live.recorder.rows[0][live.told : live.told + len(tokens)])
-            live.told += len(tokens)
         output = SequenceOutput(
             sequence.id,
             tokens,
-            logprobs,
+            self._live[sequence.id].tell(len(tokens)),
             scores.get(sequence.id, ()),
             reason,
             sequence.cached,
@@ -348,32 +286,10 @@ class Engine:
             error=error,
         )
 
-    def _made_ahead(self, turns: Sequence[Turn]) -> list[list[int]] | None:
-        """Tokens [steps][sequences] that the device made ahead, None where it does not.
-
-        It does where all decode and draw alike. Several sequences draw from random numbers of their own, which the
-        device does not have: they are greedy.
-        """
-        if self.runner.fast.loop is None:
-            return None
-        if any(not turn.decodes or turn.drafts for turn in turns):
-            return None
-        first, *others = [self._live[turn.sequence.id].sampler.device_sampling() for turn in turns]
-        if first is None or any(one is None or replace(one, seed=first.seed) != first for one in others):
-            return None
-        if others and first.temperature:
-            return None
-        left = min(turn.sequence.limit - turn.sequence.drawn for turn in turns)
-        places = tuple((turn.sequence.id, turn.sequence.table.blocks[0]) for turn in turns)
-        found = self._ahead.tokens(places, [turn.chunk([]) for turn in turns], first, self.cache, left)
-        if found is None:
-            return None
-        made, self.step_seconds = found
-        return made
-
-    def _decoded_ahead(self, turns: Sequence[Turn], made: list[list[int]]) -> list[SequenceOutput]:
-        """What tokens [steps][sequences] mean for the turns; one below 0 stands for logits that were not numbers."""
-        outputs = []
+    def _decoded_ahead(self, turns: Sequence[Turn], made: list[list[int]], seconds: float) -> list[SequenceOutput]:
+        """What tokens [steps][sequences], made in so long, mean for the turns; one below 0 stands for logits that were
+        not numbers."""
+        outputs, self.step_seconds = [], seconds
         for turn, column in zip(turns, zip(*made, strict=True), strict=True):
             drawn = list(column[: leading(token >= 0 for token in column)])
             output = self._advance(turn, drawn, {}, {}) if drawn else SequenceOutput(turn.sequence.id)

@@ -9,7 +9,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import give_back
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.cpu_loop import CpuLoop
+from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
@@ -50,6 +51,8 @@ def load_model(
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
     give_back()  # what was read and then laid out otherwise: a tenth of a packed model
+    if placement.device.type == "cpu":
+        return ModelRunner(model, placement.kv, FastPaths(loop=CpuLoop.make(model)))
     if not folder.packings or placement.device.type != "cuda":
         return ModelRunner(model, placement.kv)
     from mycli.runtime.engine.device_loop import accelerate

@@ -7,7 +7,7 @@ it serves.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,15 +25,28 @@ from mycli.runtime.sampling.sampler import DeviceSampling
 
 if TYPE_CHECKING:  # Triton, which takes a second to import and is not everywhere
     from mycli.runtime.engine.cuda_graph import Replay
-    from mycli.runtime.engine.device_loop import DeviceLoop
+
+
+class TokenLoop(Protocol):
+    """Makes several tokens without the host between them; see `DeviceLoop` and `CpuLoop`."""
+
+    def launches(
+        self, batch: Batch, choice: DeviceSampling, rope: Rope, cache: KVCache, count: int, stops: frozenset[int]
+    ) -> Iterator[tuple[list[list[int]], float]] | None:
+        """The `count` tokens after the one token of each sequence, or the first of them, by launches:
+        [steps][sequences], and the seconds that they took; None where the model's own passes are to do it.
+
+        Below 0 where logits were not numbers. What comes after one of `stops` may be left out.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class FastPaths:
-    """What a model has beside its plain pass; see `runtime.engine.device_loop.accelerate`."""
+    """What a model has beside its plain pass; see `runtime.engine.device_loop.accelerate` and `CpuLoop.make`."""
 
     replay: "Replay | None" = None
-    loop: "DeviceLoop | None" = None
+    loop: TokenLoop | None = None
 
 
 @dataclass(frozen=True)
@@ -130,44 +143,19 @@ class ModelRunner:
         return None if found is None else found.flatten(0, 1).to(torch.float32, copy=True)
 
     def launches(
-        self, chunks: Sequence[Chunk], choice: DeviceSampling | None, cache: KVCache, count: int
+        self,
+        chunks: Sequence[Chunk],
+        choice: DeviceSampling | None,
+        cache: KVCache,
+        count: int,
+        stops: frozenset[int] = frozenset(),
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens of each sequence after its chunk of one token, chosen on the device, by launches.
 
-        As `DeviceLoop.launches`; None where the tokens are to be made by `run`, one after another.
+        As `TokenLoop.launches`; None where the tokens are to be made by `run`, one after another.
         """
         if self.fast.loop is None or choice is None:
             return None
         use_device(self.device)
         batch = Batch.of(chunks, cache.block_size, self.device)
-        return self.fast.loop.launches(batch, choice, self.rope(cache.block_size), cache, count)
-
-
-class LaunchesAhead:
-    """Tokens that the device makes ahead, for sequences that are the same from one pass to the next."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._places: tuple[tuple[int, int], ...] = ()
-        self._launches: Iterator[tuple[list[list[int]], float]] | None = None
-
-    def tokens(
-        self,
-        places: tuple[tuple[int, int], ...],
-        chunks: Sequence[Chunk],
-        choice: DeviceSampling,
-        cache: KVCache,
-        left: int,
-    ) -> tuple[list[list[int]], float] | None:
-        """The next tokens [steps][sequences], and the seconds they took; None where the device does not make them.
-
-        places: number and block of each sequence; what was made ahead for others is dropped. chunks: of the token
-        drawn last of each; left: tokens that may be made of each.
-        """
-        found = None
-        if self._launches is not None and places == self._places:
-            found = next(self._launches, None)
-        if found is None:
-            self._places, self._launches = places, self._runner.launches(chunks, choice, cache, left)
-            found = None if self._launches is None else next(self._launches, None)
-        return found
+        return self.fast.loop.launches(batch, choice, self.rope(cache.block_size), cache, count, stops)

@@ -10,63 +10,17 @@ Plain Python: knows numbers of tokens and blocks, and a clock; does not know ten
 
 import bisect
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.cache.block_table import BlockTable
+from mycli.runtime.engine.admission import reply_limit
 from mycli.runtime.engine.restore import Restorer, TextSource
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
-from mycli.runtime.errors import UsageError
+from mycli.runtime.engine.turns import Counts, Limits, Turn
 
+AHEAD = 8  # tokens of a reply whose places are taken before they are made, where nobody else wants them
 SCORED = 128  # tokens of a prompt in a pass where the logits of all are wanted: they are vocabulary times as large
-
-
-@dataclass(frozen=True)
-class Limits:
-    """context: tokens of a sequence at most; chunk: tokens of prompts in a pass; running: sequences at once."""
-
-    context: int
-    chunk: int
-    running: int
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One sequence in a pass: its tokens `start` .. `start` + `count`, and room reserved for `drafts` more behind.
-
-    `decodes`: it had read all but the token drawn last. `scored`: the logits of all of them are wanted.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    drafts: int = 0
-    decodes: bool = False
-    scored: bool = False
-
-    @property
-    def completes(self) -> bool:
-        """Whether all tokens are read after it, so that another can be drawn."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-    def chunk(self, drafted: list[int]) -> Chunk:
-        """For the pass, with `drafted` tokens behind."""
-        tokens = [*self.sequence.tokens[self.start : self.start + self.count], *drafted]
-        logits = len(tokens) if self.scored else (1 + len(drafted)) * self.completes
-        table = self.sequence.table
-        return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted))
-
-
-@dataclass
-class Counts:
-    """What happened since the beginning: `misses` by reason, the positions left out."""
-
-    preemptions: int = 0
-    queries: int = 0  # tokens of prompts that were looked up
-    hits: int = 0  # and those of them that were there
-    misses: Counter[str] = field(default_factory=Counter)
 
 
 class Scheduler:
@@ -102,26 +56,7 @@ class Scheduler:
 
         Raises UsageError for an empty prompt, and with the numbers for one that can never have its turn.
         """
-        prompt, context = len(request.prompt), self.limits.context
-        if not prompt:
-            raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
-        if prompt > context:
-            raise UsageError(f"the prompt has {prompt} tokens, the context has room for {context}", code="more-context")
-        room = context - prompt + 1  # the last token drawn needs no place in the cache
-        if request.limit is not None and request.limit > room:
-            raise UsageError(
-                f"{prompt} prompt tokens and {request.limit} more do not fit the context of {context}",
-                code="fewer-tokens-or-more-context",
-                data={"tokens": max(room, 0)},
-            )
-        limit = room if request.limit is None else request.limit
-        held = self.pool.blocks * self.pool.block_size
-        if prompt + max(limit - 1, 0) > held:
-            raise UsageError(
-                f"{prompt} prompt tokens and {limit} more do not fit the cache of {held} tokens",
-                code="fewer-tokens-or-more-context",
-                data={"tokens": max(held - prompt + 1, 0)},
-            )
+        limit = reply_limit(request, self.limits.context, self.pool.blocks * self.pool.block_size)
         sequence = self._new(request, limit)
         self.waiting.append(sequence)
         return sequence
@@ -243,6 +178,15 @@ class Scheduler:
                 wanted = 0
             turns.append(Turn(sequence, end - 1, 1, wanted, decodes=True))
         return turns
+
+    def room_ahead(self, turns: Iterable[Turn], count: int) -> int:
+        """How many tokens of each, `count` at most, can follow the first of their turns: places are taken for a few,
+        but of nobody."""
+        for turn in turns:
+            table = turn.sequence.table
+            table.reserve(table.length + min(count, AHEAD))
+            count = min(count, len(table.blocks) * self.pool.block_size - table.length)
+        return count
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Blocks for its positions up to `end`, from who came last where there are none. False: that was itself."""

@@ -31,14 +31,18 @@ class _Run:
     chains: WeakKeyDictionary[KVCache, CChain] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, x: Tensor, native: NativePass) -> Tensor:
+        kept = self.states.keep(native)
+        x = self.chain(native)(native.library, native.rows, x)
+        self.states.wait(native, kept)
+        return x
+
+    def chain(self, native: NativePass) -> CChain:
+        """The call, which reads and writes the cache of a pass."""
         chain = self.chains.get(native.cache)
         if chain is None:
             places = [self._place(one, native) for one in self.parts]
             chain = self.chains[native.cache] = CChain([one.part for one in self.parts], places)
-        kept = self.states.keep(native)
-        x = chain(native.library, native.rows, x)
-        self.states.wait(native, kept)
-        return x
+        return chain
 
     def _place(self, ready: ReadyPart, native: NativePass) -> CPlace | CStatePlace | None:
         if ready.mixer is not None:
@@ -73,6 +77,13 @@ class Chain(nn.ModuleList):
                 self._pieces += [] if part is None else [part]
                 run = []
         return self._pieces
+
+    def whole(self, native: NativePass) -> CChain | None:
+        """All of them as one call; None where some are not native, or keep states, which go on pass by pass."""
+        pieces = self._prepared()
+        if len(pieces) != 1 or not isinstance(pieces[0], _Run) or pieces[0].states.kept:
+            return None
+        return pieces[0].chain(native)
 
     def run(self, x: Tensor, batch: Batch, rope: Rope, cache: KVCache, told: Tensor | None = None) -> Tensor:
         """The residual stream x [1, T, hidden] through all of them. Keys, values and states go into the cache.

@@ -71,6 +71,11 @@ class StatesOfRun:
         self._mixers = [(one.layer, one.mixer) for one in ready if one.mixer is not None and one.layer is not None]
         self._width = sum(sum(mixer.widths) for _, mixer in self._mixers)
 
+    @property
+    def kept(self) -> bool:
+        """Whether any of them keeps a state."""
+        return bool(self._mixers)
+
     def place(self, ready: ReadyPart, cache: KVCache) -> CStatePlace:
         """Where a part finds the states of its layer."""
         before = 0

@@ -4,8 +4,9 @@ Building one takes no memory: tensors appear when a checkpoint is read. Whether 
 by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or how long a conversation will be.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_int64
 from functools import partial
 
 import torch
@@ -17,17 +18,18 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
 from mycli.runtime.kernels.cpu.layer import CHead, run_head
+from mycli.runtime.kernels.cpu.loop import CLoop, run_passes
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.chain import Chain
 from mycli.runtime.layers.expert_slots import ExpertReads, ExpertSource
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import NativePart, head_part, native_code
+from mycli.runtime.layers.native import NativePart, NativePass, head_part, native_code
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
+from mycli.runtime.layers.vocabulary import embed_tokens, embedding_scale, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -155,3 +157,26 @@ class Transformer(nn.Module):
         if not len(x):
             return torch.empty(0, self.config.vocab_size, device=x.device)
         return finish_logits(self._logits(x), self.config)
+
+    @torch.inference_mode()
+    def follow(
+        self, batch: Batch, rope: Rope, cache: KVCache, passes: int, choices: int, stops: Sequence[int]
+    ) -> list[list[int]] | None:
+        """The likeliest of the first `choices` tokens [passes][sequences] after the one token of each sequence of
+        `batch`, and then after each of those, in one call; None where native code does not take all of a pass.
+
+        -1 for logits that are no numbers. Fewer than `passes` after that, and after one of `stops`. The blocks of the
+        batch have room for as many tokens.
+        """
+        config, longest = self.config, max([span.length for span in batch.spans])
+        if self.per_layer is not None or config.logit_softcap is not None or rope.every(longest + passes - 1) is None:
+            return None
+        native = NativePass.make(self.embedding[None, : batch.rows], batch, cache, rope)  # as the stream's rows are
+        chain = None if native is None else self.blocks.whole(native)
+        head = None if chain is None else self._native_head.get(lambda: head_part(self.norm, self.head))
+        if native is None or chain is None or head is None or not self.embedding.is_contiguous():
+            return None
+        ends, width = (c_int64 * len(stops))(*stops), config.hidden_size
+        scales = embedding_scale(config, self.dtype), config.logit_scale
+        loop = CLoop(self.embedding.data_ptr(), width, choices, addressof(ends), len(stops), *scales)
+        return run_passes(native.library, chain, head, loop, native.rows, batch.tokens.tolist(), passes)

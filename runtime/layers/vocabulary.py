@@ -10,14 +10,18 @@ from torch.nn import functional
 from mycli.runtime.models.config import ModelConfig
 
 
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """What rows of the embedding are multiplied by as they enter the first layer in `dtype`."""
+    if config.rounds_scale:
+        return torch.tensor(config.embedding_scale, dtype=dtype).item()
+    return config.embedding_scale
+
+
 def scale_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
     """Rows of the embedding as they enter the first layer, in the dtype of x."""
     if config.embedding_scale == 1.0:
         return x
-    scale = config.embedding_scale
-    if config.rounds_scale:
-        scale = torch.tensor(scale, dtype=x.dtype).item()
-    return x * scale
+    return x * embedding_scale(config, x.dtype)
 
 
 def embed_tokens(tokens: Tensor, table: Tensor, config: ModelConfig) -> Tensor:

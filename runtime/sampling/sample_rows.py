@@ -11,7 +11,8 @@ from torch import Tensor
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import Sampler, likeliest, not_numbers, tokens_at
+from mycli.runtime.sampling.row_tokens import likeliest, not_numbers, tokens_at
+from mycli.runtime.sampling.sampler import Sampler
 
 
 def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserError]:

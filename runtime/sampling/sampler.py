@@ -3,26 +3,20 @@
 Knows random numbers, and the tokens that a penalty counts. Does not know models, text or why a reply ends.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
+from mycli.runtime.errors import UsageError
+from mycli.runtime.kernels.cpu.sample import softmax_draw
 from mycli.runtime.sampling.logits_processors import distribution, process
 from mycli.runtime.sampling.params import SamplingParams
-
-RANDOM_NUMBERS = 256  # made at a time
-
-
-def leading(found: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
-    return sum(1 for _ in takewhile(bool, found))
+from mycli.runtime.sampling.random_numbers import RandomNumbers
+from mycli.runtime.sampling.row_tokens import leading, likeliest, not_numbers, tokens_at
+from mycli.runtime.sampling.seen_tokens import SeenTokens
 
 
 class Constraint(Protocol):
@@ -57,34 +51,6 @@ class DeviceSampling:
     min_p: float = 0.0
 
 
-def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
-    """int64 [rows, 1]: the token of each row of weights [rows, vocab] at which their sum passes a share of the whole.
-
-    `vocab` where the weights of a row are all zero or not numbers. Sums are fp64.
-    """
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    share = torch.tensor(shares, dtype=torch.float64, device=weights.device)
-    return torch.searchsorted(sums, sums[:, -1:] * share[:, None], right=True)
-
-
-def likeliest(logits: Tensor) -> list[int | None]:
-    """The likeliest token of each row of logits [rows, vocab], the lowest id among equals; None for a row with NaN or
-    infinity, or with nothing but -inf."""
-    found = best_tokens(logits)
-    if not isinstance(found, str):
-        return found
-    largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
-    return [token if math.isfinite(top) else None for token, top in zip(best.tolist(), largest.tolist(), strict=True)]
-
-
-def not_numbers() -> ModelError:
-    """What is raised where logits cannot be drawn from."""
-    return ModelError(
-        "the model's output is not a number (NaN or infinite logits)",
-        code="verify-files-or-fp32",
-    )
-
-
 class Sampler:
     """Draws tokens for one request: its settings, its random numbers and, for the penalty, the tokens it has seen.
 
@@ -116,33 +82,21 @@ class Sampler:
         self._recorder = recorder
         self._vocab_size = vocab_size
         self._device = device
-        self._generator = torch.Generator()
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed)
-        self._numbers, self._used = list[float](), 0
-        self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
-        self._counts: Tensor | None = None  # of the reply alone
-        if sampling.counts_replies:
-            self._counts = torch.zeros(sequences, vocab_size, device=device)
+        self.numbers = RandomNumbers(sampling.seed)
+        self.seen = SeenTokens(sampling, vocab_size, device, sequences)
 
     def observe(self, tokens: Tensor) -> None:
         """Count tokens [sequences, n] of the prompt or the reply towards the repetition penalty."""
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens.clamp(max=self._vocab_size - 1), True)
+        self.seen.observe(tokens)
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
         """As `observe`, of one sequence."""
-        if self._seen is not None:
-            self.observe(torch.tensor([tokens], device=self._device))
+        self.seen.observe_ids(tokens)
 
     @property
     def plain(self) -> bool:
         """Whether a token depends on its logits and the settings alone, and nobody is told."""
-        return not self._counted and self._constraint is None and self._recorder is None
+        return not self.seen.wanted and self._constraint is None and self._recorder is None
 
     @property
     def repeatable(self) -> bool:
@@ -151,13 +105,7 @@ class Sampler:
 
     def random(self) -> float:
         """The next uniform number."""
-        return self._random(1)[0]
-
-    def _count(self, tokens: Tensor) -> None:
-        """Count tokens [sequences, n] of the reply towards presence and frequency penalties."""
-        if self._counts is not None:
-            places = tokens.clamp(max=self._vocab_size - 1)
-            self._counts.scatter_add_(1, places, torch.ones_like(places, dtype=self._counts.dtype))
+        return self.numbers.take(1)[0]
 
     def sample(self, logits: Tensor) -> Tensor:
         """One token per row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
@@ -172,9 +120,9 @@ class Sampler:
             self._require_numbers(best)
         else:
             self._require_numbers(logits.amax(dim=-1))  # NaN and infinity win every maximum
-            token = self.draw(distribution(logits, self.sampling, self._seen, self._counts))
-        self.observe(token)
-        self._count(token)
+            token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
+        self.seen.observe(token)
+        self.seen.count(token)
         if self._constraint is not None:
             self._constraint.follow(token[:, 0].tolist())
         if self._recorder is not None:
@@ -190,7 +138,7 @@ class Sampler:
         given = self.sampling
         if given.logit_bias or not self.plain:
             return None
-        seed = (self._generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
+        seed = (self.numbers.generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
         if given.greedy:
             return DeviceSampling(self._vocab_size, 0.0, seed)
         top_k = given.top_k if given.top_k < self._vocab_size else 0
@@ -201,12 +149,7 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is the largest logit, and nothing else counts."""
-        return self.sampling.greedy and not self._counted and not self.sampling.logit_bias
-
-    @property
-    def _counted(self) -> bool:
-        """Whether a token depends on those before it beyond its own logits."""
-        return self._seen is not None or self._counts is not None
+        return self.sampling.greedy and not self.seen.wanted and not self.sampling.logit_bias
 
     @property
     def vocab_size(self) -> int:
@@ -220,11 +163,11 @@ class Sampler:
 
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
-        if not self._counted and self._recorder is None:
+        if not self.seen.wanted and self._recorder is None:
             return
         rows = torch.tensor([tokens], device=logits.device)
-        self.observe(rows)
-        self._count(rows)
+        self.seen.observe(rows)
+        self.seen.count(rows)
         if self._recorder is not None:
             for index in range(len(tokens)):
                 self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
@@ -256,9 +199,9 @@ class Sampler:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
             real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
-            given = process(real, self.sampling, self._after(1, following), self._counts_after(1, following))
-            shared = self._peek(len(following)) if self.repeatable else None  # of the token that will stand there
-            drawn = softmax_draw(given, self._random(1)[0] if shared is None else shared, out)
+            given = process(real, self.sampling, *self.seen.after(1, following))
+            shared = self.numbers.peek(len(following)) if self.repeatable else None  # of the token to stand there
+            drawn = softmax_draw(given, self.numbers.take(1)[0] if shared is None else shared, out)
             if isinstance(drawn, int):
                 token = drawn
             else:
@@ -272,63 +215,20 @@ class Sampler:
         `following` are tokens assumed to come after those observed: the last row is after all of them, the row before
         after all but the last, and so on. They are not observed.
         """
-        seen = self._after(len(logits), following)
-        counts = self._counts_after(len(logits), following)
-        return distribution(logits[:, : self._vocab_size], self.sampling, seen, counts)
-
-    def _after(self, rows: int, following: Sequence[int]) -> Tensor | None:
-        """The tokens that count towards the penalty in each of the rows of `probabilities`."""
-        seen = self._seen
-        if seen is not None and following:
-            seen = seen.repeat(rows, 1)
-            for index, token in enumerate(following, start=rows - len(following)):
-                seen[max(index, 0) :, token] = True
-        return seen
-
-    def _counts_after(self, rows: int, following: Sequence[int]) -> Tensor | None:
-        """How often each token came in the reply, in each of the rows of `probabilities`."""
-        counts = self._counts
-        if counts is not None and following:
-            counts = counts.repeat(rows, 1)
-            for index, token in enumerate(following, start=rows - len(following)):
-                counts[max(index, 0) :, token] += 1
-        return counts
+        counted = self.seen.after(len(logits), following)
+        return distribution(logits[:, : self._vocab_size], self.sampling, *counted)
 
     def draw(self, weights: Tensor) -> Tensor:
         """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].
 
         `vocab`, one past the last token, where the weights of a row are all zero or not numbers.
-
-        By the inverse of the cumulative sum, in fp64: torch.multinomial draws a number for each token of the vocabulary
-        instead, which at 32,000 tokens takes longer than a layer of a small draft.
         """
-        return tokens_at(weights, self._random(len(weights)))
-
-    def _random(self, count: int) -> list[float]:
-        """Uniform numbers, a little below 1 at most: a sum times one does not round up to the sum.
-
-        Made many at a time: beside a large model's pass the call costs more than the numbers.
-        """
-        self._make(count)
-        self._used += count
-        return self._numbers[self._used - count : self._used]
-
-    def _peek(self, index: int) -> float:
-        """The number that will be drawn after the next `index` ones."""
-        self._make(index + 1)
-        return self._numbers[self._used + index]
-
-    def _make(self, count: int) -> None:
-        """See to it that `count` numbers are there, which are the same however they are asked for."""
-        while self._used + count > len(self._numbers):
-            numbers = torch.rand(RANDOM_NUMBERS, generator=self._generator, dtype=torch.float64)
-            self._numbers = self._numbers[self._used :] + (numbers * (1 - 2**-50)).tolist()
-            self._used = 0
+        return tokens_at(weights, self.numbers.take(len(weights)))
 
     def accept(self, chances: Tensor) -> int:
         """How many proposals are accepted: each with its chance (of chances [n]), up to the first refused."""
         found: list[float] = chances.tolist()
-        return leading(coin < chance for coin, chance in zip(self._random(len(found)), found, strict=True))
+        return leading(coin < chance for coin, chance in zip(self.numbers.take(len(found)), found, strict=True))
 
     def _require_numbers(self, best: Tensor) -> None:
         if not bool(best.isfinite().all()):

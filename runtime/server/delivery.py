@@ -5,7 +5,8 @@ Knows pieces and loops; does not know engines or protocols.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.reply_reader import Piece
@@ -14,7 +15,7 @@ MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so
 
 
 class Delivery:
-    """The pieces of one request on their way to its handler. `put` from any thread, the rest from the event loop."""
+    """The pieces of a request on the way to its handler. `put`, `afterwards` from any thread, others from the loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -23,10 +24,13 @@ class Delivery:
 
     def put(self, pieces: Sequence[Piece | ApiError]) -> None:
         """Hand over; dropped where the loop is gone."""
-        try:
+        with suppress(RuntimeError):  # closed: the server has ended
             self._loop.call_soon_threadsafe(self._take, pieces)
-        except RuntimeError:  # closed: the server has ended
-            return
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """`work()` on the loop, after everybody there has had a turn with what was put; from any thread."""
+        with suppress(RuntimeError):  # as above
+            self._loop.call_soon_threadsafe(self._loop.call_soon, work)
 
     def fail(self, error: ApiError) -> None:
         """End the request, from its own loop: its client has gone."""

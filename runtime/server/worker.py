@@ -16,10 +16,13 @@ from typing import Protocol
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
+from mycli.runtime.kernels.cpu.threads import release_threads
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.metrics import Metrics
 from mycli.runtime.server.reply_reader import Piece, ReplyReader
+
+TELL_SECONDS = 0.003  # that a step waits at most for those of the one before to be told
 
 
 class ServedEngine(Protocol):
@@ -38,6 +41,11 @@ class ServedEngine(Protocol):
     @property
     def stats(self) -> EngineStats:
         """How busy it is."""
+        ...
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether its steps take the cores that making text and writing it needs."""
         ...
 
     def submit(self, request: Request) -> int:
@@ -87,6 +95,7 @@ class EngineWorker:
         self._tickets: set[Ticket] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[list[tuple[Ticket, SequenceOutput | ApiError]] | None] = queue.SimpleQueue()
+        self._told = threading.Event()  # the last step's tokens are on their way
         self._by_sequence: dict[int, Ticket] = {}  # the engine thread's
         self._threads = [
             threading.Thread(target=self._run_engine, name="engine", daemon=True),
@@ -96,7 +105,8 @@ class EngineWorker:
         self.failed = ""  # why no request can be served any more
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begin to serve. What the calling thread has done with the engine is the engine's thread's from now on."""
+        release_threads()
         for thread in self._threads:
             thread.start()
 
@@ -177,7 +187,10 @@ class EngineWorker:
                 if output.finish_reason is not None:
                     del self._by_sequence[output.sequence]
         if found:
+            self._told.clear()
             self._steps.put(found)
+            if self.engine.shares_cores:  # a pass whose threads wait for a core takes longer than both by themselves
+                self._told.wait(TELL_SECONDS)
 
     def _enter(self, tickets: Sequence[Ticket]) -> None:
         """Submit sequences; of those with one prompt the first, which the others then begin with."""
@@ -229,6 +242,10 @@ class EngineWorker:
                     news.setdefault(ticket.delivery, []).append(self._read(ticket, output))
             for delivery, pieces in news.items():
                 delivery.put(pieces)
+            if news:
+                delivery.afterwards(self._told.set)
+            else:
+                self._told.set()
 
     def _read(self, ticket: Ticket, output: SequenceOutput | ApiError) -> Piece | ApiError:
         """What one output means to the client."""

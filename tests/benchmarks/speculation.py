@@ -78,7 +78,7 @@ class Forced(Sampler):
 
     def __init__(self, acceptance: float, vocab_size: int, seed: int) -> None:
         super().__init__(SamplingParams(temperature=1.0), vocab_size, CPU.device)
-        self._generator.manual_seed(seed)  # a seed of the settings would promise the tokens of plain steps
+        self.numbers.generator.manual_seed(seed)  # a seed of the settings would promise the tokens of plain steps
         self._acceptance = acceptance
 
     def accept(self, chances: Tensor) -> int:

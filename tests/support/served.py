@@ -144,6 +144,8 @@ class ScriptedEngine:
     `pause`: seconds of a step; `fails`: a step of a sequence that raises.
     """
 
+    shares_cores = True
+
     def __init__(self, script: Script, context: int = 2048, running: int = 8, pause: float = 0.0) -> None:
         self.context, self._most, self.pause = context, running, pause
         self._script = script

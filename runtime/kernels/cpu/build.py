@@ -127,6 +127,7 @@ class Native:
     rotate: Callable[..., int | None]
     run_parts: Callable[..., int]
     run_head: Callable[..., int]
+    run_passes: Callable[..., int]
     convolve: Callable[..., int | None]
     delta: Callable[..., int | None]
     gated_norm: Callable[..., int | None]
@@ -168,6 +169,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
         run_parts=function("run_parts", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
         run_head=function("run_head", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+        run_passes=function("run_passes", c_int, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_int),
         convolve=function("convolve", None, c_void_p, c_void_p, c_int),
         delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
         gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),

@@ -226,7 +226,7 @@ class CChain:
             _CStep(_KINDS[type(part)], ctypes.addressof(part), None if place is None else ctypes.addressof(place))
             for part, place in zip(parts, places, strict=True)
         ]
-        self._steps, self._count = (_CStep * len(steps))(*steps), len(steps)
+        self.steps = (_CStep * len(steps))(*steps), len(steps)  # as native code takes them
 
     def __call__(self, library: Native, rows: CPassRows, x: Tensor) -> Tensor:
         """The stream x [..., hidden], bf16 and contiguous, through all parts. The cache takes keys, values and states.
@@ -234,8 +234,12 @@ class CChain:
         Raises ValueError where lengths, blocks or slots cannot be, and what fetching experts raises.
         """
         out = torch.empty_like(x)
-        asked = self._steps, self._count, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
-        failed = library.run_parts(*asked, torch.get_num_threads())
+        asked = *self.steps, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
+        self.check(library.run_parts(*asked, torch.get_num_threads()), rows)
+        return out
+
+    def check(self, failed: int, rows: CPassRows) -> None:
+        """Raise what native code says went wrong, 0 for nothing, in a pass over `rows`."""
         if failed == 1:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
         if failed == _NOT_FETCHED:
@@ -243,7 +247,6 @@ class CChain:
             raise next(error for one in fetchers if one is not None and (error := one.failure()) is not None)
         if failed:
             raise ValueError("the lengths do not fit the blocks, or slots those that there are")
-        return out
 
 
 def run_head(library: Native, head: CHead, x: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.scheduler import Turn
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import Listener
+from mycli.runtime.engine.turns import Turn
 from mycli.runtime.errors import UserError
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv
@@ -104,9 +104,16 @@ def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: Kv) -> None
 
 
 class Drawing(Engine):
-    """Keeps a hash of the logits that each token was drawn from, by sequence and place in its text."""
+    """Keeps a hash of the logits that each token was drawn from, by sequence and place in its text; and who was put
+    back for want of blocks."""
 
     drawn_from: dict[int, dict[int, int]]
+    put_back: set[int]
+
+    def step(self) -> list[SequenceOutput]:
+        outputs = super().step()
+        self.put_back |= {one.id for one in self.scheduler.waiting if one.started}
+        return outputs
 
     def _draw(
         self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
@@ -125,7 +132,7 @@ def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRu
         proposer = DraftModel(draft, CacheShape.lanes(CONTEXT, running), runner.nbytes)
         speculator = ProposerSpeculator(proposer, lambda: FixedDraftLength(3))
     engine = Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=64, speculator=speculator)
-    engine.drawn_from = {}
+    engine.drawn_from, engine.put_back = {}, set()
     return engine
 
 
@@ -155,19 +162,18 @@ def each_alone(
 @pytest.mark.parametrize("drafts", [pytest.param(False, id="plain"), pytest.param(True, id="drafted")])
 def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: Kv, drafts: bool) -> None:
     """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
-    compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=30)
+    compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=20)
 
 
-def compare_with_each_alone(
-    dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int, preempted: int = 100
-) -> None:
+def compare_with_each_alone(dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int) -> None:
     runner, asked, expected = each_alone(dtype, kv, folder, most)
     draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
     engine = drawing(runner, CacheShape(CONTEXT, blocks, 8), 32, draft)
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [bits for _, bits in found] == [bits for _, bits in expected]
-    assert engine.stats.preemptions >= preempted and engine.stats.prefix_hits > 300 and engine.scheduler.pool.used == 0
+    assert engine.stats.preemptions >= len(engine.put_back) >= len(asked) // 2
+    assert engine.stats.prefix_hits > 250 and engine.scheduler.pool.used == 0
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +191,7 @@ def test_two_hundred_replies_of_100_million_weights_have_the_bits_of_each_alone(
     tenth: Path, dtype: torch.dtype, drafts: bool
 ) -> None:
     """G43, on a model larger than the core's cache."""
-    compare_with_each_alone(dtype, "auto", tenth, 20, drafts, blocks=14, preempted=60)
+    compare_with_each_alone(dtype, "auto", tenth, 36, drafts, blocks=14)
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:

@@ -23,10 +23,11 @@ from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.kept_texts import identity
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.scheduler import Limits, Scheduler
+from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request
 from mycli.runtime.engine.sequence import Sequence as Sequence_
 from mycli.runtime.engine.speculation import Listener
+from mycli.runtime.engine.turns import Limits
 from mycli.runtime.kernels.cpu import build
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams

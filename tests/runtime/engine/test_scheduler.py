@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
-from mycli.runtime.engine.scheduler import Limits, Scheduler, Turn
+from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
+from mycli.runtime.engine.turns import Limits, Turn
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of
 
@@ -88,14 +89,28 @@ class World:
         assert sum(turn.count for turn in turns if not turn.decodes) <= self.scheduler.limits.chunk
         assert all(turn.count > 0 for turn in turns), "who has its turn has a token to read"
         assert len({turn.sequence.id for turn in turns}) == len(turns) <= self.scheduler.limits.running
-        drafts = {turn.sequence.id: self.drafted(turn, guess) for turn in turns}
+        ahead = self.ahead(turns) if self.steps % 3 == 0 else 1
+        drafts = {turn.sequence.id: self.drafted(turn, guess, ahead) for turn in turns}
         for turn in turns:
             self.write(turn, drafts[turn.sequence.id])
         for turn in turns:
             self.draw(turn, drafts[turn.sequence.id])
 
-    def drafted(self, turn: Turn, guess: "random.Random | None") -> list[int]:
+    def ahead(self, turns: list[Turn]) -> int:
+        """Tokens that each may be given at once, for which nobody is put back."""
+        if not all(turn.decodes and not turn.drafts for turn in turns) or not turns:
+            return 1
+        before = self.scheduler.counts.preemptions
+        left = min(turn.sequence.limit - turn.sequence.drawn for turn in turns)
+        found = self.scheduler.room_ahead(turns, left)
+        assert 1 <= found <= left and self.scheduler.counts.preemptions == before
+        return found
+
+    def drafted(self, turn: Turn, guess: "random.Random | None", ahead: int) -> list[int]:
+        """What is written behind the tokens of a turn: guesses, or what a loop makes ahead, past an end too."""
         text, drafted = tuple(turn.sequence.tokens), list[int]()
+        for _ in range(ahead - 1):
+            drafted.append(following((*text, *drafted)))
         for _ in range(turn.drafts):
             assert guess is not None
             drafted.append(following((*text, *drafted)) if guess.random() < 0.7 else guess.randrange(VOCAB))

@@ -9,14 +9,15 @@
 
 namespace {
 
-// The first of the largest of logits [n], -1 where that is no number: NaN, infinity, or -inf for all.
-inline int64_t likeliest(const float* logits, int64_t n) {
+// The first of the largest of n logits, -1 where that is no number: NaN, infinity, or -inf for all. some(i): LANE of them from i
+// on, all inside; one(i): the one there.
+template <class Some, class One> inline int64_t likeliest_of(int64_t n, Some some, One one) {
     const float none = -__builtin_inff();
     const int64_t whole = n / LANE * LANE;
     V16 most = V16{} + none;
     I16 odd = {};
     for (int64_t i = 0; i < whole; i += LANE) {
-        const V16 x = load16(logits + i);
+        const V16 x = some(i);
         most = x > most ? x : most;
         odd |= x != x;
     }
@@ -27,11 +28,16 @@ inline int64_t likeliest(const float* logits, int64_t n) {
         largest = std::max(largest, most[lane]);
     }
     for (int64_t i = whole; i < n; i++) {
-        number &= logits[i] == logits[i];
-        largest = std::max(largest, logits[i]);
+        number &= one(i) == one(i);
+        largest = std::max(largest, one(i));
     }
     if (!number || largest == none || largest == -none) return -1;
-    return std::find(logits, logits + n, largest) - logits;
+    int64_t first = 0;
+    while (one(first) != largest) first++;
+    return first;
+}
+inline int64_t likeliest(const float* logits, int64_t n) {
+    return likeliest_of(n, [=](int64_t i) { return load16(logits + i); }, [=](int64_t i) { return logits[i]; });
 }
 
 // Probabilities of logits [n] (-inf: none) to `out`, and the token at which their running sum in fp64 passes `number`, a

@@ -200,6 +200,7 @@ inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 #include "products/experts.h"
 #include "experts_part.h"
 #include "chain.h"
+#include "loop.h"
 
 // The instructions used for products of integers.
 EXPORT const char* packed_isa() {
@@ -306,6 +307,13 @@ EXPORT int run_parts(const Step* steps, int64_t count, const PassRows* pass, con
 }
 EXPORT int run_head(const Head* head, int64_t rows, const uint16_t* x, uint16_t* out, int threads) {
     return multiply_head(*head, {rows, threads}, x, out);
+}
+
+// As run_loop in loop.h, from no pass on. 0: done; 1: no memory; 2: lengths or blocks that cannot be; 3: an expert was not fetched.
+EXPORT int run_passes(const Step* steps, int64_t count, const PassRows* first, const Head* head, const Loop* loop, int64_t passes,
+                      int64_t* tokens, int64_t* made, int threads) {
+    *made = 0;
+    return run_loop(steps, count, *first, *head, *loop, passes, tokens, made, threads);
 }
 
 // As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.
