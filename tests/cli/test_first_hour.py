@@ -178,7 +178,13 @@ def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [("llama3", "meta-llama/Llama-3"), ("qwen2.5:7b", "Qwen/Qwen2.5-7B"), ("Phi4", "microsoft/phi-4"), ("zzz", None)],
+    [
+        ("llama3", "meta-llama/Llama-3"),
+        ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
+        ("Phi4", "microsoft/phi-4"),
+        ("zzz", None),
+        ("a b", None),
+    ],
 )
 def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
     found = candidates(name)
@@ -271,6 +277,11 @@ def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
         (("bench", "pico", "--save", "nowhere/x.json"), "there is no folder"),
         (("bench", "pico", "nope-nope"), "nope-nope: no model of that name"),
         (("estimate", "pico", "--gpu", "24"), "has no unit"),
+        (("run", "pico", ""), "the prompt is empty"),
+        (("run", "pico", "Hi", "--top-k", "-1"), "choose between 0 and 2147483648"),
+        (("chat", "pico", "--ctx", "8k"), "more than the 2048 tokens"),
+        (("serve", "pico", "--api-key-file", "none.txt"), "none.txt: no such file"),
+        (("export", "pico", "--to", "gguf", "-o", "."), "GGUF is one file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
