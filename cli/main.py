@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # What may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
-GROUPS = {"spec": "Say and test what a draft does for a model."}  # first words of commands of two
+GROUPS = {"spec": "Check that a small model can draft for a larger one."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
 
