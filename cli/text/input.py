@@ -59,8 +59,6 @@ def read_prompt(words: str | None, file: Path | None, errors: str, note: Callabl
             raise UsageError("standard input is empty", code="no-prompt")
         if piped:
             parts.append(piped)
-    if not any(parts):
-        raise UsageError("the prompt is empty", code="no-prompt")
     return "\n".join(part.removesuffix("\n") for part in parts)
 
 

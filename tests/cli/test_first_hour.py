@@ -277,7 +277,6 @@ def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
         (("bench", "pico", "--save", "nowhere/x.json"), "there is no folder"),
         (("bench", "pico", "nope-nope"), "nope-nope: no model of that name"),
         (("estimate", "pico", "--gpu", "24"), "has no unit"),
-        (("run", "pico", ""), "the prompt is empty"),
         (("run", "pico", "Hi", "--top-k", "-1"), "choose between 0 and 2147483648"),
         (("chat", "pico", "--ctx", "8k"), "more than the 2048 tokens"),
         (("serve", "pico", "--api-key-file", "none.txt"), "none.txt: no such file"),
