@@ -54,12 +54,15 @@ STAND_INS = {
     r"NAME\.\.\.": "some-org/some-adapter --yes",
     r"--ctx (?:8k|128k)": "--ctx 2k",
     # What takes long takes less.
-    r"--clients 1,4,8,16 -p 512 -n 128": "--clients 1,4 -p 32 -n 8 --requests 4",
-    r"--clients 8 --shared 256": "--clients 2 --shared 64 -p 32 -n 8 --requests 4",
-    r"--clients 1,4,8 --requests 8": "--clients 1,4 --requests 4",
-    r"--rate 0.5,1,2,4": "--rate 8 -p 32 -n 8 --requests 4",
-    r"--samples 64 --seq 512": "--samples 8 --seq 128",
-    r"--report full": "--report quick",
+    r"--clients 1,4,8,16 -p 512 -n 128": "--clients 2 -p 32 -n 8 --requests 4 -r 1",
+    r"--clients 8 --shared 256": "--clients 2 --shared 16 -p 32 -n 8 --requests 4 -r 1",
+    r"-n 128 --clients 1,4,8 --requests 8": "-n 16 --clients 1,4 --requests 4",
+    r"--rate 0.5,1,2,4": "--rate 8 -p 32 -n 8 --requests 4 -r 1",
+    r"--samples 64 --seq 512": "--samples 8 --seq 128 --overwrite",
+    r"--report full": "--method rtn --report quick",
+    r"quantize pico (?=--adapter|--samples)": "quantize pico --method rtn ",
+    r"(quantize Qwen\S+)": r"\1 --method rtn",
+    r"(?<=Instruct-)gptq": "rtn",
     r"(bench pico) --draft": r"\1 -n 16 -r 1 --draft",
 }
 SETTINGS = """
@@ -244,7 +247,7 @@ class Reader:
             ),
             r"-00001-of": lambda: _in_parts(self.folder / "file.gguf"),
             r"adapter": lambda: write_adapter(self.folder / "adapter", tensors_for(PICO, QUERIES)),
-            r"with-head": lambda: make_with_head(self.folder / "with-head", "qwen3_5_text"),
+            r"with-head": lambda: make_with_head(self.folder / "with-head", "qwen3_5-delta"),
         }
         for form, make in needed.items():
             if re.search(form, lines):
