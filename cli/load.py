@@ -192,6 +192,6 @@ def announce_build(call: Call, placement: "Placement") -> None:
     from mycli.runtime.kernels.cpu.build import must_be_built, native
 
     if placement.device.type == "cpu" and must_be_built():
-        call.out.note("building the CPU kernel, once")
+        call.out.note("building the CPU kernel, once: it takes about a minute")
         if isinstance(found := native(), str):
             call.out.warn(f"it could not be built, so replies are slower: {found}")
