@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -315,6 +316,12 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
     assert refused.returncode == 2 and "also holds notes.md" in refused.stderr and notes.read_text() == "mine"
     recipe = mycli("show", str(tmp_path / "out"), "--recipe").stdout
     assert "None" not in recipe
+
+
+def test_a_name_with_a_space_is_quoted_where_it_is_to_be_typed(mycli: Mycli, tmp_path: Path) -> None:
+    shutil.copytree(PICO.parent / "pico-draft", tmp_path / "my model")
+    done = mycli("quantize", str(tmp_path / "my model"), "--method", "rtn", "--group", "64", "--report", "none")
+    assert "mycli chat 'my model-rtn-int4-g64'" in done.stderr
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["blocks-are-kept", "nothing-yet"])
