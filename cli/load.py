@@ -170,7 +170,7 @@ def check_context(folder: ModelFolder, engine: EngineConfig) -> None:
     longest = folder.config.max_context
     if engine.context is not None and not 1 < engine.context <= longest:
         problem = f"more than the {longest} tokens this model was made for" if engine.context > longest else "too small"
-        raise UsageError(f"--ctx {engine.context} is {problem}", f"ask for at most {longest}")
+        raise UsageError(f"--ctx {engine.context} is {problem}", f"choose between 2 and {longest}")
 
 
 def announce_placement(call: Call, placement: "Placement") -> None:
@@ -192,6 +192,6 @@ def announce_build(call: Call, placement: "Placement") -> None:
     from mycli.runtime.kernels.cpu.build import must_be_built, native
 
     if placement.device.type == "cpu" and must_be_built():
-        call.out.note("building the CPU kernel, once")
+        call.out.note("building the CPU kernel, once: it takes about a minute")
         if isinstance(found := native(), str):
             call.out.warn(f"it could not be built, so replies are slower: {found}")

@@ -15,7 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags.config_file import config_path, option_key, read_presets, read_settings
 from mycli.cli.flags.presets import apply_preset
-from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, reworded
+from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, reworded, too_many
 from mycli.cli.output import Output
 from mycli.cli.text.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # What may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
-GROUPS = {"spec": "Say and test what a draft does for a model."}  # first words of commands of two
+GROUPS = {"spec": "Check that a small model can draft for a larger one."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
 
@@ -133,7 +133,8 @@ def _mistake(error: Any, command: str | None) -> UsageError:
             return UsageError(f"no such command '{typed[1]}'", ours)
         if unknown := re.match(r"No such option: (\S+)", str(error.format_message())):
             return _unknown_option(unknown[1].rstrip("."), context.command if context else None, hint)
-        return UsageError(reworded(str(error.format_message())), hint)
+        said = reworded(str(error.format_message()))
+        return UsageError(said, (said.startswith("unexpected: ") and too_many(command or "")) or hint)
     source = getattr(context.get_parameter_source(option.name), "name", "")
     if source == "ENVIRONMENT":
         where = next(name for name in option.envvar if os.environ.get(name))

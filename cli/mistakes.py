@@ -21,10 +21,10 @@ _FOREIGN = {
     "ls": "mycli list",
     "perplexity": "mycli eval",
     "ppl": "mycli eval",
-    "ps": "nothing: no model is kept in memory between commands except by mycli serve",
+    "ps": "no model stays in memory between commands; mycli serve holds one as long as it runs",
     "remove": "mycli rm",
     "server": "mycli serve",
-    "stop": "nothing: no model is kept in memory between commands except by mycli serve, which Ctrl-C ends",
+    "stop": "no model stays in memory between commands; mycli serve holds one until Ctrl-C",
     "version": "mycli --version",
 }
 # And options of other programs, llama.cpp's above all.
@@ -45,8 +45,14 @@ _FOREIGN_OPTIONS = {
     "-p": "the prompt needs no option: mycli run MODEL PROMPT",
     "-s": "--seed N",
 }
-# The parser's sentences about values, and ours.
+# What is meant by words that a command has no place for.
+_TOO_MANY = {
+    "chat": "mycli run MODEL PROMPT answers one prompt; a chat begins without",
+    "run": "put a prompt of several words in quotes",
+}
+# The parser's sentences about values and words, and ours.
 _SENTENCES = (
+    (r"got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"unexpected: \1"),
     (r"input should be a valid number.*", "not a number"),
     (r"input should be a valid integer.*", "not a whole number"),
     (r"input should be a valid boolean.*", "not true or false"),
@@ -69,6 +75,11 @@ def reworded(sentence: str) -> str:
 def foreign_command(word: str) -> str:
     """How what `word` does in another program is asked for here; "" for a word that none has."""
     return _FOREIGN.get(word, "")
+
+
+def too_many(name: str) -> str:
+    """What somebody meant who gave the command `name` more words than it takes; "" where there is no telling."""
+    return _TOO_MANY.get(name, "")
 
 
 def foreign_option(word: str) -> str:

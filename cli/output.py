@@ -22,6 +22,18 @@ from mycli.runtime.utils.sanitize import one_line, sanitize
 NARROWEST = 20  # columns in which a value is broken; in fewer the terminal does it
 
 
+@contextmanager
+def _named() -> Iterator[None]:
+    """Around writing the answer: an error of the system's names no file there. A reader that left stays what it is."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = "it is closed" if error.errno == errno.EBADF else error.strerror
+        raise ResourceError(f"standard output: {reason}", "write it somewhere else") from error
+
+
 class Output:
     """Everything a command says. `json_mode`: one JSON object (or JSON lines) on stdout instead of text."""
 
@@ -78,7 +90,8 @@ class Output:
 
     def result(self, text: str) -> None:
         """A line or more of the answer."""
-        self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
+        with _named():
+            self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
     @contextmanager
     def reply(self, *, ends_line: bool = True) -> Iterator[None]:
@@ -107,8 +120,9 @@ class Output:
         shown = text if raw or not self._text.isatty() else sanitize(text)
         if self._wrap is not None and not raw:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
-        self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
-        self._text.flush()
+        with _named():
+            self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
+            self._text.flush()
 
     def while_reading(self, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
         """`pieces` of a reply; on a terminal with a sign of life until the first: `done` of the prompt's `total`."""
@@ -134,8 +148,9 @@ class Output:
         line = json_line(value, self._stdout.encoding or "utf-8")
         if self._stdout.isatty() and line != sanitize(line):
             line = json_line(value, "ascii")
-        self._stdout.write(line + "\n")
-        self._stdout.flush()
+        with _named():
+            self._stdout.write(line + "\n")
+            self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Names and values under a title; on a terminal values go on below themselves, broken between words."""
@@ -265,14 +280,9 @@ class Output:
 
     def flush(self) -> None:
         """Write out what is held. Raises BrokenPipeError where nobody reads, ResourceError where nothing fits."""
-        try:
-            self._write_answer()
+        self._write_answer()
+        with _named():
             self._stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
-            raise ResourceError(f"standard output: {reason}", "write it somewhere else") from error
 
     def release(self) -> None:
         """The last act: what cannot be written is dropped, so that the interpreter does not complain at its exit."""

@@ -89,7 +89,7 @@ def read_text(path: Path) -> str:
 def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> TokenWindows:
     """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError where there is not one window."""
     if context < 2:
-        raise UsageError(f"windows of {context} tokens: each needs two tokens", code="larger-windows")
+        raise UsageError(f"windows of {context}: each needs two tokens", code="larger-windows")
     ids: list[int] = []
     for start in range(0, len(text), MAX_TEXT):
         if limit is not None and len(ids) >= limit:

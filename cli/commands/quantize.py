@@ -255,4 +255,4 @@ def quantize(
     _show_outcome(call, outcome, points)
     _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
-        call.out.note(f"chat with it: mycli chat {target.name}")
+        call.out.note(f"chat with it: mycli chat {shlex.quote(target.name)}")

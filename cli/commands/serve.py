@@ -17,7 +17,7 @@ from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
-from mycli.runtime.utils.json_fields import read_bytes
+from mycli.runtime.utils.input_file import read_input
 
 if TYPE_CHECKING:
     from socket import socket
@@ -96,7 +96,7 @@ class AddressFlags:
             given = os.environ.get(options.KEY_VARIABLE, "").strip().encode()
             source = options.KEY_VARIABLE
         else:
-            given = read_bytes(self.key_file, MAX_KEY_BYTES).strip()
+            given = read_input(self.key_file, MAX_KEY_BYTES).strip()
             source = str(self.key_file)
             if self.key_file.stat().st_mode & 0o077:
                 call.out.warn(f"{source} can be read by other users: chmod 600 {source}")

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mycli.cli.flags.presets import TABLE, check_presets
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.utils.input_file import read_input
+
+MAX_CONFIG_BYTES = 1 << 20
 
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -31,12 +34,14 @@ def option_key(spellings: Sequence[str]) -> str:
 
 def _parse(path: Path, hint: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
+    except NotFoundError:
         return {}
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint) from None
-    except ValueError as error:  # not TOML, or not UTF-8
+    except UsageError as error:
+        raise UsageError(error.message, hint) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}", hint) from None
+    except ValueError as error:
         raise UsageError(f"{path}: {error}", hint) from None
 
 

@@ -109,8 +109,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, org/repo[@revision] or its address on the hub, the name of a model quantized here or of a "
-        "preset, or pico.",
+        help="A name that mycli list shows, org/repo[@revision] of the hub or its address, a folder, a .gguf file, or "
+        "a preset of config.toml.",
         show_default=False,
         autocompletion=complete_model,
     ),
@@ -133,7 +133,7 @@ Threads = Annotated[
     typer.Option("--threads", min=1, max=1024, metavar="N", help="CPU threads to use.", show_default="all cores"),
 ]
 Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
-System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")]
 Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
 Precision = Annotated[
     str,

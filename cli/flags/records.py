@@ -111,7 +111,8 @@ class SamplingFlags:
         typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
     ] = None
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End the reply before this text; may be repeated.")
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the reply before this text; may be repeated."),
     ] = None
 
     def check(self) -> None:

@@ -94,7 +94,7 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
 def check_windows(samples: int, seq: int, max_context: int) -> None:
     """Raises UsageError for numbers that give no calibration."""
     if seq < 2 or seq > max_context:
-        raise UsageError(f"windows of {seq} tokens: the model takes 2 to {max_context} tokens", code="choose-seq")
+        raise UsageError(f"windows of {seq}: the model takes 2 to {max_context} tokens", code="choose-seq")
     if samples * seq < MIN_TOKENS:
         raise UsageError(
             f"{samples} samples of {seq} tokens: fewer than {MIN_TOKENS} in all", code="longer-or-more-samples"

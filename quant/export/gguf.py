@@ -29,7 +29,7 @@ from mycli.runtime.checkpoint.gguf.files import SUFFIX
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 
@@ -41,7 +41,13 @@ _VALUES = 1 << 22  # rounded at a time
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the file. Raises ModelError naming what llama.cpp has no place for, or what would have to be rounded."""
+    """Write the file.
+
+    Raises ModelError naming what llama.cpp has no place for, or what would have to be rounded, UsageError for a target
+    that is no file.
+    """
+    if request.target.name in ("", ".."):
+        raise UsageError(f"{request.target}: a folder, and GGUF is one file", "name the file to write")
     config, weights = request.folder.config, Weights(request.folder)
     name, architecture = _architecture(config)
     kinds = {tensor: _kind(request, weights, tensor, shape) for tensor, shape in config.tensors()}

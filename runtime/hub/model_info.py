@@ -87,23 +87,30 @@ def _bytes_of(tensors: Mapping[str, TensorEntry]) -> int:
 
 
 def check_supported(hub: Hub, job: Download) -> None:
-    """Raises ModelError where what `job` would bring cannot run here: its config says so beforehand."""
+    """Raises ModelError where what `job` would bring cannot run here: its config or its header says so beforehand."""
     adapter = next((file for file in job.files if file.name == ADAPTER_CONFIG), None)
     if adapter is not None and holds_adapter(file.name for file in job.files):
-        read = parse_object(read_small(hub, job.repo, job.commit, adapter), f"{job.repo}: {ADAPTER_CONFIG}")
+        read = _read_object(hub, job, adapter)
         try:
             AdapterConfig.parse(read)
         except ModelError as error:
             raise ModelError(f"cannot be used here: {error.message}", code="fetch-anyway") from None
         return
     config = next((file for file in job.files if file.name == "config.json"), None)
-    if config is None:
-        raise ModelError(f"{job.repo} has no config.json: it cannot run here", code="fetch-anyway")
     try:
-        opened = ModelFolder.of(parse_object(read_small(hub, job.repo, job.commit, config), f"{job.repo}: config.json"))
+        if split_file(job.model)[1] is not None:
+            opened: ModelFolder = fetch_gguf(hub, job)
+        elif config is None:
+            raise ModelError(f"{job.repo} has no config.json")
+        else:
+            opened = ModelFolder.of(_read_object(hub, job, config))
         opened.packings  # noqa: B018  # raises for a layout of quantized weights that is not read
     except ModelError as error:
         raise ModelError(f"cannot run here: {error.message}", code="fetch-anyway") from None
+
+
+def _read_object(hub: Hub, job: Download, file: HubFile) -> Fields:
+    return parse_object(read_small(hub, job.repo, job.commit, file), f"{job.repo}: {file.name}")
 
 
 def fetch_model_info(hub: Hub, model: str) -> ModelInfo:

@@ -59,7 +59,7 @@ def candidates(name: str) -> list[str]:
     words = [re.sub(r"[^a-z0-9]", "", word) for word in re.split(r"[:/\s]", name.lower())]
     words = [word for word in words if word and word != "latest"]
     found = [repo for repo in _WELL_KNOWN if all(word in re.sub(r"[^a-z0-9]", "", repo.lower()) for word in words)]
-    return found[:_CANDIDATES] if words else []
+    return found[:_CANDIDATES] if any(len(word) > 2 for word in words) else []
 
 
 def is_path(model: str) -> bool:

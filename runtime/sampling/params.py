@@ -48,7 +48,7 @@ class SamplingParams:
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
-                raise UsageError(f"{name} {value} is out of range", f"choose between {low:g} and {high:g}")
+                raise UsageError(f"{name} {value} is out of range", f"choose between {low:.10g} and {high:.10g}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
             raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
         if len(self.logit_bias) > MAX_BIASES:

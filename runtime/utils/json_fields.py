@@ -159,7 +159,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if not path.is_file():
             if path.exists():
                 raise ModelError(f"{path}: not a regular file", "name another file")
-            raise ModelError(f"{path.name}: no such file in {path.parent}", code="pull-whole")
+            where = f" in {path.parent}" if path.parent.name else ""
+            raise ModelError(f"{path.name}: no such file{where}", code="pull-whole")
         with path.open("rb") as file:
             return file.read(limit + 1)
     except OSError as error:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,7 +179,13 @@ def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [("llama3", "meta-llama/Llama-3"), ("qwen2.5:7b", "Qwen/Qwen2.5-7B"), ("Phi4", "microsoft/phi-4"), ("zzz", None)],
+    [
+        ("llama3", "meta-llama/Llama-3"),
+        ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
+        ("Phi4", "microsoft/phi-4"),
+        ("zzz", None),
+        ("a b", None),
+    ],
 )
 def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
     found = candidates(name)
@@ -271,6 +278,10 @@ def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
         (("bench", "pico", "--save", "nowhere/x.json"), "there is no folder"),
         (("bench", "pico", "nope-nope"), "nope-nope: no model of that name"),
         (("estimate", "pico", "--gpu", "24"), "has no unit"),
+        (("run", "pico", "Hi", "--top-k", "-1"), "choose between 0 and 2147483648"),
+        (("chat", "pico", "--ctx", "8k"), "more than the 2048 tokens"),
+        (("serve", "pico", "--api-key-file", "none.txt"), "none.txt: no such file"),
+        (("export", "pico", "--to", "gguf", "-o", "."), "GGUF is one file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -305,6 +316,12 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
     assert refused.returncode == 2 and "also holds notes.md" in refused.stderr and notes.read_text() == "mine"
     recipe = mycli("show", str(tmp_path / "out"), "--recipe").stdout
     assert "None" not in recipe
+
+
+def test_a_name_with_a_space_is_quoted_where_it_is_to_be_typed(mycli: Mycli, tmp_path: Path) -> None:
+    shutil.copytree(PICO.parent / "pico-draft", tmp_path / "my model")
+    done = mycli("quantize", str(tmp_path / "my model"), "--method", "rtn", "--group", "64", "--report", "none")
+    assert "mycli chat 'my model-rtn-int4-g64'" in done.stderr
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["blocks-are-kept", "nothing-yet"])

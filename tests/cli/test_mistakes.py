@@ -23,6 +23,7 @@ from tests.support.command_line import Mycli
         (("run", "pico", "--wholly-else", "1"), "error: no such option: --wholly-else"),
         (("run", "pico", "-n", "9" * 30), f"error: -n / --max-tokens: '{'9' * 30}' is too large"),
         (("run", "pico", "--ctx", "9" * 99), f"error: --ctx: '{'9' * 39} is too large"),
+        (("chat", "pico", "Hello", "there"), "error: unexpected: Hello there"),
         (("show",), "error: missing argument 'MODEL'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,

@@ -3,12 +3,13 @@
 import io
 import json
 import math
+import os
 
 import pyte
 import pytest
 
 from mycli.cli.output import Output
-from mycli.runtime.errors import GateError, ModelError, UsageError
+from mycli.runtime.errors import GateError, ModelError, ResourceError, UsageError
 
 
 class Screen(io.StringIO):
@@ -242,3 +243,15 @@ def test_input_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ok \xff\n"), encoding="utf-8"))
     with pytest.raises(UsageError, match="byte 3"):
         Output().read_line(">>> ")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("way", ["stream", "json_record", "result"])
+def test_an_answer_that_does_not_fit_names_where_it_went(way: str) -> None:
+    """A reply fails at its first piece, what is held until the end when that is written."""
+    with open("/dev/full", "w") as full:
+        out = Output(stdout=full, stderr=io.StringIO())
+        with pytest.raises(ResourceError, match="standard output: No space left"):
+            getattr(out, way)({"a": 1} if way == "json_record" else "Hello")
+            out.flush()
+        out.release()

@@ -28,6 +28,23 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
         yield running
 
 
+def test_a_gguf_file_is_a_model_to_fetch(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
+    """By its header, which says whether it runs here before the rest is fetched; it needs no config.json."""
+    assert mycli("export", "pico", "--to", "gguf", "-o", str(tmp_path / "made.gguf")).returncode == 0
+    whole = (tmp_path / "made.gguf").read_bytes()
+    key = b"general.architecture"
+    start = whole.index(key) + len(key)
+    other = whole[:start] + whole[start:].replace(b"llama", b"lemma", 1)
+    server.add("org/files", {"made.gguf": whole, "other.gguf": other, "README.md": b"#"})
+    refused = mycli("pull", "org/files:other.gguf")
+    assert refused.returncode == 3 and "'lemma'" in refused.stderr and "--force" in refused.stderr
+    assert not (tmp_path / "hf").exists()
+    pulled = mycli("pull", "org/files:made.gguf")
+    assert pulled.returncode == 0 and pulled.stdout.endswith("made.gguf\n"), pulled.stderr
+    asked = ("run", "org/files:made.gguf", "What is the capital of Japan?", "-t", "0", "--device", "cpu")
+    assert "Tokyo" in mycli(*asked).stdout
+
+
 def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
     total = sum(map(len, FILES.values()))
     planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)

@@ -150,7 +150,7 @@ def test_too_many_layers_merely_rounded_end_with_6(
         (["--report", "x"], "--report x"),
         (["--samples", "1", "--seq", "128"], "1 samples of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
-        (["--calib", "none.txt", "--seq", "1"], "windows of 1 tokens"),
+        (["--calib", "none.txt", "--seq", "1"], "windows of 1:"),
         (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

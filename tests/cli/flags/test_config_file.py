@@ -1,6 +1,7 @@
 """config.toml: below flags and environment, above the program; mistakes are named with file and key."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_an_option_goes_by_its_longest_spelling(spellings: list[str], key: str) 
         ("[cook]\na = 1", "cook"),
         ("[chat]\nmax_tokens = 1", "max_tokens"),
         ("[chat.deep]\na = 1", "deep"),
-        ("x = '\udcff'", "utf-8"),
+        ("x = '\udcff'", "not UTF-8 at byte 5"),
     ],
     ids=["not-toml", "unknown-option", "unknown-command", "option-of-another-command", "table-in-a-table", "not-utf-8"],
 )
@@ -64,6 +65,12 @@ def test_mistakes_are_named_with_the_file(tmp_path: Path, text: str, message: st
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UsageError, match=f"config.toml.*{message}"):
         read_settings(path, "chat", KEYS, KEYS.__getitem__)
+
+
+def test_a_file_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.toml")
+    with pytest.raises(UsageError, match="config.toml: not a regular file"):
+        read_settings(tmp_path / "config.toml", "chat", KEYS, KEYS.__getitem__)
 
 
 def test_no_file_is_no_settings(tmp_path: Path) -> None:

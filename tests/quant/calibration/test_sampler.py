@@ -116,7 +116,7 @@ def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer,
 
 @pytest.mark.parametrize(
     ("samples", "seq", "message"),
-    [(1, 128, "fewer than 256"), (0, 512, "fewer than 256"), (8, 1, "windows of 1 tokens"), (8, 4096, "2 to 2048")],
+    [(1, 128, "fewer than 256"), (0, 512, "fewer than 256"), (8, 1, "windows of 1:"), (8, 4096, "2 to 2048")],
     ids=["E4-one-sample", "E4-none", "E4-one-token", "E4-longer-than-the-context"],
 )
 def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, message: str) -> None:
