@@ -219,15 +219,17 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
     monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
-    kinds: tuple[Kv, ...] = ("auto", "int8")
+    kinds: tuple[Kv, ...] = ("auto", "int8", "int4")
+    monkeypatch.setattr(replay, "FUSED_INT4_HEADS", (plain.config.head_dim,))
     for kv in kinds:
         seen.clear()
         assert replay.make_replay(plain, kv, pytest.fail) is not None
         assert set(seen) == {cache_dtype(kv, plain.dtype)}
     seen.clear()
     warnings = list[str]()
+    monkeypatch.setattr(replay, "FUSED_INT4_HEADS", ())
     assert replay.make_replay(plain, "int4", warnings.append) is None and not seen
-    assert "do not read keys and values in int4" in warnings[0]
+    assert "keys and values in int4 for heads of" in warnings[0]
 
 
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -35,7 +35,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     fused, plain = models(case)
     config = plain.config
     tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
-    kind = torch.int8 if case.int8 else torch.float16
+    kind = torch.int8 if case.int8 else PACKED if case.int4 else torch.float16
     caches = [KVCache(config, case.sequences, CAPACITY, plain.device, kind) for _ in range(2)]
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
