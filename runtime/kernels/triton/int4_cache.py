@@ -77,9 +77,9 @@ def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE:
 def _widened(half, DOT: tl.constexpr):
     """The code of half a byte: as the last bits of a power of two, since converting integers is slow (I2F)."""
     biased = half ^ 8  # code + 8
-    if DOT == tl.float16:
+    if tl.float16 == DOT:
         return (biased.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0  # 1024 + 8
-    elif DOT == tl.bfloat16:
+    elif tl.bfloat16 == DOT:
         return (biased.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0  # 128 + 8
     else:
         return biased.to(DOT) - 8.0
