@@ -79,6 +79,20 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
     assert fast(one(9, 0), its_rope, other) is not None and len(captures) == 1, "a graph holds addresses of one cache"
 
 
+def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the numbers of a tensor on a GPU waits until they are there."""
+    fast, (cache, rope), batches = Replay(Sums(), recording), session(), [one(7, start) for start in range(3)]
+
+    def waits(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(Tensor, name, waits)
+        done = [fast(batch, rope, cache) is not None for batch in batches]  # launched, captured, replayed
+    assert done == [True] * 3
+
+
 def test_launch_by_launch_without_capture() -> None:
     step = Sums()
     fast, (cache, rope) = Replay(step, None), session()
