@@ -157,8 +157,8 @@ class Plain(Transformer):
         return torch.ones(1, batch.rows, 2)
 
 
-def model(head: Callable[[Tensor], Tensor]) -> Plain:
-    made = Plain(CONFIG)
+def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:
+    made = Plain(replace(CONFIG, head_dim=head_dim))
     made.embedding = torch.zeros(8, 2)
     made.norm.forward = lambda x: x  # type: ignore[method-assign]  # not of interest here
     made.head.forward = head  # type: ignore[method-assign]  # as above
@@ -222,7 +222,7 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
 
 
 def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[torch.dtype]()
+    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=64), list[torch.dtype]()
 
     class Right(Sums):
         def __call__(
@@ -234,15 +234,14 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
     monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
     kinds: tuple[Kv, ...] = ("auto", "int8", "int4")
-    monkeypatch.setattr(replay, "FUSED_INT4_HEADS", (plain.config.head_dim,))
     for kv in kinds:
         seen.clear()
         assert replay.make_replay(plain, kv, pytest.fail) is not None
         assert set(seen) == {cache_dtype(kv, plain.dtype)}
     seen.clear()
     warnings = list[str]()
-    monkeypatch.setattr(replay, "FUSED_INT4_HEADS", ())
-    assert replay.make_replay(plain, "int4", warnings.append) is None and not seen
+    odd = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=80)
+    assert replay.make_replay(odd, "int4", warnings.append) is None and not seen
     assert "keys and values in int4 for heads of" in warnings[0]
 
 
