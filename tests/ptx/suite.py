@@ -26,7 +26,7 @@ PAGE = """# Kernels run from their PTX
 
 Made by `python -m tests.ptx.suite docs/results/emulated.md`, which [kernels.md](../kernels.md#run-without-a-gpu)
 describes, without a GPU: the kernels' tests and whole fused passes, compiled by Triton for a compute capability and run
-by the emulator. Seconds are of one processor's work, compilers included.
+by the emulator. Seconds are of one processor's work, compilers included. What is not in the table was not run for it.
 
 | Triton | sm | test | passed | failed | seconds | made |
 |---|---|---|---:|---:|---:|---|

@@ -14,6 +14,7 @@ import triton.language as tl
 
 _GROUP = tl.constexpr(32)
 _UNIT = tl.constexpr(16)  # dimensions whose codes lie in 8 bytes
+_MOST_STEPS = tl.constexpr(8)  # of a head of 256
 _SMALLEST = tl.constexpr(2.0**-126)  # a scale below it is 0
 
 
@@ -26,11 +27,11 @@ def round_whole(x):
 @triton.jit
 def hadamard_rows(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Sums and differences of x fp32 [ROWS, SIZE] along its rows, neighbours first, not divided by the root of SIZE."""
-    LOG: tl.constexpr = SIZE.bit_length() - 1
-    for bit in tl.static_range(LOG):
-        pairs = x.reshape(ROWS, SIZE >> (bit + 1), 2, 1 << bit).permute(0, 1, 3, 2)
-        first, second = tl.split(pairs)
-        x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(ROWS, SIZE)
+    for bit in tl.static_range(_MOST_STEPS):
+        if (2 << bit) <= SIZE:
+            pairs = x.reshape(ROWS, SIZE >> (bit + 1), 2, 1 << bit).permute(0, 1, 3, 2)
+            first, second = tl.split(pairs)
+            x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(ROWS, SIZE)
     return x
 
 
