@@ -23,6 +23,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS
 from mycli.runtime.models.config import Kv
+from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 Launches = Callable[[], Tensor]  # launches, and where the result will be
 Plain = Callable[[Batch, Rope, KVCache], Tensor]  # logits fp32 [rows wanted, vocab]; see `Transformer`
@@ -193,8 +194,8 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     step = DecodeStep.make(model)
     if isinstance(step, str):
         return None
-    if kv == "int4":
-        warn("the fused kernels do not read keys and values in int4, decoding is slower")
+    if kv == "int4" and model.config.head_dim not in FUSED_INT4_HEADS:
+        warn("the fused kernels read keys and values in int4 for heads of 64, 128 and 256 alone, decoding is slower")
         return None
     capture = GraphCapture()
     try:

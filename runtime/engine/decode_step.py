@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.kernels.triton.attention import (
-    LayerCache,
     attend_stages,
     decode_attention,
     queries_of,
     tokens_at_once,
 )
 from mycli.runtime.kernels.triton.gated_silu import activate
+from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
@@ -174,7 +174,7 @@ class DecodeStep:
         if sequences * tokens > MOST_ROWS or not each:
             return False
         queries = queries_of(each, group)
-        return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0  # int8 needs no more
+        return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0  # codes need no more
 
     def __call__(
         self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool

@@ -14,6 +14,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
+from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 TABLE_PART = 1 << 24  # weights of a table that the CPU decodes at a time
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
@@ -180,13 +181,14 @@ def kept_bytes(plan: MemoryPlan) -> int:
 
 
 def captured_bytes(plan: MemoryPlan) -> int:
-    """What captured passes hold where fused kernels may do them: on a GPU, all blocks packed, the cache not in int4.
+    """What captured passes hold where fused kernels may do them: on a GPU, all blocks packed, heads that they read.
 
     Counted also for a layer that they turn out not to do.
     """
     linears = [each for layer in range(plan.config.layers) for each in plan.config.block_linears(layer).values()]
     packed = [[plan.packings.get(spec.name) for spec in group] for group in linears]
-    if not plan.gpu or plan.kv == "int4" or any(one is None for group in packed for one in group):
+    unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
+    if not plan.gpu or unread or any(one is None for group in packed for one in group):
         return 0
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
     values = max(map(pass_values, plan.config.layer_specs))

@@ -11,6 +11,7 @@ from mycli.runtime.errors import ModelError
 UNIT = 16  # dimensions whose codes lie together
 INT4_GROUP = 32  # dimensions that share a scale
 INT4_SCALE_BYTES = 2
+FUSED_INT4_HEADS = (64, 128, 256)  # what GPU kernels write and read: powers of two, whole groups in either half
 
 
 def int4_groups(head_dim: int) -> int:

@@ -223,7 +223,11 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
     gated = Gated("i32", _OPERAND, both, tiles, tl.bfloat16)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
-    for name, stored, scales in (("rotate", "*bf16", None), ("rotate int8", "*i8", "*fp32")):
+    for name, stored, scales in (
+        ("rotate", "*bf16", None),
+        ("rotate int8", "*i8", "*fp32"),
+        ("rotate int4", "*u8", "*bf16"),
+    ):
         tables = ("*bf16", "*bf16", "*i32", "*bf16")
         sizes = ("i32", "i32", "i32", "i64", "i64", "i64", "fp32", 64, 64, rows)
         rotated = Rotated(None, None, None, *tables, stored, stored, scales, scales, *sizes)
@@ -243,11 +247,10 @@ def decode_builds(capability: int) -> Iterator[Build]:
     for rows in (1, *TILE_ROWS):
         shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
         for name, rms, epilogue in _epilogues(shape, rows):
-            if name == "rotate int8" and rows > 8:  # they differ in how a row is stored
+            if name in ("rotate int8", "rotate int4") and rows > 8:  # they differ in how a row is stored
                 continue
             yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
-    for name, stored in (("", "*bf16"), (" int8", "*i8")):
-        scales = None if name == "" else "*fp32"
+    for name, stored, scales in (("", "*bf16", None), (" int8", "*i8", "*fp32"), (" int4", "*u8", "*bf16")):
         cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
         strides = dict.fromkeys(("sequence_stride", "head_stride", "capacity"), "i64")
         for tokens in (1, 8):

@@ -22,9 +22,9 @@ from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 GROUP = 4
 
 
-def shared(capability: int, head_dim: int, tokens: int, int8: bool, stages: int) -> int:
+def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) -> int:
     """Bytes that the compiled kernel asks for."""
-    name = f"attend{' int8' * int8} to 8"
+    name = f"attend{kind and ' '}{kind} to 8"
     build = next(build for build in builds.decode_builds(capability) if build.name == name)
     queries = queries_of(tokens, GROUP)
     warps = attend_warps(queries)
@@ -36,21 +36,21 @@ def shared(capability: int, head_dim: int, tokens: int, int8: bool, stages: int)
     return int(compiled.metadata.shared)
 
 
-EVERY = product((80, 89, 90, 100, 120), (64, 128, 256), (1, 8, 16), (False, True))
-QUICK = [(89, 256, 1, False)]  # heads of 256 on a small chip, which three stages do not fit; others are slow to compile
+EVERY = product((80, 89, 90, 100, 120), (64, 128, 256), (1, 8, 16), ("", "int8", "int4"))
+QUICK = [(89, 256, 1, "")]  # heads of 256 on a small chip, which three stages do not fit; others are slow to compile
 
 
-@pytest.mark.parametrize(("capability", "head_dim", "tokens", "int8"), chosen(EVERY, QUICK))
-def test_the_stages_fit(capability: int, head_dim: int, tokens: int, int8: bool) -> None:
+@pytest.mark.parametrize(("capability", "head_dim", "tokens", "kind"), chosen(EVERY, QUICK))
+def test_the_stages_fit(capability: int, head_dim: int, tokens: int, kind: str) -> None:
     chip = Chip(divmod(capability, 10), 132)
-    stages = attend_stages(chip, head_dim, queries_of(tokens, GROUP), 1 if int8 else 2)
+    stages = attend_stages(chip, head_dim, queries_of(tokens, GROUP), 1 if kind else 2)
     assert stages >= 1
-    assert shared(capability, head_dim, tokens, int8, stages) <= chip.shared
+    assert shared(capability, head_dim, tokens, kind, stages) <= chip.shared
 
 
 def test_three_stages_of_wide_heads_do_not_fit_a_small_chip() -> None:
     """What a pass on it would fail with."""
-    assert shared(89, 256, 1, False, 3) > Chip((8, 9), 128).shared
+    assert shared(89, 256, 1, "", 3) > Chip((8, 9), 128).shared
 
 
 def test_what_fits_nowhere_is_not_taken() -> None:

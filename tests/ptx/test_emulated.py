@@ -94,7 +94,7 @@ def test_a_fused_pass_is_the_plain_models(
     capability: int, case: Case, size: tuple[int, int] | None, folder: Path
 ) -> None:
     logits, cache, launches = emulate(folder, capability, compare, case, size)
-    assert logits < 0.02 and cache < 0.02
+    assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of what is largest
     layers = case.changes.get("layers", 2)
     assert launches >= 2 * (1 + 5 * layers), "embedding and five a layer, twice"
 

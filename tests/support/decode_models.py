@@ -44,11 +44,12 @@ class Case:
     sequences: int = 1
     new: int = 1
     int8: bool = False
+    int4: bool = False
     bias: bool = False
 
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.changes.items())
-        flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-bias" * self.bias
+        flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
         return f"int{self.bits}-{self.sequences}x{self.new}{flags}-{options}"
 
 
@@ -92,6 +93,7 @@ CASES = [
     Case(int8=True, new=2),
     Case(SEVEN, bias=True, int8=True, new=5),
     Case({"layers": 1}, packed_head=True, new=4, sequences=3),
+    Case({**SEVEN, "layers": 2}, int4=True, new=2, sequences=2),
 ]
 # What else a pass over many rows is: several blocks of rows, and lots of tokens that attend apart.
 WIDE = [

@@ -5,20 +5,26 @@ last to finish combines them in a fixed order into the operand of the product th
 MMA's rows, the queries that share a key-value head (grouped heads, and the tokens of a speculation) are its columns.
 Positions and lengths are read from the device, so a captured graph stays valid as the cache grows. Keys are reached
 block by block through one address, which is where a table of blocks would step in. int8 keys and values carry one scale
-per token and head, applied to scores and probabilities.
+per token and head, applied to scores and probabilities; int4 vectors are multiplied in the rotation they lie in.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mycli.runtime.kernels.triton.int4_cache import (
+    hadamard_rows,
+    load_int4,
+    lower_and_upper,
+    whole_rows,
+)
+from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
@@ -78,9 +84,9 @@ def _combine(
 @triton.jit(do_not_specialize=["tokens"])
 def attend_kernel(
     query,  # [sequences, tokens, heads, HEAD_DIM]
-    keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8 or as query
+    keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8, int4 or as query
     values,
-    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, else None
+    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, the cache in bf16 for int4, else None
     value_scales,
     lengths,  # int32 [sequences]: keys present, those of the new tokens included
     outputs,  # fp32 [lots, kv_heads, splits, BLOCK_Q, HEAD_DIM]
@@ -127,6 +133,11 @@ def attend_kernel(
     head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
     q_mask = (column[:, None] < here * GROUP) & (lane[None, :] < HEAD_DIM)
     q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
+    INT4: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    FACTOR: tl.constexpr = HEAD_DIM**-0.5  # of a rotation
+    if INT4:
+        turned = hadamard_rows(q.to(tl.float32), BLOCK_Q, HEAD_DIM) * FACTOR
+        q, q_upper = lower_and_upper(turned.to(DOT), BLOCK_Q, HEAD_DIM)
     base = sequence.to(tl.int64) * sequence_stride + kv_head.to(tl.int64) * head_stride
     scale_base = (sequence * kv_heads + kv_head).to(tl.int64) * capacity
     first = tl.maximum(length - here - window + 1, 0) // BLOCK_K if WINDOW else 0
@@ -135,17 +146,25 @@ def attend_kernel(
     start = first + split * each
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    out = tl.zeros((BLOCK_D, BLOCK_Q), tl.float32)
+    out = tl.zeros((BLOCK_D // 2 if INT4 else BLOCK_D, BLOCK_Q), tl.float32)
+    out_upper = out  # of int4 vectors
     for block in tl.range(start, tl.minimum(start + each, blocks)):
         key = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        place = base + block * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
-        cell = tl.arange(0, BLOCK_K)[:, None] * HEAD_DIM + lane[None, :]
-        present = (key[:, None] < length) & (lane[None, :] < HEAD_DIM)
-        k = tl.load(keys + place + cell, mask=present, other=0)
-        v = tl.load(values + place + cell, mask=present, other=0)
-        score = tl.dot(k.to(DOT), q.trans()) * scale
-        if key_scales is not None:
-            score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
+        if INT4:
+            ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
+            place = base + block * tl.full((), BLOCK_K * ROW, tl.int64)
+            k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
+            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
+            score = tl.dot(k_upper, q_upper.trans(), tl.dot(k, q.trans())) * scale
+        else:
+            place = base + block * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
+            cell = tl.arange(0, BLOCK_K)[:, None] * HEAD_DIM + lane[None, :]
+            present = (key[:, None] < length) & (lane[None, :] < HEAD_DIM)
+            k = tl.load(keys + place + cell, mask=present, other=0)
+            v = tl.load(values + place + cell, mask=present, other=0)
+            score = tl.dot(k.to(DOT), q.trans()) * scale
+            if key_scales is not None:
+                score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         seen = key[:, None] <= position[None, :]
         if WINDOW:
             seen = seen & (position[None, :] - key[:, None] < window)
@@ -155,10 +174,15 @@ def attend_kernel(
         weight = tl.exp2(score - base_top[None, :])
         shrink = tl.exp2(top - base_top)
         total = total * shrink + tl.sum(weight, axis=0)
-        if key_scales is not None:
+        if key_scales is not None and not INT4:
             weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
+        if INT4:
+            out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.trans(), weight.to(DOT))
         top = new_top
+    if INT4:
+        rotated = whole_rows(out.trans(), out_upper.trans(), BLOCK_Q, HEAD_DIM)
+        out = (hadamard_rows(rotated, BLOCK_Q, HEAD_DIM) * FACTOR).trans()
     part = ((lot * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
     tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
     tl.store(stats + part * 2, top)
@@ -175,29 +199,6 @@ def attend_kernel(
                 outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
                 into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
             )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's cache, [sequences, kv_heads, capacity, head_dim]; int8 with scales fp32 [.., capacity] per token.
-
-    The last two axes are contiguous, keys and values lie alike; x = code * scale.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        capacity, head_dim = self.keys.shape[2:]
-        if self.keys.stride() != self.values.stride() or self.keys.stride()[2:] != (head_dim, 1):
-            raise ValueError(f"cache strides {self.keys.stride()} and {self.values.stride()}")
-        if (self.keys.dtype is torch.int8) != (self.key_scales is not None and self.value_scales is not None):
-            raise ValueError("an int8 cache, and no other, has scales")
-        for scales in (self.key_scales, self.value_scales):
-            if scales is not None and (scales.shape != self.keys.shape[:3] or not scales.is_contiguous()):
-                raise ValueError(f"cache scales {tuple(scales.shape)} for a capacity of {capacity}")
 
 
 def splits(chip: Chip, programs: int, capacity: int) -> int:
@@ -286,7 +287,7 @@ def decode_attention(
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
     into = product.activation(sequences * tokens)
     attend_kernel[(parts, kv_heads, lots)](
-        query, cache.keys, cache.values, cache.key_scales, cache.value_scales, lengths, outputs, stats,
+        query, cache.keys, cache.values, *cache.scales(), lengths, outputs, stats,
         *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
         tokens, TOKENS=each, LOTS=each < tokens, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,

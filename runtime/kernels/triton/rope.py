@@ -1,7 +1,7 @@
 """From the product of q, k and v to rotated queries and a longer cache, a head at a time.
 
 Bias, norm over a head and rotation are rounded where the plain model rounds them; keys and values may be stored as
-int8 with a scale per token and head.
+int8 with a scale per token and head, or as int4 vectors.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.attention import LayerCache
+from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, round_whole, store_int4
+from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
@@ -33,7 +34,7 @@ class Rotated(NamedTuple):
     query: Any  # [rows, heads, head_dim]
     key_cache: Any  # [sequences, kv_heads, capacity, head_dim], sequence_stride and head_stride apart
     value_cache: Any
-    key_scales: Any  # fp32 [sequences, kv_heads, capacity], for int8
+    key_scales: Any  # fp32 [sequences, kv_heads, capacity], for int8; for int4 the cache itself, in bf16
     value_scales: Any
     tokens: Any  # new ones of each sequence; row = sequence * tokens + token
     heads: Any
@@ -58,21 +59,31 @@ def _norm_head(first, second, gain, lane, present, given, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _round(x):
-    """To the nearest whole number, halves to even, below 2^22."""
-    return (x + 12582912.0) - 12582912.0
+def _keep_int4(first, second, cache, scales, row, position, known, given):
+    """As int4 vectors, whose head is a power of two: each half is rotated by itself, then both together."""
+    HALF: tl.constexpr = given.HALF
+    ROWS: tl.constexpr = given.ROWS
+    FACTOR: tl.constexpr = (2 * HALF) ** -0.5
+    low, high = hadamard_rows(first, ROWS, HALF), hadamard_rows(second, ROWS, HALF)
+    codes = row + position * (HALF + HALF // 8)
+    steps = codes + HALF
+    store_int4((low + high) * FACTOR, cache, scales, codes, steps, known, ROWS, HALF)
+    store_int4((low - high) * FACTOR, cache, scales, codes + HALF // 2, steps + HALF // 16, known, ROWS, HALF)
 
 
 @triton.jit
 def _keep(first, second, cache, scales, head, sequence, position, lane, known, inside, given):
-    """Halves of keys or of values [rows, BLOCK] into their cache, as int8 with a scale where there are scales."""
+    """Halves of keys or of values [rows, BLOCK] into their cache, as int4 vectors or int8 where there are scales."""
+    row = sequence.to(tl.int64) * given.sequence_stride + head.to(tl.int64) * given.head_stride
+    if cache.dtype.element_ty == tl.uint8:
+        _keep_int4(first, second, cache, scales, row, position, known, given)
+        return
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
         scale = tl.maximum(largest / 127.0, 1e-30)
-        first, second = _round(first / scale[:, None]), _round(second / scale[:, None])
+        first, second = round_whole(first / scale[:, None]), round_whole(second / scale[:, None])
         at = (sequence * given.kv_heads + head).to(tl.int64) * given.capacity + position
         tl.store(scales + at, scale, mask=known)
-    row = sequence.to(tl.int64) * given.sequence_stride + head.to(tl.int64) * given.head_stride
     target = cache + (row + position * (2 * given.HALF))[:, None] + lane[None, :]
     tl.store(target, first.to(cache.dtype.element_ty), mask=inside)
     tl.store(target + given.HALF, second.to(cache.dtype.element_ty), mask=inside)
@@ -148,7 +159,7 @@ def project(
     lengths: int32 [sequences], the keys present once the new tokens are; counters: int32 zeros, one a head at least.
     """
     check_contiguous(*tables, lengths, projection.bias, projection.query_gain, projection.key_gain)
-    (sequences, kv_heads, capacity, head_dim), rows = cache.keys.shape, x.values.shape[0]
+    (sequences, kv_heads, capacity, _), rows, head_dim = cache.keys.shape, x.values.shape[0], cache.head_dim
     heads, half = projection.heads, head_dim // 2
     block = triton.next_power_of_2(half)
     if product.n != (heads + 2 * kv_heads) * head_dim or rows % sequences or tables[0].shape[1] != half:
@@ -156,7 +167,7 @@ def project(
     query = torch.empty((sequences, rows // sequences, heads, head_dim), dtype=dtype, device=lengths.device)
     given = Rotated(
         projection.bias, projection.query_gain, projection.key_gain, tables[0], tables[1], lengths, query,
-        cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        cache.keys, cache.values, *cache.scales(),
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), capacity, projection.eps,
         constexpr(half), constexpr(block), constexpr(x.tile.rows_at_once(rows, 2 * block)),
     )  # fmt: skip

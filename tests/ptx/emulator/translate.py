@@ -6,6 +6,7 @@ instructions do is in `scalar`, `memory` and `warp`.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.ptx.emulator.memory import MEMORY
@@ -28,9 +29,11 @@ class _Translation:
 
     def __init__(self, function: Function, shared: list[str]) -> None:
         self._function = function
-        self._declared: list[str] = []  # registers of the whole function
+        self._declared: list[str] = []  # local memory
+        self._parameters: dict[str, None] = {}  # of calls, by name
         self._code: list[str] = []
-        self._count = 0
+        self._run: list[str] = []  # of statements on registers of one lane, for one loop over the lanes
+        self._registers: dict[int, int] = {}  # how many there are, by size
         names = function.parameters
         places = [f"PARAMETERS[{i}]" if function.entry else f"&{_c_name(name)}_[l]" for i, name in enumerate(names)]
         given = dict(zip(names, places, strict=True))
@@ -50,11 +53,12 @@ class _Translation:
             self._code = []
             ended = [self._statement(statement, index + 1) for statement in block]
             if not any(ended):
-                self._code.append(f"ALL at[l]={index + 1};")
+                self._run.append(f"at[l]={index + 1};")
+            self._end_run()
             cases.append(f"case {index}:{{\n" + "\n".join(self._code) + "\n}break;")
         return (
             f"{self.head}{{\n"
-            + "\n".join(self._declared)
+            + "\n".join(self._declarations())
             + "\nint at[32];for(int l=0;l<32;l++)at[l]=LANES>>l&1?0:-1;\n"
             + "for(;;){int now=1<<30;for(int l=0;l<32;l++)if(at[l]>=0&&at[l]<now)now=at[l];if(now==1<<30)break;\n"
             + "u32 m=0;for(int l=0;l<32;l++)if(at[l]==now)m|=1u<<l;\nswitch(now){\n"
@@ -62,14 +66,20 @@ class _Translation:
             + '\ndefault:fail("a path that leads nowhere");}}}\n'
         )
 
+    def _declarations(self) -> Iterator[str]:
+        yield from self._declared
+        for name in self._parameters:
+            yield f"u8 {name}_[32][{_MOST_PARAMETER_BYTES}];"
+        for size, count in self._registers.items():
+            word = UNSIGNED[size]
+            yield f"std::vector<{word}> R{size}s({count}*32);auto R{size}=({word}(*)[32])R{size}s.data();"
+
     def _statement(self, text: str, following: int) -> bool:
         """Whether the block ends with it; `following` is the block after."""
         if text == "{":
             self._operands.scopes.append({})
-            self._code.append("{")
         elif text == "}":
             self._operands.scopes.pop()
-            self._code.append("}")
         elif text.startswith("."):
             self._declare(text)
         else:
@@ -77,15 +87,29 @@ class _Translation:
             if one.name in ("bra", "ret"):
                 self._branch(one, following)
                 return True
-            self._code.append(self._call(one) if one.name == "call" else self._one(one))
+            if one.name == "call":
+                self._warp(self._call(one))
+            else:
+                self._one(one)
         return False
+
+    def _end_run(self) -> None:
+        """One loop for the run: compiling a loop for each instruction took twice as long."""
+        if self._run:
+            self._code.append("ALL{" + "\n".join(self._run) + "}")
+            self._run = []
+
+    def _warp(self, text: str) -> None:
+        """What all lanes do together, or one after the other in memory, which they share."""
+        self._end_run()
+        self._code.append(text)
 
     def _branch(self, one: Instruction, following: int) -> None:
         target = -1 if one.name == "ret" else self._function.labels[one.operands[0]]
         where = str(target)
         if one.guard is not None:
             where = f"{self._operands.value(one.guard, 'pred')}?{target}:{following}"
-        self._code.append(f"ALL at[l]={where};")
+        self._run.append(f"at[l]={where};")
 
     def _declare(self, text: str) -> None:
         if match := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.DOTALL):
@@ -94,7 +118,7 @@ class _Translation:
         elif match := re.match(r"\.param\s+.*?([%\w]+)(?:\[(\d+)\])?$", text, re.DOTALL):
             if int(match[2] or 8) > _MOST_PARAMETER_BYTES:
                 raise UnknownInstruction(text)
-            self._code.append(f"u8 {_c_name(match[1])}_[32][{_MOST_PARAMETER_BYTES}];")
+            self._parameters[_c_name(match[1])] = None
         elif match := re.match(r"\.local\s+.*\s(\w+)\[(\d+)\]", text):
             name = f"local_{_c_name(match[1])}"
             self._declared.append(f"std::vector<u8> {name}(32*{match[2]});")
@@ -103,19 +127,13 @@ class _Translation:
             raise UnknownInstruction(text)
 
     def _register(self, name: str, size: int) -> None:
-        """One register, or "name<count>" of them; outside braces on the heap, since there are thousands."""
-        self._count += 1
+        """One register, or "name<count>" of them; on the heap, since there are thousands."""
         match = re.fullmatch(r"(%?\w+)<(\d+)>", name)
-        count, c_name, word = int(match[2]) if match else 1, f"R{self._count}_{_c_name(name)}", UNSIGNED[size]
-        if len(self._operands.scopes) > 1:
-            self._code.append(f"{word} {c_name}[{count}][32];")
-        else:
-            self._declared.append(
-                f"std::vector<{word}> {c_name}s({count}*32);auto {c_name}=({word}(*)[32]){c_name}s.data();"
-            )
-        scope = self._operands.scopes[-1]
+        first, scope = self._registers.get(size, 0), self._operands.scopes[-1]
+        count = int(match[2]) if match else 1
         for place in range(count):
-            scope[f"{match[1]}{place}" if match else name] = Register(f"{c_name}[{place}]", size)
+            scope[f"{match[1]}{place}" if match else name] = Register(f"R{size}[{first + place}]", size)
+        self._registers[size] = first + count
 
     def _call(self, one: Instruction) -> str:
         """call.uni (result), function, (arguments): addresses of both are handed over."""
@@ -125,7 +143,7 @@ class _Translation:
         places = "".join(f",{_c_name(name)}_" for name in (*arguments, *result))
         return f"F_{_c_name(given[0])}(m{places});"
 
-    def _one(self, one: Instruction) -> str:
+    def _one(self, one: Instruction) -> None:
         """An instruction, for the lanes that its guard leaves."""
         waits = one.parts[:2] == ("cp", "async") and one.parts[2] in _WAITS
         of_warp = WARP.get("cp.async" if waits else one.name)
@@ -139,11 +157,15 @@ class _Translation:
             raise UnknownInstruction(one.text) from error
         guard = None if one.guard is None else self._operands.value(one.guard, "pred")
         if of_lane is not None:
-            turn = "give_turn(READY);" if one.name in ("atom", "red") else ""
-            return f"{turn}ALL{{{body}}}" if guard is None else f"{turn}ALL if({guard}){{{body}}}"
-        if guard is None:
-            return f"{{{body}}}"
-        return f"{{u32 left=0;ALL left|=(u32)!!({guard})<<l;if(left){{u32 m=left;{body}}}}}"
+            text = f"{{{body}}}" if guard is None else f"if({guard}){{{body}}}"
+            if one.name in SCALAR:
+                self._run.append(text)
+            else:
+                self._warp(("give_turn(READY);" if one.name in ("atom", "red") else "") + f"ALL {text}")
+        elif guard is None:
+            self._warp(f"{{{body}}}")
+        else:
+            self._warp(f"{{u32 left=0;ALL left|=(u32)!!({guard})<<l;if(left){{u32 m=left;{body}}}}}")
 
 
 def translate(ptx: str) -> str:

@@ -79,6 +79,20 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
     assert fast(one(9, 0), its_rope, other) is not None and len(captures) == 1, "a graph holds addresses of one cache"
 
 
+def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the numbers of a tensor on a GPU waits until they are there."""
+    fast, (cache, rope), batches = Replay(Sums(), recording), session(), [one(7, start) for start in range(3)]
+
+    def waits(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(Tensor, name, waits)
+        done = [fast(batch, rope, cache) is not None for batch in batches]  # launched, captured, replayed
+    assert done == [True] * 3
+
+
 def test_launch_by_launch_without_capture() -> None:
     step = Sums()
     fast, (cache, rope) = Replay(step, None), session()
@@ -143,8 +157,8 @@ class Plain(Transformer):
         return torch.ones(1, batch.rows, 2)
 
 
-def model(head: Callable[[Tensor], Tensor]) -> Plain:
-    made = Plain(CONFIG)
+def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:
+    made = Plain(replace(CONFIG, head_dim=head_dim))
     made.embedding = torch.zeros(8, 2)
     made.norm.forward = lambda x: x  # type: ignore[method-assign]  # not of interest here
     made.head.forward = head  # type: ignore[method-assign]  # as above
@@ -208,7 +222,7 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch:
 
 
 def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[torch.dtype]()
+    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=64), list[torch.dtype]()
 
     class Right(Sums):
         def __call__(
@@ -219,15 +233,16 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
     monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
-    kinds: tuple[Kv, ...] = ("auto", "int8")
+    kinds: tuple[Kv, ...] = ("auto", "int8", "int4")
     for kv in kinds:
         seen.clear()
         assert replay.make_replay(plain, kv, pytest.fail) is not None
         assert set(seen) == {cache_dtype(kv, plain.dtype)}
     seen.clear()
     warnings = list[str]()
-    assert replay.make_replay(plain, "int4", warnings.append) is None and not seen
-    assert "do not read keys and values in int4" in warnings[0]
+    odd = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=80)
+    assert replay.make_replay(odd, "int4", warnings.append) is None and not seen
+    assert "keys and values in int4 for heads of" in warnings[0]
 
 
 def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -35,7 +35,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     fused, plain = models(case)
     config = plain.config
     tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
-    kind = torch.int8 if case.int8 else torch.float16
+    kind = torch.int8 if case.int8 else PACKED if case.int4 else torch.float16
     caches = [KVCache(config, case.sequences, CAPACITY, plain.device, kind) for _ in range(2)]
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
@@ -82,7 +82,8 @@ QUICK = [*CASES[2:5], *CASES[6:]]
 @pytest.mark.parametrize("case", chosen([*CASES, *WIDE], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
-    assert logits < 1e-2 and cache < (2e-2 if case.int8 else 5e-3)
+    # What is rounded otherwise before it is stored is another code now and then: a step of 1/127, or of 1/8.
+    assert logits < 1e-2 and cache < (5e-2 if case.int4 else 2e-2 if case.int8 else 5e-3)
     launches.pop("reduce_kernel", None)
     layers = case.changes.get("layers", CONFIG.layers)
     expected = {name: layers * count for name, count in LAYER.items()}

@@ -1,10 +1,12 @@
-"""Attention to the cache against plain torch, in the interpreter: grouped heads, windows, several tokens, int8."""
+"""Attention to the cache against plain torch, in the interpreter: grouped heads, windows, lots, int8, int4."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from mycli.runtime.cache.int4 import pack_int4, unpack_int4
+from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import visible
 from mycli.runtime.quantization.scheme import Packing
@@ -15,7 +17,6 @@ pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (only where Triton is)
     BLOCK_K,
-    LayerCache,
     decode_attention,
     splits,
     tokens_at_once,
@@ -34,12 +35,14 @@ class Case:
     tokens: int = 1
     window: int | None = None
     int8: bool = False
+    int4: bool = False
     dtype: torch.dtype = torch.float16
     processors: int = 8
     packing: Packing = Packing(4, 128)
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
+        options += "-int4" * self.int4
         into = f"-to-{self.packing.name}"
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
@@ -58,6 +61,11 @@ def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
         scales = torch.where(present, scales, torch.nan)
         wide = codes.float() * scales[..., None]
         return LayerCache(codes[0], codes[1], scales[0].contiguous(), scales[1].contiguous()), wide[0], wide[1]
+    if case.int4:
+        packed = pack_int4(wide)
+        packed = torch.where(present[..., None], packed, torch.full_like(packed, 0xFF))  # scales that are NaN
+        wide = unpack_int4(packed, torch.float32)
+        return LayerCache(packed[0], packed[1]), wide[0], wide[1]
     stored = torch.where(present[..., None], wide, torch.nan).to(case.dtype)
     return LayerCache(stored[0], stored[1]), stored[0].float(), stored[1].float()
 
@@ -104,6 +112,8 @@ def attention(case: Case) -> float:
         Case((300,), window=64, tokens=3, processors=64),
         Case((130, 40), int8=True),
         Case((300,), int8=True, tokens=5, heads=8, window=150, dtype=torch.bfloat16),
+        Case((300, 70), int4=True, processors=64),
+        Case((150,), int4=True, tokens=5, heads=8, window=90, head_dim=128, dtype=torch.bfloat16),
         Case((100,), dtype=torch.bfloat16, head_dim=128, packing=Packing(4, 128)),
         Case((100,), head_dim=64, heads=6, kv_heads=3, packing=Packing(4, 128)),
         Case((100,), head_dim=80, heads=2, kv_heads=1, packing=Packing(4, 32)),
@@ -111,6 +121,7 @@ def attention(case: Case) -> float:
         Case((70,), heads=2, kv_heads=2, tokens=12, packing=Packing(8, 64)),
         Case((90, 35), heads=16, kv_heads=2, tokens=17, window=50, packing=Packing(4, 64)),  # in three lots
         pytest.param(Case((400,), heads=4, kv_heads=1, tokens=64, int8=True), marks=pytest.mark.slow),
+        pytest.param(Case((130, 67), heads=4, kv_heads=1, tokens=17, int4=True, head_dim=256), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -133,6 +144,7 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
         lambda: LayerCache(keys, keys.transpose(2, 3).contiguous().transpose(2, 3)),
         lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8)),
         lambda: LayerCache(keys, keys, scales, scales),
+        lambda: LayerCache(*[torch.zeros((1, 2, 8, 46), dtype=torch.uint8)] * 2),  # a head of 80
         lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8), scales, scales[:, :, :4]),
     ):
         with pytest.raises(ValueError, match="cache"):

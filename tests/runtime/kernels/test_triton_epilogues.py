@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.layers.rope import rotate
+from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
@@ -169,17 +171,18 @@ class Rotation:
     bias: bool = False
     norm: bool = False
     int8: bool = False
+    int4: bool = False
     dtype: torch.dtype = torch.float16
 
     def __str__(self) -> str:
-        options = "".join(f"-{name}" for name in ("bias", "norm", "int8") if getattr(self, name))
+        options = "".join(f"-{name}" for name in ("bias", "norm", "int8", "int4") if getattr(self, name))
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{self.dtype}"
 
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     """Errors of queries, keys and values; whether nothing else of the cache was touched."""
-    from mycli.runtime.kernels.triton.attention import LayerCache
+    from mycli.runtime.kernels.triton.layer_cache import LayerCache
     from mycli.runtime.kernels.triton.rope import Projection, project
 
     (sequences, capacity), dim, new = (len(case.lengths), 24), case.head_dim, case.tokens
@@ -193,8 +196,9 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     gains = [normal(dim, seed=seed).to(case.dtype) if case.norm else None for seed in (2, 3)]
     angles = normal(capacity, dim // 2, seed=4)
     cos, sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
-    layers = torch.zeros((2, sequences, case.kv_heads, capacity, dim), dtype=torch.int8 if case.int8 else case.dtype)
-    layers += 7
+    kind = torch.int8 if case.int8 else torch.uint8 if case.int4 else case.dtype
+    last = int4_bytes(dim) if case.int4 else dim
+    layers = torch.full((2, sequences, case.kv_heads, capacity, last), 7, dtype=kind)
     scales = [torch.zeros((sequences, case.kv_heads, capacity)) if case.int8 else None for _ in range(2)]
     cache = LayerCache(layers[0], layers[1], *scales)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
@@ -203,6 +207,9 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     with backwards():
         again = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
     query = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
+    dense = torch.zeros((2, sequences, case.kv_heads, capacity, dim), dtype=case.dtype)
+    if case.int4:
+        project(x, qkv, projection, (cos, sin), lengths, LayerCache(dense[0], dense[1]), case.dtype, counters)
     assert not counters.any() and (len(parts) > 1 or k == 256) and torch.equal(query, again)
 
     wide = parts.sum(0) + (0 if bias is None else bias.float())
@@ -217,6 +224,10 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         kept[sequence, at] = False
         table = cos[at].float(), sin[at].float()
         stored = [layers[i, sequence, :, at].float() for i in range(2)]
+        if case.int4:
+            same = [torch.equal(layers[i, sequence, :, at], pack_int4(dense[i, sequence, :, at])) for i in range(2)]
+            assert all(same), "bit by bit what the twin packs"
+            stored = [dense[i, sequence, :, at].float() for i in range(2)]
         if case.int8:
             stored = [
                 s * scale[sequence, :, at, None] for s, scale in zip(stored, scales, strict=True) if scale is not None
@@ -238,6 +249,9 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         Rotation(4, 4, 32, (9, 3), tokens=3, bias=True),
         pytest.param(Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
         Rotation(3, 1, 80, (4,), tokens=2, int8=True),
+        Rotation(3, 1, 64, (9, 4), tokens=3, int4=True),
+        pytest.param(Rotation(2, 2, 128, (7,), norm=True, int4=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
+        pytest.param(Rotation(2, 1, 256, (24, 20), tokens=6, int4=True), marks=pytest.mark.slow),
         Rotation(2, 1, 64, (24, 9, 20), tokens=6, norm=True),  # two blocks of rows
         pytest.param(Rotation(2, 1, 64, (24, 23, 20), tokens=18, int8=True), marks=pytest.mark.slow),
     ],

@@ -1,6 +1,7 @@
 """The inline PTX of the unpacking, run by a small emulator: it must find each code where the layout put it."""
 
 import re
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 pytest.importorskip("triton")
 
+from mycli.runtime.kernels.triton.product import tables  # noqa: E402  (reason: only where Triton is installed)
 from mycli.runtime.kernels.triton.product import unpack as triton_unpack  # noqa: E402  (reason: only where Triton is installed)
 
 OUTPUTS = {8: 2, 4: 4, 3: 16, 2: 8}
@@ -67,16 +69,25 @@ def test_assembly_finds_every_code(bits: int) -> None:
                 assert pair[side] == 1024 + step(bits, row) * code, (row, half, side)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_no_output_may_share_a_register_with_an_input_that_is_read_later(bits: int) -> None:
+TABLES = {name: getattr(tables, f"_ASM_{name}").value for name in ("NF4", "FP4", "E2M1", "E4M3", "E5M2")}
+CLOBBERING = [(str(bits), bits, text, triton_unpack) for bits, text in TEXT.items()]
+CLOBBERING += [(name, 8 if name in ("E4M3", "E5M2") else 4, text, tables) for name, text in TABLES.items()]
+
+
+@pytest.mark.parametrize(
+    ("bits", "text", "module"), [one[1:] for one in CLOBBERING], ids=[one[0] for one in CLOBBERING]
+)
+def test_no_output_may_share_a_register_with_an_input_that_is_read_later(
+    bits: int, text: str, module: ModuleType
+) -> None:
     """The compiler is told so ("&"), or is free to put both into one register (GCC manual, early clobber)."""
-    constraints = getattr(triton_unpack, f"_OUT{bits}").value.split(",")[: OUTPUTS[bits]]
+    constraints = getattr(module, f"_OUT{bits}").value.split(",")[: OUTPUTS[bits]]
     outputs, inputs = (
         [f"${place}" for place in range(OUTPUTS[bits])],
         [f"${place}" for place in range(OUTPUTS[bits], 19)],
     )
     written: set[str] = set()
-    for operands in re.findall(r"^\w+\.[bu]32 ([^;]*);", TEXT[bits], flags=re.M):
+    for operands in re.findall(r"^\w+\.[bu]32 ([^;]*);", text, flags=re.M):
         target, *read = (name.strip() for name in operands.split(","))
         if set(read) & set(inputs):
             assert all(constraints[outputs.index(one)].startswith("=&") for one in written)

@@ -297,7 +297,9 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert many == sum(range(49, 65)) * row + 64 * values + parts, "the 16 largest, of at most 64 rows"
     drafted = replace(one, draft=plan("Llama-3.2-1B"))
     assert captured_bytes(drafted) == (1 + 8) * row + 8 * values + parts
-    for without in (replace(one, gpu=False), replace(one, kv="int4"), plan("Llama-3.1-8B", gpu=True)):
+    assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
+    odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
+    for without in (replace(one, gpu=False), odd, plan("Llama-3.1-8B", gpu=True)):
         assert captured_bytes(without) == 0
     assert estimate(one).workspace.graphs == captured_bytes(one)
 

@@ -1,0 +1,102 @@
+"""Vectors of 4-bit codes in a cache, written and read on the device: what `runtime.cache.int4` says, bit by bit.
+
+Written: rotated by a Hadamard transform, then rounded in groups of 32, in the twin's order of sums. Read: as they lie,
+still rotated, in two halves, since each byte holds a code of either; what is multiplied by them is rotated likewise,
+and their weighted sum is rotated back. Heads are of 64, 128 or 256. Knows neither attention nor what lies where in a
+cache; offsets are counted in bytes, and scales are reached through a second pointer to the same memory, in bf16.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# Reason: Triton's decorators and device functions carry no types.
+
+import triton
+import triton.language as tl
+
+_GROUP = tl.constexpr(32)
+_UNIT = tl.constexpr(16)  # dimensions whose codes lie in 8 bytes
+_MOST_STEPS = tl.constexpr(8)  # of a head of 256
+_SMALLEST = tl.constexpr(2.0**-126)  # a scale below it is 0
+
+
+@triton.jit
+def round_whole(x):
+    """To the nearest whole number, halves to even, below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def hadamard_rows(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Sums and differences of x fp32 [ROWS, SIZE] along its rows, neighbours first, not divided by the root of SIZE."""
+    for bit in tl.static_range(_MOST_STEPS):
+        if (2 << bit) <= SIZE:
+            pairs = x.reshape(ROWS, SIZE >> (bit + 1), 2, 1 << bit).permute(0, 1, 3, 2)
+            first, second = tl.split(pairs)
+            x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(ROWS, SIZE)
+    return x
+
+
+@triton.jit
+def lower_and_upper(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """What the lower and the upper halves of the bytes hold of x [ROWS, SIZE], each [ROWS, SIZE / 2]."""
+    lower, upper = tl.split(x.reshape(ROWS, SIZE // _UNIT, 2, _UNIT // 2).permute(0, 1, 3, 2))
+    return lower.reshape(ROWS, SIZE // 2), upper.reshape(ROWS, SIZE // 2)
+
+
+@triton.jit
+def whole_rows(lower, upper, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The inverse of `lower_and_upper`: [ROWS, SIZE]."""
+    units: tl.constexpr = (ROWS, SIZE // _UNIT, _UNIT // 2)
+    both = tl.join(lower.reshape(units), upper.reshape(units))
+    return both.permute(0, 1, 3, 2).reshape(ROWS, SIZE)
+
+
+@triton.jit
+def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """x fp32 [ROWS, SIZE], rotated, whole groups of its vectors.
+
+    first, second: int64 [ROWS], the bytes of the first code and of the first scale of each.
+    """
+    groups = x.reshape(ROWS, SIZE // _GROUP, _GROUP)
+    low, high = tl.min(groups, axis=2), tl.max(groups, axis=2)
+    extreme = tl.where(high > -low, high, low)
+    wrong = tl.sum(groups * 0.0, axis=2)  # NaN where one is not finite, else 0
+    bits = (extreme * -0.125).to(tl.int32, bitcast=True)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to bf16, halves to even, whatever `to` would do
+    step = (bits & -65536).to(tl.float32, bitcast=True)
+    tiny = tl.abs(step) < _SMALLEST
+    code = round_whole(tl.div_rn(groups, tl.where(tiny, float("inf"), step)[:, :, None]))
+    code = tl.where((wrong == 0.0)[:, :, None], code, 0.0)
+    code = tl.minimum(tl.maximum(code, -8.0), 7.0).to(tl.int32).reshape(ROWS, SIZE) & 15
+    lower, upper = lower_and_upper(code, ROWS, SIZE)
+    byte, group = tl.arange(0, SIZE // 2), tl.arange(0, SIZE // _GROUP)
+    tl.store(codes + first[:, None] + byte[None, :], (lower | (upper << 4)).to(tl.uint8), mask=known[:, None])
+    kept = tl.where(wrong == 0.0, tl.where(tiny, 0, bits >> 16), 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(scales + (second // 2)[:, None] + group[None, :], kept, mask=known[:, None])
+
+
+@triton.jit
+def _widened(half, DOT: tl.constexpr):
+    """The code of half a byte: as the last bits of a power of two, since converting integers is slow (I2F)."""
+    biased = half ^ 8  # code + 8
+    if tl.float16 == DOT:
+        return (biased.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0  # 1024 + 8
+    elif tl.bfloat16 == DOT:
+        return (biased.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0  # 128 + 8
+    else:
+        return biased.to(DOT) - 8.0
+
+
+@triton.jit
+def load_int4(codes, scales, place, present, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT: tl.constexpr):
+    """ROWS vectors from the byte `place` on, still rotated: of lower and of upper codes, each DOT [ROWS, HEAD_DIM / 2].
+
+    present: [ROWS]; others are zeros.
+    """
+    BYTES: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // _GROUP * 2
+    GROUPS: tl.constexpr = HEAD_DIM // _GROUP
+    row, byte, group = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM // 2)[None, :], tl.arange(0, GROUPS)[None, :]
+    packed = tl.load(codes + place + row * BYTES + byte, mask=present[:, None], other=0)
+    at = scales + place // 2 + row * (BYTES // 2) + HEAD_DIM // 4 + group
+    scale = tl.load(at, mask=present[:, None], other=0.0).to(DOT)
+    scale = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, _GROUP // 2)).reshape(ROWS, HEAD_DIM // 2)
+    return _widened(packed & 15, DOT) * scale, _widened(packed >> 4, DOT) * scale
