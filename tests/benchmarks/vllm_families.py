@@ -95,9 +95,7 @@ def quantized(folder: Path, family: str, method: str) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / "source" / name)
     recipe = Recipe(method, 4, 128, samples=16, seq=128)
-    quantize(
-        plan_quantization(Source("random", folder / "source"), recipe, report="none"), folder / "copy", CPU
-    )
+    quantize(plan_quantization(Source("random", folder / "source"), recipe, report="none"), folder / "copy", CPU)
     return folder / "copy"
 
 

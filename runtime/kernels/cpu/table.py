@@ -45,6 +45,16 @@ class TableMatmul:
         self._pointer = ctypes.pointer(self._table)
 
     @property
+    def address(self) -> int:
+        """Of its `TableWeight` of table.h."""
+        return ctypes.addressof(self._table)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._shape
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._packed.nbytes + self._scales.nbytes

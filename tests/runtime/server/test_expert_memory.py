@@ -43,7 +43,11 @@ def engine(tmp_path: Path) -> Iterator[tuple[BreakingEngine, LoadedModel, Path]]
     folder = ModelFolder.open(write_mixture(tmp_path / "mixture"))
     placement = EngineConfig(device="cpu", dtype=FLOATS["bf16"]).place(folder.config)
     loaded = LoadedModel.load(folder, placement, expert_slots=1)
-    yield BreakingEngine(loaded.runner, CacheShape.paged(64, 256, 16), loaded.vocabulary_size, running=4), loaded, tmp_path
+    yield (
+        BreakingEngine(loaded.runner, CacheShape.paged(64, 256, 16), loaded.vocabulary_size, running=4),
+        loaded,
+        tmp_path,
+    )
 
 
 def ask(served: Served, stream: bool = True) -> Answer:

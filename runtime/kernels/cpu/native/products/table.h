@@ -81,7 +81,7 @@ inline float scale_at(const TableWeight& t, int64_t index) {
     return scale;
 }
 
-// x fp32 [M, inputs] to column n of y fp32 [M, rows]: sums over a group, then over groups, for every M in the same order.
+// x fp32 [M, inputs] times row n, to y [M]: sums over a group, then over groups, for every M in the same order.
 template <int M, class Codes>
 inline void table_row(const TableWeight& t, const Codes& codes, int64_t n, const float* x, float* y) {
     const int64_t groups = t.inputs / t.group;
@@ -96,19 +96,30 @@ inline void table_row(const TableWeight& t, const Codes& codes, int64_t n, const
         const float scale = scale_at(t, n * groups + g);
         for (int m = 0; m < M; m++) total[m] += sum[m] * scale;
     }
-    for (int m = 0; m < M; m++) y[m * t.rows + n] = sum_of(total[m]);
+    for (int m = 0; m < M; m++) y[m] = sum_of(total[m]);
 }
 
-template <int M, class Codes>
-inline void table_rows(const TableWeight& t, const Codes& codes, const float* x, float* y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < t.rows; n++) table_row<M>(t, codes, n, x, y);
+// The same of `rows` rows, each y[m] handed on with its m.
+template <class Codes, class Put>
+inline void table_column(const TableWeight& t, const Codes& codes, int64_t n, const float* x, int64_t rows, Put put) {
+    float y[4];
+    int64_t m = 0;
+    for (; m + 4 <= rows; m += 4) {
+        table_row<4>(t, codes, n, x + m * t.inputs, y);
+        for (int each = 0; each < 4; each++) put(m + each, y[each]);
+    }
+    for (; m < rows; m++) {
+        table_row<1>(t, codes, n, x + m * t.inputs, y);
+        put(m, y[0]);
+    }
 }
 
+// x fp32 [rows, inputs] to y fp32 [rows, t.rows].
 inline void table_product(const TableWeight& t, const float* x, int64_t rows, float* y, int threads) {
     by_kind(t, [&](const auto& codes) {
-        for (; rows >= 4; rows -= 4, x += 4 * t.inputs, y += 4 * t.rows) table_rows<4>(t, codes, x, y, threads);
-        for (; rows > 0; rows--, x += t.inputs, y += t.rows) table_rows<1>(t, codes, x, y, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t n = 0; n < t.rows; n++)
+            table_column(t, codes, n, x, rows, [&](int64_t m, float sum) { y[m * t.rows + n] = sum; });
     });
 }
 
