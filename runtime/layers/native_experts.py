@@ -53,7 +53,7 @@ class _Operand:
 def _operand(linear: Linear) -> _Operand:
     matmul, bias = linear.matmul, bias_address(linear)
     if isinstance(matmul, TableMatmul):
-        return _Operand(matmul.address, bias, TABLE, *matmul.shape, (TABLE, matmul.shape, bias is None))
+        return _Operand(matmul.address, bias, TABLE, *matmul.shape, (TABLE, matmul.form, bias is None))
     found = c_linear(linear)
     if found.count > 1:
         raise NotNative("takes experts whose products have one part")

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.family_share [FAMILY ...] [--megabytes 150] [--rounds 12] [--steps]
 
-Of each family a random model in memory, int4 in groups of 128 (gpt_oss: its experts MXFP4), with as many layers of a like width as read about
-`--megabytes` for a token. A round decodes some tokens with Llama and some with the family; printed are the medians of
-both shares of the memory's rate, of their ratio, and the milliseconds of a token; with `--steps` also those where no
-part of a layer runs in one call.
+Of each family a random model in memory, int4 in groups of 128 (gpt_oss: its experts MXFP4), with as many layers of a
+like width as read about `--megabytes` for a token. A round decodes some tokens with Llama and some with the family;
+printed are the medians of both shares of the memory's rate, of their ratio, and the milliseconds of a token; with
+`--steps` also those where no part of a layer runs in one call.
 """
 
 import argparse

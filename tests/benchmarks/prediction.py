@@ -57,7 +57,7 @@ def subject(folder: Path, noise: float) -> SpeculationSubject:
     recipe = Recipe("rtn", 4, 128)
     quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
     opened = ModelFolder.open(folder / "copy")
-    runner = load_model(opened, Placement(CPU, torch.bfloat16))
+    runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
     assert opened.predictor is not None
     head = PredictionHead(opened.predictor, runner)
     shape = CacheShape.lanes(CONTEXT)
@@ -86,8 +86,8 @@ def main() -> None:
             ratios.append(rates[-1][1] / rates[-1][0])
         without_head, with_head, accepted = (statistics.median(column) for column in zip(*rates, strict=True))
         print(
-            f"noise {noise:g}: {accepted:.0%} of compared drafts stand, {without_head:.1f} to {with_head:.1f} tokens/s, "
-            f"{statistics.median(ratios):.2f} x",
+            f"noise {noise:g}: {accepted:.0%} of compared drafts stand, {without_head:.1f} to {with_head:.1f} tokens/s,"
+            f" {statistics.median(ratios):.2f} x",
             flush=True,
         )
 

@@ -125,8 +125,8 @@ def main() -> None:
         distinct = len({token for reply in replies for token in reply})
         failed |= worst > TIE
         print(
-            f"{family}, {method}: {same} of {tokens} greedy tokens are ours, the others at most {worst:.3f} below in the"
-            f" logit ({distinct} different ones): {'ok' if worst <= TIE else 'FAILED'}",
+            f"{family}, {method}: {same} of {tokens} greedy tokens are ours, the others at most {worst:.3f} below in"
+            f" the logit ({distinct} different ones): {'ok' if worst <= TIE else 'FAILED'}",
             flush=True,
         )
     raise SystemExit(failed)

@@ -130,8 +130,8 @@ def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
 
 def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tensor) -> _Alike:
     found = [weight for weight in weights if isinstance(weight, TableMatmul)]
-    if len(found) < len(weights) or len({weight.shape for weight in found}) > 1:
-        return "takes weights of one shape in codes of tables", _NONE, []
+    if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
+        return "takes weights of one shape and kind in codes of tables", _NONE, []
     if dtype not in (*ROW_TYPES, torch.float16):
         return f"{dtype} activations are not supported", _NONE, []
     if int(starts.diff().max()) > MOST_DECODED:

@@ -55,6 +55,11 @@ class TableMatmul:
         return self._shape
 
     @property
+    def form(self) -> tuple[int, int, int]:
+        """Outputs, inputs and the kind of codes: weights alike in these can be multiplied in one call."""
+        return *self._shape, int(self._table.kind)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._packed.nbytes + self._scales.nbytes

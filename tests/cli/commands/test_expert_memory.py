@@ -1,7 +1,6 @@
 """`--expert-memory` as a user types it: what is held is said, replies stay, and what cannot be is refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 

@@ -110,7 +110,7 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
 
 
 @pytest.mark.parametrize(
-    ("noise", "least", "most"), [(0.0, 1.0, 1.0), (1.5, 0.2, 0.95)], ids=["knows-it-all", "misses-some"]
+    ("noise", "least", "most"), [(0.0, 1.0, 1.0), (3.0, 0.2, 0.95)], ids=["knows-it-all", "misses-some"]
 )
 def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most: float, tmp_path: Path) -> None:
     """Replies stay the model's, greedy and seeded; those of a head that is always right take a pass for four tokens."""

@@ -91,10 +91,11 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
 }
 #endif
 
-// Experts in codes of tables, all in one parallel region: a task is some rows of the weight of one. False: no memory.
+// Experts in codes of tables of one kind, all in one parallel region: a task is some rows of the weight of one. False: no memory.
 inline bool multiply_tables(const Routed& r, int threads) {
-    constexpr int64_t TASK = 16;
-    const int64_t tasks = (r.outputs + TASK - 1) / TASK, pairs = r.starts[r.experts];
+    const int64_t tasks = (r.outputs + TABLE_TASK - 1) / TABLE_TASK, pairs = r.starts[r.experts];
+    const void* const* like = std::find_if(r.weights, r.weights + r.experts, [](const void* w) { return w; });
+    if (like == r.weights + r.experts) return true;
     const bool one = r.tokens && r.rows == 1;  // row, that all pairs read
     const Memory memory(rounded_up(4 * (one ? 1 : pairs) * r.inputs + 64));
     if (!memory.at) return false;
@@ -104,22 +105,25 @@ inline bool multiply_tables(const Routed& r, int threads) {
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < (one ? 1 : pairs); p++) {
             const int64_t from = (r.tokens ? r.tokens[p] : p) * r.inputs;
-            for (int64_t i = 0; i < r.inputs; i += LANE)
-                store16(rows + p * r.inputs + i, r.type == F32 ? load16(static_cast<const float*>(r.x) + from + i)
-                                                               : load16(static_cast<const uint16_t*>(r.x) + from + i));
+            by_kind(*static_cast<const TableWeight*>(*like), [&](const auto& codes) {
+                for (int64_t i = 0; i < r.inputs; i += LANE)
+                    store16(rows + p * r.inputs + i, codes.arrange(r.type == F32 ? load16(static_cast<const float*>(r.x) + from + i)
+                                                                                 : load16(static_cast<const uint16_t*>(r.x) + from + i)));
+            });
         }
 #pragma omp for schedule(guided) nowait
         for (int64_t i = 0; i < r.experts * tasks; i++) {
-            const int64_t expert = i / tasks, first = i % tasks * TASK, start = r.starts[expert];
+            const int64_t expert = i / tasks, first = i % tasks * TABLE_TASK, start = r.starts[expert];
             if (!r.weights[expert]) continue;
             const TableWeight& t = *static_cast<const TableWeight*>(r.weights[expert]);
             by_kind(t, [&](const auto& codes) {
-                for (int64_t n = first; n < std::min(first + TASK, r.outputs); n++)
-                    table_column(t, codes, n, rows + (one ? 0 : start * r.inputs), count_of(r, expert), [&](int64_t m, float sum) {
-                        const int64_t at = (start + m) * r.outputs + n;
-                        if (r.type == F32) static_cast<float*>(r.y)[at] = sum;
-                        else static_cast<uint16_t*>(r.y)[at] = to_bf16(sum);
-                    });
+                const float* own = rows + (one ? 0 : start * r.inputs);
+                const int64_t end = std::min(first + TABLE_TASK, r.outputs);
+                table_part(t, codes, first, end, own, count_of(r, expert), [&](int64_t m, int64_t n, float sum) {
+                    const int64_t at = (start + m) * r.outputs + n;
+                    if (r.type == F32) static_cast<float*>(r.y)[at] = sum;
+                    else static_cast<uint16_t*>(r.y)[at] = to_bf16(sum);
+                });
             });
         }
     }
