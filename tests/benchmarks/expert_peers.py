@@ -26,7 +26,6 @@ import numpy as np
 from tests.support.packed_folder import write_packed
 
 GROUP = Path("/sys/fs/cgroup/memory")
-PROMPT, REPLY = 32, 48
 
 
 def shape(layers: int, hidden: int, experts: int, size: int) -> dict[str, Any]:
@@ -139,19 +138,20 @@ def forget(*paths: Path) -> None:
 def _json(command: Sequence[str]) -> Any:
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
-        raise SystemExit(f"{command[0]} failed ({ran.returncode}): {ran.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} failed ({ran.returncode}): {ran.stderr[-2000:]}")
     return json.loads(ran.stdout)
 
 
-def theirs(program: str, model: Path, prefix: Sequence[str]) -> float:
-    """Tokens per second of llama.cpp's replies."""
-    sizes = ["-p", "0", "-n", str(REPLY), "-t", str(len(os.sched_getaffinity(0))), "-r", "1", "-o", "json"]
-    return float(_json([*prefix, program, "-m", str(model), *sizes])[0]["avg_ts"])
+def theirs(program: str, model: Path, tokens: int, prefix: Sequence[str]) -> float:
+    """Tokens per second of llama.cpp's replies; within a limit from the mapped file, which a repacked copy is not."""
+    mapped = ["--repack", "0", "--load-mode", "mmap"] if prefix else []
+    sizes = ["-p", "0", "-n", str(tokens), "-t", str(len(os.sched_getaffinity(0))), "-r", "1", "-o", "json"]
+    return float(_json([*prefix, program, "-m", str(model), *sizes, *mapped])[0]["avg_ts"])
 
 
-def ours(model: Path, prefix: Sequence[str], held: str | None) -> tuple[float, float | None]:
+def ours(model: Path, tokens: int, prefix: Sequence[str], held: str | None) -> tuple[float, float | None]:
     """Tokens per second of ours, and the share of experts that were in memory."""
-    sizes = ["-p", "0", "-n", str(REPLY), "-r", "1", "--device", "cpu", "-o", "json", "-q"]
+    sizes = ["-p", "0", "-n", str(tokens), "-r", "1", "--device", "cpu", "-o", "json", "-q"]
     bound = [] if held is None else ["--expert-memory", held]
     found = _json([*prefix, sys.executable, "-m", "mycli.cli", "bench", str(model), *sizes, *bound])["results"][-1]
     return float(found["tokens_per_second"]), found["expert_hit_rate"]
@@ -164,7 +164,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="bytes of memory, page cache included, of each program")
     parser.add_argument("--expert-memory", help="as `mycli bench` takes it, within --limit")
     parser.add_argument("--keep", type=Path, help="where the two models are, or come to be")
-    for name, default in (("layers", 12), ("hidden", 1536), ("experts", 64), ("size", 768), ("rounds", 3)):
+    for name, default in (
+        ("layers", 12),
+        ("hidden", 1536),
+        ("experts", 64),
+        ("size", 768),
+        ("rounds", 3),
+        ("tokens", 48),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     if not given.llama_bench:
@@ -184,13 +191,14 @@ def main() -> None:
         for _ in range(given.rounds):
             forget(*(files if given.limit else ()))
             with limited(given.limit) as prefix:
-                them = theirs(given.llama_bench, blocks, prefix)
+                them = theirs(given.llama_bench, blocks, given.tokens, prefix)
             forget(*(files if given.limit else ()))
+            print(f"llama.cpp {them:.1f} tokens/s", flush=True)
             with limited(given.limit) as prefix:
-                us, hits = ours(packed, prefix, given.expert_memory)
+                us, hits = ours(packed, given.tokens, prefix, given.expert_memory)
             pairs.append((us, them))
             there = "" if hits is None else f", {hits:.0%} of experts in memory"
-            print(f"mycli {us:.1f}, llama.cpp {them:.1f} tokens/s{there}", flush=True)
+            print(f"mycli {us:.1f} tokens/s{there}", flush=True)
         us, them = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(own / peer for own, peer in pairs)
         print(f"medians: mycli {us:.1f}, llama.cpp {them:.1f} tokens/s, ratio {ratio:.2f}")
