@@ -3,10 +3,10 @@
     python -m tests.benchmarks.vllm_families [FAMILY ...] --python ENV/bin/python [--method gptq awq]
 
 vLLM lives in an environment of its own (the Makefile says how it is made). Of each family transformers makes a small
-random model, which is quantized at 4 bits in groups of 128: of experts vLLM's CPU build (0.32) takes no others. It computes
-in bf16: each of its tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over its reply.
-Experts it multiplies by activations of 8 bits, on AMX alone, and a token that nearly chose another expert becomes
-another one: there `SHARE` of its tokens must be ours, of which chance gives one in 4096.
+random model, which is quantized at 4 bits in groups of 128: of experts vLLM's CPU build (0.32) takes no others. It
+computes in bf16: each of its tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over
+its reply. Experts it multiplies by activations of 8 bits, on AMX alone, and a token that nearly chose another expert
+becomes another one: there `SHARE` of its tokens must be ours, of which chance gives one in 4096.
 """
 
 import argparse
