@@ -21,6 +21,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels import recurrent, reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
+    native_clamped_swiglu,
     native_gelu_multiply,
     native_layer_norm,
     native_rms_norm,
@@ -95,7 +96,7 @@ LAYER_NORM = Operation("LayerNorm", (_for_replies(native_layer_norm), reference.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
     "silu": Operation("SiLU", (_for_replies(native_silu_multiply), reference.silu_multiply)),
     "gelu_tanh": Operation("GELU", (_for_replies(native_gelu_multiply), reference.gelu_multiply)),
-    "swiglu_clamped": Operation("clamped SwiGLU", (reference.clamped_swiglu,)),
+    "swiglu_clamped": Operation("clamped SwiGLU", (_for_replies(native_clamped_swiglu), reference.clamped_swiglu)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
 ATTENTION: Operation[

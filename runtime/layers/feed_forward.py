@@ -12,13 +12,8 @@ from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.expert_slots import ExpertSlots, ExpertSource
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
 from mycli.runtime.layers.linear import Changes, ExpertLinears, Linear, RoutedProduct
-from mycli.runtime.layers.native import (
-    ExpertModules,
-    NativePart,
-    expert_address,
-    experts_part,
-    mlp_part,
-)
+from mycli.runtime.layers.native import NativePart, mlp_part
+from mycli.runtime.layers.native_experts import ExpertModules, experts_part, put_expert
 from mycli.runtime.layers.native_tensors import NotNative
 from mycli.runtime.layers.norm import make_norm
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -104,8 +99,8 @@ class Experts(LayerPart):
         assert self._slots is not None
         for places in self._slots.pieces(hit):
             for expert in (hit[place] for place in places):
-                part.gate_up.weights[expert] = expert_address(self._gate_up[expert])
-                part.down.weights[expert] = expert_address(self._down[expert])
+                put_expert(part.gate_up, expert, self._gate_up[expert])
+                put_expert(part.down, expert, self._down[expert])
             yield places
 
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:

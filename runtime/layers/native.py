@@ -7,7 +7,7 @@ parts follow each other (`runtime.layers.chain`), or what a layer is.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_int32, c_uint8, c_void_p
+from ctypes import addressof, c_int32, c_uint8
 from dataclasses import dataclass
 from operator import is_not
 from typing import Generic, TypeVar
@@ -22,20 +22,15 @@ from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
-    CExpertProduct,
-    CExpertsPart,
     CFeed,
     CHead,
-    CLinear,
     CMlpPart,
     CPart,
     CPassRows,
     CPlace,
     CToldPart,
     CTurn,
-    Fetch,
 )
-from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
 from mycli.runtime.layers.native_tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer, vectors
@@ -86,7 +81,8 @@ def attention_part(
     )
 
 
-def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
+def gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
+    """`GateType` of steps.h. Raises NotNative."""
     if spec.activation not in GATE_TYPES or (spec.activation == "relu2" and not isinstance(spec, MlpSpec)):
         raise NotNative("takes SiLU and GELU of a gate, and squared ReLU in an MLP")
     return GATE_TYPES[spec.activation]
@@ -95,78 +91,17 @@ def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
 def told_part(spec: PerLayerSpec, around: Around, layer: int, gate: Linear, projection: Linear) -> CToldPart:
     """What a layer is told of its tokens as layer.h has it. Raises NotNative."""
     size, products = vectors(spec.gate.out_features, "what a layer is told"), (c_linear(gate), c_linear(projection))
-    return CToldPart(c_gain(around.norm), *products, c_sum(around), layer * size, size, _gate_type(spec))
+    return CToldPart(c_gain(around.norm), *products, c_sum(around), layer * size, size, gate_type(spec))
 
 
-def _feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeed:
-    return CFeed(c_linear(gate_up), c_linear(down), vectors(spec.size, "an MLP"), _gate_type(spec))
+def feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeed:
+    """An MLP by itself, as layer.h has it. Raises NotNative."""
+    return CFeed(c_linear(gate_up), c_linear(down), vectors(spec.size, "an MLP"), gate_type(spec))
 
 
 def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
     """An MLP as layer.h has it. Raises NotNative."""
-    return CMlpPart(c_gain(around.norm), _feed(spec, gate_up, down), c_sum(around))
-
-
-def _expert_product(linears: Sequence[Linear], fetched: bool) -> CExpertProduct:
-    """Of all that are in memory; of others too where they are `fetched`, and alike."""
-    there = [linear for linear in linears if linear.matmuls or not fetched]
-    products = [c_linear(linear) for linear in there]
-    if any(each.count > 1 or each.bias for each in products):
-        raise NotNative("takes experts whose products have one part and no bias")
-    forms = {linear.matmul.form if isinstance(linear.matmul, CpuMatmul) else None for linear in there}
-    first, parts = products[0].parts[0], [each.parts[0] for each in products]
-    if len(forms) > 1 or any((each.outputs, each.inputs) != (first.outputs, first.inputs) for each in parts):
-        raise NotNative("takes experts of one shape and group")
-    addresses = (c_void_p * len(linears))(*(expert_address(linear) if linear.matmuls else None for linear in linears))
-    return CExpertProduct(addresses, first.outputs, first.inputs, not first.packed)
-
-
-def expert_address(linear: Linear) -> int:
-    """Where `ExpertProduct` of experts_part.h finds the weights of an expert. Raises NotNative."""
-    found = c_linear(linear).parts[0]
-    address: int = found.packed or found.dense
-    return address
-
-
-@dataclass(frozen=True)
-class ExpertModules:
-    """What a layer's experts are made of; `shared`: gate and up, and down, of one that all tokens go through.
-
-    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales`: fp32 [experts];
-    `fetch`: what makes experts ready, where not all are in memory.
-    """
-
-    norms: tuple[RMSNorm | None, ...]
-    router: Linear
-    gate_up: Sequence[Linear]
-    down: Sequence[Linear]
-    shared: tuple[Linear, Linear] | None
-    shared_gate: Linear | None
-    scales: Tensor | None
-    fetch: Fetch | None = None
-
-
-def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpertsPart:
-    """Experts as experts_part.h has them. Raises NotNative."""
-    part = CExpertsPart(
-        c_gain(around.norm),
-        *(c_gain(norm) for norm in own.norms),
-        c_linear(own.router),
-        _expert_product(own.gate_up, own.fetch is not None),
-        _expert_product(own.down, own.fetch is not None),
-        CFeed() if spec.shared is None or own.shared is None else _feed(spec.shared.mlp, *own.shared),
-        CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
-        c_sum(around),
-        None if own.scales is None else own.scales.data_ptr(),
-        len(spec.experts),
-        spec.top_k,
-        vectors(spec.size, "an expert"),
-        _gate_type(spec),
-        spec.normalized,
-    )
-    if own.fetch is not None:
-        part.fetch, part.fetcher = own.fetch.function, own.fetch
-    return part
+    return CMlpPart(c_gain(around.norm), feed(spec, gate_up, down), c_sum(around))
 
 
 def head_part(norm: RMSNorm, head: Linear) -> CHead:

@@ -66,11 +66,15 @@ def c_linear(linear: Linear) -> CLinear:
     if not 0 < len(linear.matmuls) <= MOST_PARTS:
         raise NotNative(f"takes products of at most {MOST_PARTS} parts")
     parts = [_product(matmul) for matmul in linear.matmuls]
+    return CLinear((CProduct * MOST_PARTS)(*parts), len(parts), linear.out_features, bias_address(linear))
+
+
+def bias_address(linear: Linear) -> int | None:
+    """Where the bias of `linear` lies, bf16 [out_features]; None for none. Raises NotNative."""
     bias = linear.bias
     if bias is not None and (bias.dtype != torch.bfloat16 or linear.out_features % LANES):
-        raise NotNative("takes biases of bf16")
-    address = None if bias is None else bias.data_ptr()
-    return CLinear((CProduct * MOST_PARTS)(*parts), len(parts), linear.out_features, address)
+        raise NotNative("takes biases of bf16, in multiples of vectors")
+    return pointer(bias)
 
 
 def c_sum(around: Around) -> CSum:

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.family_share [FAMILY ...] [--megabytes 150] [--rounds 12] [--steps]
 
-Of each family a random model in memory, int4 in groups of 128, with as many layers of a like width as read about
-`--megabytes` for a token. A round decodes some tokens with Llama and some with the family; printed are the medians of
-both shares of the memory's rate, of their ratio, and the milliseconds of a token; with `--steps` also those where no
-part of a layer runs in one call.
+Of each family a random model in memory, int4 in groups of 128 (gpt_oss: its experts MXFP4), with as many layers of a
+like width as read about `--megabytes` for a token. A round decodes some tokens with Llama and some with the family;
+printed are the medians of both shares of the memory's rate, of their ratio, and the milliseconds of a token; with
+`--steps` also those where no part of a layer runs in one call.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.utils.json_fields import Fields
-from tests.support.random_packed import PACKING, random_model
+from tests.support.random_packed import packings, random_model
 
 PROMPT, TOKENS = 8, 8  # of a round
 SHAPE = {
@@ -57,7 +57,7 @@ MIXTURE = {
     "shared_expert_intermediate_size": 512,
 }
 NARROW = {"sliding_window": 512}
-# What differs from `SHAPE`, by model_type.
+# What differs from `SHAPE`, by model_type, behind which a `-` may say which of its kinds it is.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": NARROW,
@@ -86,6 +86,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 8192,
         "num_kv_shared_layers": 0,
+    },
+    "gemma4_text-A4B": {
+        **NARROW,
+        "global_head_dim": 128,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 32,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 512,
+        "intermediate_size": 2048,
+    },
+    "gpt_oss": {
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 1024,
+        "sliding_window": 128,
     },
     "smollm3": {},
     "granite": {
@@ -124,7 +141,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 def shape(family: str, layers: int) -> ModelConfig:
     """A config of `family` with so many layers."""
-    fields = {**SHAPE, **FAMILIES[family], "model_type": family, "num_hidden_layers": layers}
+    fields = {**SHAPE, **FAMILIES[family], "model_type": family.partition("-")[0], "num_hidden_layers": layers}
     if family == "lfm2":
         fields["layer_types"] = ["full_attention" if index % 3 == 2 else "conv" for index in range(layers)]
     return parse_config(Fields(fields, "a random shape"))
@@ -132,7 +149,7 @@ def shape(family: str, layers: int) -> ModelConfig:
 
 def read_of(config: ModelConfig) -> int:
     """Bytes that a token reads."""
-    return bytes_per_step(MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512), PROMPT)
+    return bytes_per_step(MemoryPlan(config, packings(config), context=512), PROMPT)
 
 
 def sized(family: str, nbytes: int) -> ModelConfig:

@@ -29,7 +29,7 @@ from tests.support.engines import whole
 from tests.support.families import CASES, make, packed_weights
 from tests.support.grids import chosen
 from tests.support.models import CPU
-from tests.support.paths import PICO
+from tests.support.paths import PICO, ROOT
 from tests.support.prediction import make_with_head
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -37,6 +37,8 @@ pytestmark = pytest.mark.usefixtures("short_calibration_text")
 TOKENS = 24
 KINDS = (
     "llama-gqa4:2-hd16",
+    "mistral-window7",
+    "qwen2-biases",
     "qwen3-qk-norm-hd32",
     "olmo2-gqa4:2",
     "phi3-gqa4:2",
@@ -73,18 +75,20 @@ KINDS = (
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate. What is odd about norms is for AWQ, which folds scales into them.
 COPIED = (
-    ("olmo2-gqa4:2", "awq"),
-    ("gemma4-told-lent-double", "awq"),
-    ("phi3-gqa4:2", "gptq"),
-    ("gemma3-window7-tied", "awq"),
-    ("granite-tied-biases", "awq"),
-    ("cohere2-untied-biases", "awq"),
-    ("arcee-tied-biases", "gptq"),
-    ("qwen3_moe-8top2", "gptq"),
-    ("qwen3_5-delta", "awq"),
+    ("olmo2-gqa4:2", "awq", 8),
+    ("gemma4-told-lent-double", "awq", 8),
+    ("phi3-gqa4:2", "gptq", 4),
+    ("gemma3-window7-tied", "awq", 8),
+    ("granite-tied-biases", "awq", 8),
+    ("cohere2-untied-biases", "awq", 8),
+    ("arcee-tied-biases", "gptq", 8),
+    ("qwen3_moe-8top2", "gptq", 4),
+    ("qwen3_5-delta", "awq", 4),
 )
-# Calibration sees these as it sees qwen3_moe, and qwen3_next: with -m slow.
-ALIKE = ("granitemoe-8top2", "qwen3_5_moe-8top3")
+# Random models of a few inputs do not quantize well: what a copy may say otherwise, of the logits' norm, by its bits.
+LOST = {8: 0.1, 4: 0.9}
+# Calibration sees these as it sees llama, qwen3_moe, and qwen3_next: with -m slow.
+ALIKE = ("mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8top3")
 # transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
 STACKED = ("granitemoe-8top2", "gemma4-8top2", "qwen3_5_moe-8top3")
 
@@ -224,14 +228,21 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert done.left_out and ModelFolder.open(done.path).predictor is None
 
 
+def test_every_family_is_among_the_kinds() -> None:
+    """But the one whose experts are not quantized again, which is said."""
+    families = {path.stem for path in (ROOT / "runtime" / "models" / "families").glob("*.py")} - {"__init__"}
+    assert {CASES[case][0] for case in KINDS} == families - {"gpt_oss"}
+
+
 @pytest.mark.parametrize(
-    ("case", "method"), chosen([(case, method) for case in KINDS for method in ("gptq", "awq")], quick=COPIED)
+    ("case", "method", "bits"),
+    chosen([(case, method, bits) for case in KINDS for method in ("gptq", "awq") for bits in LOST], quick=COPIED),
 )
-def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, tmp_path: Path) -> None:
+def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, bits: int, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     reference = random_model(tmp_path / "source", case, hidden_size=64, intermediate_size=96)
     work = plan_quantization(
-        Source("random", tmp_path / "source"), Recipe(method, 8, 32, samples=8, seq=48), report="none"
+        Source("random", tmp_path / "source"), Recipe(method, bits, 32, samples=8, seq=48), report="none"
     )
     outcome = quantize(work, tmp_path / "copy", CPU)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -247,8 +258,8 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, t
     lost = (ours - original).norm() / original.norm()
     if any(spec.kept for spec in model.config.layer_specs):  # where experts score alike, rounding makes tokens change
         lost = ((ours - original).norm(dim=-1) / original.norm(dim=-1)).median()
-    assert lost < 0.1, "a copy that folds or calibrates wrongly says something else"
+    assert lost < LOST[bits], "a copy that folds or calibrates wrongly says something else"
     assert all(
-        layer.fallback == UNSEEN if layer.output_error is None else layer.output_error < 1e-3
+        layer.fallback == UNSEEN if layer.output_error is None else layer.output_error < (1e-3 if bits == 8 else 0.1)
         for layer in outcome.layers
     )

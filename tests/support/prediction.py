@@ -68,3 +68,27 @@ def make_with_head(folder: Path, case: str, **changes: Any) -> Reference:
             tensors[stored] = tensor.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return Reference(model, head)
+
+
+def make_that_predicts(folder: Path, case: str, noise: float, **changes: Any) -> None:
+    """A model whose next token is a function of the last one, with a head that knows the function.
+
+    What layers add to the stream is nothing, though they compute it: each token's embedding comes to the output
+    projection, which knows it by the row of the token that follows. The head passes the embedding of the token behind
+    each state on, so that it says what the model will; `noise` times a random matrix, of the size of what is passed on,
+    makes it miss some.
+    """
+    make_with_head(folder, case, **{**changes, "tie_word_embeddings": False})
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) or "norm" in name.rpartition(".")[0]:
+            tensor.zero_()  # gains are 1 + w
+    embedding, head, fc = (tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "mtp.fc.weight"))
+    vocabulary, hidden = embedding.shape
+    embedding.copy_(torch.randn(vocabulary, hidden, generator=generator))
+    order = torch.randperm(vocabulary, generator=generator)
+    head[order] = embedding * (12 / hidden)  # so that the token that follows has a logit of about 12
+    fc.zero_()
+    fc[:, :hidden] = torch.eye(hidden) + noise / hidden**0.5 * torch.randn(hidden, hidden, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -14,14 +14,21 @@ from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
 PACKING = Packing(4, 128)
+MXFP4 = Packing(4, 32, layout="mxfp4", codes="e2m1", scale_dtype="bfloat16")
 
 
-def packed(linear: Linear, generator: torch.Generator) -> PackedWeight:
+def packings(config: ModelConfig) -> dict[str, Packing]:
+    """Of all linears that `random_model` packs: int4 in groups of 128, but experts of gpt_oss as they are published."""
+    published = config.model_type == "gpt_oss"
+    return {spec.name: MXFP4 if published and ".experts." in spec.name else PACKING for spec in config.linears()}
+
+
+def packed(linear: Linear, packing: Packing, generator: torch.Generator) -> PackedWeight:
     """Random codes, with scales that keep the outputs as large as the inputs."""
     rows, columns = linear.out_features, linear.in_features
     codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int64, generator=generator).int()
-    scales = (torch.rand(rows, columns // 128, generator=generator) + 0.5) * 0.3 / columns**0.5
-    return PackedWeight(codes, scales.bfloat16(), PACKING, columns)
+    scales = (torch.rand(rows, packing.groups(columns), generator=generator) + 0.5) * 0.3 / columns**0.5
+    return PackedWeight(codes, scales.bfloat16(), packing, columns)
 
 
 def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
@@ -38,8 +45,8 @@ def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def random_model(config: ModelConfig) -> Transformer:
-    """In bf16, its products int4 in groups of 128, the embedding tied."""
-    model, generator = Transformer(config), torch.Generator().manual_seed(0)
+    """In bf16, its products as `packings` has them, the embedding tied."""
+    model, generator, schemes = Transformer(config), torch.Generator().manual_seed(0), packings(config)
     for module in model.modules():
         if isinstance(module, RMSNorm):
             dtype = torch.float32 if module.spec.exact else torch.bfloat16
@@ -49,7 +56,7 @@ def random_model(config: ModelConfig) -> Transformer:
         _fill(module, generator)
     for block in model.layers():
         for linear in block.products.values():
-            linear.replace(prepare_product(packed(linear, generator), torch.bfloat16))
+            linear.replace(prepare_product(packed(linear, schemes[linear.specs[0].name], generator), torch.bfloat16))
         if block.spec.scalar is not None:
             (block.per_layer or block.mlp).scalar = torch.ones(1, dtype=torch.bfloat16)
     if model.per_layer is not None:

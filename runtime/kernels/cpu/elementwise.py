@@ -16,7 +16,7 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
-GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # `GateType` of steps.h; the last has no gate
+GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clamped": 3}  # `GateType` of steps.h; relu2 has no gate
 
 
 def _library(x: Tensor, width: int) -> Native | str:
@@ -68,7 +68,7 @@ def _normed(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | str:
 
 
 def _gated(gate_up: Tensor, gate_type: int) -> Tensor | str:
-    """gate_up bf16 or fp32 [..., 2 * size], gate first, to [..., size]; `gate_type` is one of steps.h."""
+    """gate_up bf16 or fp32 [..., 2 * size] to [..., size]; `gate_type` is one of steps.h."""
     size = gate_up.shape[-1] // 2
     found = _library(gate_up, size)
     if isinstance(found, str):
@@ -94,6 +94,11 @@ def native_silu_multiply(gate_up: Tensor) -> Tensor | str:
 def native_gelu_multiply(gate_up: Tensor) -> Tensor | str:
     """GELU(gate) * up, by the tanh approximation; shapes as in `native_silu_multiply`."""
     return _gated(gate_up, GATE_TYPES["gelu_tanh"])
+
+
+def native_clamped_swiglu(gate_up: Tensor) -> Tensor | str:
+    """As `reference.clamped_swiglu`, rounded where it is; gate_up [..., 2 * size], both in turn, to [..., size]."""
+    return _gated(gate_up, GATE_TYPES["swiglu_clamped"])
 
 
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | str:

@@ -16,10 +16,13 @@ from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
 _INPUTS = 32
+PACKED, DENSE, TABLE = range(3)  # `Stored` of experts.h
+MOST_DECODED = 64  # rows of an expert that each decode its weight anew, four at a time
 
 
 class _Routed(ctypes.Structure):
@@ -28,7 +31,7 @@ class _Routed(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "starts", "tokens", "x", "y")),
         *((name, c_int64) for name in ("experts", "rows", "inputs", "outputs")),
-        *((name, c_int32) for name in ("type", "dense")),
+        *((name, c_int32) for name in ("type", "stored")),
     ]
 
 
@@ -74,14 +77,15 @@ def native_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
 def native_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | str:
-    """As `reference.routed_product`, where all weights are alike: packed for this code, or bf16 like x."""
-    dense = isinstance(weights[0], Tensor)
+    """As `reference.routed_product`, where all weights are alike: packed for this code, of tables, or bf16 like x."""
     if x.device.type != "cpu" or x.requires_grad:
         return "runs on the CPU, without a gradient"
-    if dense:
-        reason, shape, addresses = _dense(weights, x.dtype)
+    if isinstance(weights[0], Tensor):
+        stored, (reason, shape, addresses) = DENSE, _dense(weights, x.dtype)
+    elif isinstance(weights[0], TableMatmul):
+        stored, (reason, shape, addresses) = TABLE, _tables(weights, x.dtype, starts)
     else:
-        reason, shape, addresses = _packed(weights, x.dtype)
+        stored, (reason, shape, addresses) = PACKED, _packed(weights, x.dtype)
     if reason:
         return reason
     library = build.native()
@@ -104,7 +108,7 @@ def native_routed_product(
         inputs=inputs,
         outputs=outputs,
         type=ROW_TYPES[given.dtype],
-        dense=dense,
+        stored=stored,
     )
     if library.experts_matmul(ctypes.byref(task), torch.get_num_threads()):
         raise no_room_for(pairs, inputs)
@@ -122,6 +126,17 @@ def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
     if dtype not in (*ROW_TYPES, torch.float16):
         return f"{dtype} activations are not supported", _NONE, []
     return "", found[0].form[:2], [weight.address for weight in found]
+
+
+def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tensor) -> _Alike:
+    found = [weight for weight in weights if isinstance(weight, TableMatmul)]
+    if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
+        return "takes weights of one shape and kind in codes of tables", _NONE, []
+    if dtype not in (*ROW_TYPES, torch.float16):
+        return f"{dtype} activations are not supported", _NONE, []
+    if int(starts.diff().max()) > MOST_DECODED:
+        return f"more than {MOST_DECODED} rows of an expert are soon multiplied by dense parts of its weight", _NONE, []
+    return "", found[0].shape, [weight.address for weight in found]
 
 
 def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:

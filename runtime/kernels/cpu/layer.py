@@ -91,11 +91,11 @@ class CToldPart(ctypes.Structure):
 
 
 class CExpertProduct(ctypes.Structure):
-    """`ExpertProduct` of experts_part.h; it holds the array that it is given."""
+    """`ExpertProduct` of experts_part.h; it holds the arrays that it is given."""
 
     _fields_ = [
-        ("weights", ctypes.POINTER(c_void_p)),
-        *((name, c_int64) for name in ("outputs", "inputs", "dense")),
+        *((name, ctypes.POINTER(c_void_p)) for name in ("weights", "biases")),
+        *((name, c_int64) for name in ("outputs", "inputs", "stored")),
     ]
 
 

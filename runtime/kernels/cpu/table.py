@@ -45,6 +45,21 @@ class TableMatmul:
         self._pointer = ctypes.pointer(self._table)
 
     @property
+    def address(self) -> int:
+        """Of its `TableWeight` of table.h."""
+        return ctypes.addressof(self._table)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._shape
+
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """Outputs, inputs and the kind of codes: weights alike in these can be multiplied in one call."""
+        return *self._shape, int(self._table.kind)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._packed.nbytes + self._scales.nbytes

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.build import native
-from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.cpu.elementwise import native_clamped_swiglu
+from mycli.runtime.kernels.cpu.experts import MOST_DECODED, native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, pack
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Codes, Packing
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
 
@@ -148,3 +150,37 @@ def test_weighted_sums_are_the_twins(shape: tuple[int, int, int], dtype: str) ->
     assert isinstance(alone, Tensor) and torch.equal(alone, y[-1:])
     exact = (x.double()[places.long()] * weights.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(y.double(), exact, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("codes", ["e2m1", "nf4", "e4m3"])
+@pytest.mark.parametrize("tokens", [1, 3, 21], ids=lambda tokens: f"{tokens}-tokens")
+def test_products_in_codes_of_tables_are_those_of_each_expert_alone(tokens: int, codes: Codes, dtype: str) -> None:
+    """37 outputs, which no task divides; an expert of more rows than are decoded each is declined."""
+    kind, bits = DTYPES[dtype], 8 if codes == "e4m3" else 4
+    experts = []
+    for seed in range(9):
+        generator = torch.Generator().manual_seed(seed)
+        packed = torch.randint(0, 1 << 30, (37, 96 * bits // 32), generator=generator).int() & 0x3F3F3F3F
+        scales = (torch.rand(37, 3, generator=generator) + 0.5).bfloat16()
+        weight = PackedWeight(packed, scales, Packing(bits, 32, codes=codes, scale_dtype="bfloat16"), 96)
+        experts.append(prepare_product(weight, kind))
+    assert all(isinstance(each, TableMatmul) for each in experts)
+    check(experts, tokens, 96, kind)
+    many = torch.tensor([0, MOST_DECODED, 2 * MOST_DECODED + 1], dtype=torch.int32)
+    declined = native_routed_product(experts[:2], torch.randn(2 * MOST_DECODED + 1, 96).to(kind), many, None)
+    assert isinstance(declined, str) and "dense parts" in declined
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_clamped_swiglu_is_the_twin(dtype: str) -> None:
+    """Beyond its clamps too; to a step of bf16, or of fp32."""
+    gate_up = torch.randn(19, 2 * 48, generator=torch.Generator().manual_seed(0)) * 6
+    gate_up[0, :4] = torch.tensor([30.0, -30.0, -90.0, 30.0])
+    given = gate_up.to(DTYPES[dtype])
+    found = native_clamped_swiglu(given)
+    assert isinstance(found, Tensor)
+    step = 2**-7 if dtype == "bf16" else 2**-20
+    torch.testing.assert_close(found, reference.clamped_swiglu(given), rtol=step, atol=step * 1e-2)
+    given[3, 5] = torch.nan
+    assert native_clamped_swiglu(given)[3].isnan().sum() == 1

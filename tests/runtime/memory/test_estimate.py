@@ -89,6 +89,15 @@ def test_every_family_has_a_published_model() -> None:
         ("Command-R7B", 32, 2 * 8 * 128 * 2),
         ("ERNIE-4.5-0.3B", 18, 2 * 2 * 128 * 2),
         ("Phi-4-mini", 32, 2 * 8 * 128 * 2),
+        ("AFM-4.5B", 36, 2 * 4 * 128 * 2),
+        ("Ministral-3-3B", 26, 2 * 8 * 128 * 2),
+        ("Ministral-3-8B", 34, 2 * 8 * 128 * 2),
+        ("Ministral-3-14B", 40, 2 * 8 * 128 * 2),
+        ("Hunyuan-0.5B", 24, 2 * 8 * 128 * 2),
+        ("Hunyuan-7B", 32, 2 * 8 * 128 * 2),
+        ("CWM-32B", 64, 2 * 8 * 128 * 2),
+        ("Qwen3-30B-A3B", 48, 2 * 4 * 128 * 2),
+        ("gpt-oss-20b", 24, 2 * 8 * 64 * 2),
     ],
 )
 def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
@@ -98,8 +107,17 @@ def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
 def test_the_cache_of_layers_that_differ() -> None:
     """Full attention has longer heads, fewer of them in 31B; layers that read another's keep nothing."""
     small = 12 * 2 * 1 * 256 + 3 * 2 * 1 * 512  # of 35 layers 15 keep something, every fifth with full attention
+    middle = 20 * 2 * 2 * 256 + 4 * 2 * 2 * 512  # of 42 layers 24, every sixth with full attention
     large = 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
-    for name, values in (("gemma-4-E2B", small), ("gemma-4-31B", large)):
+    many = 25 * 2 * 8 * 256 + 5 * 2 * 2 * 512
+    unified = 40 * 2 * 8 * 256 + 8 * 2 * 1 * 512
+    for name, values in (
+        ("gemma-4-E2B", small),
+        ("gemma-4-E4B", middle),
+        ("gemma-4-12B", unified),
+        ("gemma-4-26B-A4B", many),
+        ("gemma-4-31B", large),
+    ):
         assert cache_bytes(plan(name, context=CACHE_BLOCK)) == CACHE_BLOCK * values * 2
 
 
@@ -110,6 +128,8 @@ def test_what_is_told_beside_is_read_by_rows() -> None:
     assert embedding_bytes(model) > 2 * table
     assert bytes_per_step(model, 0) == pytest.approx(2 * (4.63e9 - table), rel=0.01)
     assert model.config.parameters() - table == pytest.approx(2.3e9, rel=0.02), "effective parameters, as published"
+    larger = published("gemma-4-E4B")
+    assert larger.parameters() - 262144 * 42 * 256 == pytest.approx(4.5e9, rel=0.035), "likewise, to two digits"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

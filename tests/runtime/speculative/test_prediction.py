@@ -30,7 +30,7 @@ from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.engines import lanes, together
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
-from tests.support.prediction import Reference, make_with_head
+from tests.support.prediction import Reference, make_that_predicts, make_with_head
 from tests.support.published import published
 
 CPU = torch.device("cpu")
@@ -107,6 +107,25 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
     assert together(many, asked) == alone
     assert many.stats.preemptions > 0 and many.stats.prefix_hits > 0
     assert drafts._pool.used == 0 and not drafts._texts
+
+
+@pytest.mark.parametrize(
+    ("noise", "least", "most"), [(0.0, 1.0, 1.0), (3.0, 0.2, 0.95)], ids=["knows-it-all", "misses-some"]
+)
+def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most: float, tmp_path: Path) -> None:
+    """Replies stay the model's, greedy and seeded; those of a head that is always right take a pass for four tokens."""
+    make_that_predicts(tmp_path, "qwen3_5-delta", noise)
+    drafts = proposer(ModelFolder.open(tmp_path), CacheShape.lanes(CONTEXT))
+    asked = [Request((5, 6, 7 + i), SamplingParams(0.7 * (i % 2), seed=i), limit=40) for i in range(4)]
+    many = engine(drafts, CacheShape.lanes(CONTEXT, 4), 64, running=4)
+    replies = together(many, asked)
+    assert replies == [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
+    assert all(len(set(reply)) > 5 for reply in replies[::2])  # not one token for ever
+    greedy = SpeculationSubject(drafts.head.target, lambda: drafts, 97, frozenset(), CONTEXT)
+    for request in asked[::2]:
+        _, timing = greedy.reply(engine(drafts, CacheShape.lanes(CONTEXT), 64), request.prompt, 40)
+        assert timing.record is not None
+        assert least <= timing.record.acceptance_rate <= most
 
 
 def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelFolder, Reference]) -> None:

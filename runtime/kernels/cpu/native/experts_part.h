@@ -9,9 +9,10 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct ExpertProduct {
-    const void* const* weights;  // [experts]: a Weight, or bf16 [outputs, inputs]; read where an expert is ready
+    const void* const* weights;  // [experts], as Routed has them; read where an expert is ready
+    const uint16_t* const* biases;  // [experts]: [outputs], or null; likewise
     int64_t outputs, inputs;
-    int64_t dense;  // whether weights are bf16
+    int64_t stored;
 };
 // Of the experts `hit` makes some ready, whose places in `ready` it sets: their weights are in memory, and where both products
 // look for them, until it is called for the next `piece`. Returns how many; 0: it failed.
@@ -56,9 +57,18 @@ struct ExpertsRun {
                   const uint16_t* x, uint16_t* y) const {
         std::vector<const void*> weights;
         for (size_t i = 0; i < ready.size(); i++) weights.push_back(ready[i] ? product.weights[r.hit[i]] : nullptr);
-        return multiply_routed({weights.data(), r.starts, tokens, x, y, int64_t(ready.size()),
-                                tokens ? rowwise.rows : rowwise.rows * part.top, product.inputs, product.outputs, BF16,
-                                int32_t(product.dense)}, rowwise.threads);
+        if (!multiply_routed({weights.data(), r.starts, tokens, x, y, int64_t(ready.size()),
+                              tokens ? rowwise.rows : rowwise.rows * part.top, product.inputs, product.outputs, BF16,
+                              int32_t(product.stored)}, rowwise.threads))
+            return false;
+        for (size_t i = 0; i < ready.size(); i++) {
+            const uint16_t* bias = ready[i] ? product.biases[r.hit[i]] : nullptr;
+            Rowwise{bias ? r.starts[i + 1] - r.starts[i] : 0, rowwise.threads}.each([&](int64_t pair) {
+                uint16_t* at = y + (r.starts[i] + pair) * product.outputs;
+                for (int64_t j = 0; j < product.outputs; j += LANE) store16(at + j, load16(at + j) + load16(bias + j));
+            });
+        }
+        return true;
     }
 
     // What the experts that are ready make of x [rows, hidden], into `each` [pairs, outputs]. False: no memory.

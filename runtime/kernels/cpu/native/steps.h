@@ -72,7 +72,7 @@ inline void norm_row(const Norm& n, int64_t row) {
     norm_row(n, row, x, static_cast<const uint16_t*>(n.gain));
 }
 
-enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE };  // mirrored by elementwise.py
+enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED };  // mirrored by elementwise.py
 
 // x / (1 + e^-z), one exponential for either sign of z.
 inline V16 times_sigmoid(V16 x, V16 z) {
@@ -101,7 +101,22 @@ template <class T> inline void square_row(const T* x, int64_t size, T* y) {
         store16(y + i, positive * positive);
     }
 }
+inline V16 kept(V16 v, const uint16_t*) { return rounded(v); }
+inline V16 kept(V16 v, const float*) { return v; }
+// (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, gate at most 7, up within -7 and 7, of a row of both in turn; NaN stays NaN.
+template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
+    const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    const V16 one = V16{} + 1.0f, most = V16{} + 7.0f;
+    for (int64_t i = 0; i < size; i += LANE) {
+        const V16 first = load16(x + 2 * i), second = load16(x + 2 * i + LANE);
+        const V16 gate = __builtin_shuffle(first, second, even), up = __builtin_shuffle(first, second, even + 1);
+        const V16 low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
+        const V16 open = kept(times_sigmoid(one, kept(low * 1.702f, x)), x);
+        store16(y + i, kept(within + 1.0f, x) * kept(low * open, x));
+    }
+}
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
+    if (gate_type == SWIGLU_CLAMPED) return clamped_row(x, size, y);
     if (gate_type == RELU_SQUARE) return square_row(x, size, y);
     if (gate_type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
     gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });

@@ -6,14 +6,16 @@
 
 namespace {
 
-struct Routed {  // mirrored by build.py
-    const void* const* weights;  // of each expert that has pairs: a Weight, or bf16 [outputs, inputs]; null: its pairs are left out
+enum Stored : int32_t { PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS };  // mirrored by experts.py
+
+struct Routed {  // mirrored by experts.py
+    const void* const* weights;  // of each expert that has pairs: a Weight, bf16 [outputs, inputs], or a TableWeight; null: left out
     const int32_t* starts;  // [experts + 1]: expert e has the pairs from starts[e] to starts[e + 1]
     const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null where each has its own
     const void* x;  // [rows, inputs]
     void* y;  // [pairs, outputs]
     int64_t experts, rows, inputs, outputs;
-    int32_t type, dense;  // of x and y: F32 or BF16; whether weights are bf16
+    int32_t type, stored;  // of x and y: F32 or BF16; of the weights
 };
 
 inline const Weight& packed_of(const Routed& r, int64_t expert) { return *static_cast<const Weight*>(r.weights[expert]); }
@@ -30,7 +32,7 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     char* y = static_cast<char*>(r.y) + first * r.outputs * size;
     const auto* words = reinterpret_cast<const uint16_t*>(x);
     auto* out = reinterpret_cast<uint16_t*>(y);
-    if (r.dense)
+    if (r.stored == DENSE_WEIGHTS)
         return dense_any({static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out}, threads);
     const Weight& w = packed_of(r, expert);
     return by_bits(w.bits, [&](auto bits) {
@@ -89,12 +91,52 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
 }
 #endif
 
+// Experts in codes of tables of one kind, all in one parallel region: a task is some rows of the weight of one. False: no memory.
+inline bool multiply_tables(const Routed& r, int threads) {
+    const int64_t tasks = (r.outputs + TABLE_TASK - 1) / TABLE_TASK, pairs = r.starts[r.experts];
+    const void* const* like = std::find_if(r.weights, r.weights + r.experts, [](const void* w) { return w; });
+    if (like == r.weights + r.experts) return true;
+    const bool one = r.tokens && r.rows == 1;  // row, that all pairs read
+    const Memory memory(rounded_up(4 * (one ? 1 : pairs) * r.inputs + 64));
+    if (!memory.at) return false;
+    float* rows = reinterpret_cast<float*>(memory.at);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < (one ? 1 : pairs); p++) {
+            const int64_t from = (r.tokens ? r.tokens[p] : p) * r.inputs;
+            by_kind(*static_cast<const TableWeight*>(*like), [&](const auto& codes) {
+                for (int64_t i = 0; i < r.inputs; i += LANE)
+                    store16(rows + p * r.inputs + i, codes.arrange(r.type == F32 ? load16(static_cast<const float*>(r.x) + from + i)
+                                                                                 : load16(static_cast<const uint16_t*>(r.x) + from + i)));
+            });
+        }
+#pragma omp for schedule(guided) nowait
+        for (int64_t i = 0; i < r.experts * tasks; i++) {
+            const int64_t expert = i / tasks, first = i % tasks * TABLE_TASK, start = r.starts[expert];
+            if (!r.weights[expert]) continue;
+            const TableWeight& t = *static_cast<const TableWeight*>(r.weights[expert]);
+            by_kind(t, [&](const auto& codes) {
+                const float* own = rows + (one ? 0 : start * r.inputs);
+                const int64_t end = std::min(first + TABLE_TASK, r.outputs);
+                table_part(t, codes, first, end, own, count_of(r, expert), [&](int64_t m, int64_t n, float sum) {
+                    const int64_t at = (start + m) * r.outputs + n;
+                    if (r.type == F32) static_cast<float*>(r.y)[at] = sum;
+                    else static_cast<uint16_t*>(r.y)[at] = to_bf16(sum);
+                });
+            });
+        }
+    }
+    return true;
+}
+
 // False: no memory. Weights that are packed are alike in rows, inputs and group.
 inline bool multiply_routed(const Routed& r, int threads) {
+    if (r.stored == TABLE_WEIGHTS) return multiply_tables(r, threads);
     std::vector<int64_t> few;
     for (int64_t expert = 0; expert < r.experts; expert++) {
         if (!r.weights[expert]) continue;
-        if (!r.dense && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES) few.push_back(expert);
+        if (r.stored == PACKED_WEIGHTS && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES) few.push_back(expert);
         else if (!multiply_expert(r, expert, threads)) return false;
     }
 #if WIDTH

@@ -1,0 +1,53 @@
+"""`--expert-memory` as a user types it: what is held is said, replies stay, and what cannot be is refused."""
+
+import json
+
+import pytest
+
+from tests.support.command_line import Mycli
+from tests.support.packed_mixture import write_mixture
+
+GREEDY = ("--temperature", "0", "--device", "cpu", "-n", "12")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_mixture(tmp_path_factory.mktemp("mixtures") / "mixture"))
+
+
+def test_fewer_experts_in_memory_are_said_and_change_no_reply(mycli: Mycli, mixture: str) -> None:
+    whole = mycli("run", mixture, "Once upon", *GREEDY)
+    assert whole.returncode == 0 and len(whole.stdout) > 12 and whole.stderr == ""
+    for size, held in (("100KiB", "2 of 12"), ("200KiB", "4 of 12")):
+        some = mycli("run", mixture, "Once upon", *GREEDY, "--expert-memory", size)
+        assert (some.stdout, some.returncode) == (whole.stdout, 0)
+        assert some.stderr.startswith(f"experts: {held} in each layer are in memory") and some.stderr.count("\n") == 1
+    plenty = mycli("run", mixture, "Once upon", *GREEDY, "--expert-memory", "1GiB")
+    assert (plenty.stdout, plenty.stderr) == (whole.stdout, "")
+
+
+def test_bench_counts_what_was_held(mycli: Mycli, mixture: str) -> None:
+    sizes = ("-p", "16", "-n", "4", "-r", "1", "--device", "cpu", "-o", "json", "-q")
+    prompt, reply = json.loads(mycli("bench", mixture, *sizes, "--expert-memory", "100KiB").stdout)["results"]
+    assert 0 < prompt["expert_hit_rate"] < 1 and 0 < reply["expert_hit_rate"] < 1 and reply["expert_gb_per_second"] > 0
+    whole, _ = json.loads(mycli("bench", mixture, *sizes).stdout)["results"]
+    assert whole["expert_hit_rate"] is None
+
+
+@pytest.mark.parametrize("size", ["-1", "x", "3 parsecs"])
+def test_sizes_that_are_none_are_refused(mycli: Mycli, mixture: str, size: str) -> None:
+    refused = mycli("run", mixture, "Hi", *GREEDY, "--expert-memory", size)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.startswith(f"error: --expert-memory: {size!r} is not an amount of memory")
+
+
+def test_less_than_an_expert_is_refused_with_what_one_takes(mycli: Mycli, mixture: str) -> None:
+    refused = mycli("run", mixture, "Hi", *GREEDY, "--expert-memory", "1B")
+    assert refused.returncode == 5 and refused.stdout == ""
+    assert refused.stderr.startswith("error: 1 bytes for experts, but one of each layer takes 40.5 KiB\nhint: 122 KiB")
+
+
+def test_a_model_without_experts_has_no_bound_on_them(mycli: Mycli) -> None:
+    refused = mycli("run", "pico", "Hi", *GREEDY, "--expert-memory", "1MB")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.startswith("error: no bound on experts is kept here")
