@@ -49,7 +49,15 @@ _OWN = (
 _EXPORTED = ("gptq", "awq", "mlx", "gguf", "safetensors:fp32")  # of the first of `_OWN`, which loses nothing
 _ROUNDED = ("gguf:q8_0", "gguf:q4_0", "gguf:q4_k")  # of pico
 _PLAIN = ("Q8_0", "Q6_K", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_S", "Q2_K")
-_SEARCHED = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")  # with an importance matrix
+_SEARCHED = (
+    "IQ3_S",
+    "IQ3_XXS",
+    "IQ2_M",
+    "IQ2_XS",
+    "IQ2_XXS",
+    "IQ1_M",
+    "IQ1_S",
+)  # with an importance matrix; IQ2_M alone is of IQ2_S
 _TERNARY = ("TQ2_0", "TQ1_0")
 _MIXED = ("Q5_K_M", "Q4_K_M", "Q3_K_M")  # as files on the hub are: several types, the embedding in Q6_K
 
