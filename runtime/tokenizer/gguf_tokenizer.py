@@ -46,7 +46,9 @@ def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
 def _numbers(metadata: Fields, name: str, count: int, kind: type) -> list[Any]:
     values = metadata.values.get(ggml_key(name))
     if not isinstance(values, array) or len(values) < count or (values.typecode in "fd") != (kind is float):
-        raise metadata.fail(ggml_key(name), f"must be {count} numbers, one for each token")
+        raise metadata.fail(
+            ggml_key(name), f"must be {count} {'floats' if kind is float else 'integers'}, one for each token"
+        )
     return [kind(value) for value in values[:count]]
 
 

@@ -224,8 +224,7 @@ def test_metadata_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
         ModelFolder.open(path).checked_manifest()
 
 
-TOKENIZER_# Beside those of tests/attacks/gguf_model_attacks.py.
-LIES: dict[str, tuple[dict[str, Any], str]] = {
+TOKENIZER_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-kind": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model"),
     "unknown-rule": ({"tokenizer.ggml.pre": "my-own"}, "tokenizer.ggml.pre"),
     "no-rule": ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre"),
