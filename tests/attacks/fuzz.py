@@ -8,7 +8,7 @@ type), of what they hold, or of bytes wherever they are. It is opened as a comma
 tokens. Its seed alone makes it, so that a fault is seen again by `--seed N --seconds 0`. Seconds are of the process's
 own time. A case may take 20 of them, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
 With `--record` each layout goes on after the last seed that FILE names for it (a JSON of sums, written again every
-minute), so that time may be added at any time and an interrupted run loses a minute.
+ten seconds), so that time may be added at any time, and an interrupted run loses as much.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from tests.support.models import CPU
 Files = dict[str, bytes]  # of a model's folder, by name
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
 SECONDS, ROOM = 20, 1 << 30  # for one case
-SAVE_SECONDS = 60
+SAVE_SECONDS = 10
 _EDGES = (0, 1, 2, 3, 7, 31, 32, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
 _JUNK: tuple[Any, ...] = (
     None,
