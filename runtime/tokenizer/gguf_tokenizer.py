@@ -15,6 +15,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_CHARACTERS = 1024
+_MAX_DERIVED = 1 << 22  # characters of a vocabulary without merges, 16 for each of 262,144 tokens
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges go by position, not by score
@@ -44,8 +45,10 @@ def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
 
 def _numbers(metadata: Fields, name: str, count: int, kind: type) -> list[Any]:
     values = metadata.values.get(ggml_key(name))
-    if not isinstance(values, array) or len(values) < count:
-        raise metadata.fail(ggml_key(name), f"must be {count} numbers, one for each token")
+    if not isinstance(values, array) or len(values) < count or (values.typecode in "fd") != (kind is float):
+        raise metadata.fail(
+            ggml_key(name), f"must be {count} {'floats' if kind is float else 'integers'}, one for each token"
+        )
     return [kind(value) for value in values[:count]]
 
 
@@ -125,6 +128,15 @@ def derived_merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -
     return [[left, right] for *_, left, right in merges]
 
 
+def _derived(metadata: Fields, vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:
+    """`derived_merges` of a vocabulary that no one made to take hours: each character is a cut to try."""
+    characters = sum(map(len, vocabulary))
+    if characters > _MAX_DERIVED:
+        problem = f"holds {characters} characters, more than the {_MAX_DERIVED} allowed where no merges are given"
+        raise metadata.fail(ggml_key("tokens"), problem)
+    return derived_merges(vocabulary, scores)
+
+
 def _wrapping(metadata: Fields, tokens: Sequence[str], default_bos: bool) -> dict[str, Any] | None:
     """The post-processor that puts start and end tokens around a text, where the file asks for them."""
     pieces: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -179,10 +191,10 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
     if metadata.has(ggml_key("merges")):
         merges = _stored_merges(metadata, vocabulary)
     elif gemma:
-        merges = derived_merges(vocabulary, {text: -index for text, index in vocabulary.items()})
+        merges = _derived(metadata, vocabulary, {text: -index for text, index in vocabulary.items()})
     else:
         scores = _numbers(metadata, "scores", len(tokens), float)
-        merges = derived_merges(vocabulary, {text: scores[index] for text, index in vocabulary.items()})
+        merges = _derived(metadata, vocabulary, {text: scores[index] for text, index in vocabulary.items()})
     prefix = metadata.boolean(ggml_key("add_space_prefix"), not gemma)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}

@@ -1,11 +1,14 @@
 """Damaged checkpoints without end: each is read and answers, or is refused with a message; anything else is a fault.
 
-    PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--keep FOLDER]
+    PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--record FILE]
+        [--keep FOLDER]
 
 A case is a good model of a layout with a few changes: of a config's fields, of tensors (missing, shorter, of another
 type), of what they hold, or of bytes wherever they are. It is opened as a command does and loaded, and runs a few
 tokens. Its seed alone makes it, so that a fault is seen again by `--seed N --seconds 0`. Seconds are of the process's
 own time. A case may take 20 of them, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
+With `--record` each layout goes on after the last seed that FILE names for it (a JSON of sums, written again every
+ten seconds), so that time may be added at any time, and an interrupted run loses as much.
 """
 
 import argparse
@@ -20,8 +23,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.utils.files import write_atomic
 from tests.attacks.fuzz_models import LAYOUTS
 from tests.support.engines import whole
 from tests.support.models import CPU
@@ -41,6 +45,7 @@ from tests.support.models import CPU
 Files = dict[str, bytes]  # of a model's folder, by name
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
 SECONDS, ROOM = 20, 1 << 30  # for one case
+SAVE_SECONDS = 10
 _EDGES = (0, 1, 2, 3, 7, 31, 32, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
 _JUNK: tuple[Any, ...] = (
     None,
@@ -231,33 +236,78 @@ def _too_slow(*_: object) -> None:
     raise TooSlowError(f"more than {SECONDS} s")
 
 
-def run(layout: str, seconds: float, seed: int, keep: Path) -> int:
+@dataclass
+class Sums:
+    """What was tried of a layout so far; the next case is that of `seed`."""
+
+    seed: int
+    seconds: float = 0.0
+    cases: int = 0
+    faults: list[str] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def line(self, layout: str) -> str:
+        """One line that says all of it."""
+        cases = f"{self.cases} cases in {self.seconds / 60:.1f} minutes of the processor"
+        return f"{layout}: {cases}, {len(self.faults)} faults; {self.outcomes}; go on at --seed {self.seed}"
+
+
+class Record:
+    """Sums by layout, kept in a file or nowhere."""
+
+    def __init__(self, path: Path | None, seed: int) -> None:
+        self.path, self.seed, self.sums = path, seed, dict[str, Sums]()
+        if path is not None and path.exists():
+            for layout, kept in json.loads(path.read_text()).items():
+                self.sums[layout] = Sums(**kept)
+
+    def of(self, layout: str) -> Sums:
+        """The sums of a layout, new ones where it was never tried."""
+        return self.sums.setdefault(layout, Sums(self.seed))
+
+    def write(self) -> None:
+        """Replaces the file as a whole."""
+        if self.path is not None:
+            written = json.dumps({layout: asdict(sums) for layout, sums in self.sums.items()}, indent=1)
+            write_atomic(self.path, written.encode())
+
+
+def run(layout: str, seconds: float, record: Record, keep: Path) -> int:
     """Cases of a layout for `seconds` of the processor, one at least; the number of different faults."""
     good = LAYOUTS[layout]()
     for name, files in good.items():
         assert attempt(files) == "read", name
-    seen: Counter[str] = Counter()
+    sums = record.of(layout)
     faults: set[str] = set()
-    end, count = time.process_time() + seconds, 0
-    while not count or time.process_time() < end:
-        name = sorted(good)[(seed + count) % len(good)]
-        files = damaged(good[name], f"{layout} {seed + count}")
+    start = time.process_time()
+    before, saved = sums.seconds, start
+    while True:
+        name = sorted(good)[sums.seed % len(good)]
+        files = damaged(good[name], f"{layout} {sums.seed}")
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
         try:
-            seen[attempt(files)] += 1
+            outcome = attempt(files)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
-            if what not in faults:
-                faults.add(what)
-                print(f"{layout}, seed {seed + count}, {name}: {what}: {error!s:.300}", flush=True)
+            outcome = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+            if outcome not in faults:
+                faults.add(outcome)
+                sums.faults.append(f"{outcome}, seed {sums.seed}")
+                print(f"{layout}, seed {sums.seed}, {name}: {outcome}: {error!s:.300}", flush=True)
                 traceback.print_exc(limit=-6)
-                _keep(keep / f"{layout}-{seed + count}", files)
-            seen[what] += 1
+                _keep(keep / f"{layout}-{sums.seed}", files)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        count += 1
-    print(f"{layout}: {count} cases of {len(good)} models, {len(faults)} faults; {dict(seen)}", flush=True)
+        now = time.process_time()
+        sums.outcomes[outcome] = sums.outcomes.get(outcome, 0) + 1
+        sums.cases, sums.seed, sums.seconds = sums.cases + 1, sums.seed + 1, before + now - start
+        done = now - start >= seconds
+        if done or now - saved > SAVE_SECONDS:
+            record.write()
+            saved = now
+        if done:
+            break
+    print(f"{sums.line(layout)} ({len(good)} models)", flush=True)
     return len(faults)
 
 
@@ -274,6 +324,7 @@ def main() -> None:
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-faults"))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -281,7 +332,8 @@ def main() -> None:
     signal.signal(signal.SIGVTALRM, _too_slow)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
-    sys.exit(bool(sum(run(layout, given.seconds, given.seed, given.keep) for layout in given.layouts)))
+    record = Record(given.record, given.seed)
+    sys.exit(bool(sum(run(layout, given.seconds, record, given.keep) for layout in given.layouts)))
 
 
 if __name__ == "__main__":

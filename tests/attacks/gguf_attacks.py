@@ -103,7 +103,16 @@ ATTACKS: dict[str, Attack] = {
     "dimension-2^64": (lambda: gguf((), (info(b"a", (_HUGE,)),)), "impossible shape"),
     "product-overflows-to-0": (lambda: gguf((), (info(b"a", (1 << 32, 1 << 32)),)), "impossible shape"),
     "product-overflows-small": (lambda: gguf((), (info(b"a", (1 << 33, (1 << 31) + 1)),)), "impossible shape"),
+    "product-negative": (lambda: gguf((), (info(b"a", ((1 << 63) - 1, 2), kind=24),)), "impossible shape"),
+    "product-of-blocks-overflows": (lambda: gguf((), (info(b"a", (1024, (1 << 54) + 1), kind=2),)), "impossible shape"),
     "bytes-overflow": (lambda: gguf((), (info(b"a", (1 << 61, 2)),)), "overflows"),
+    "bytes-overflow-when-padded": (lambda: gguf((), (info(b"a", ((1 << 61) - 1,)),)), "truncated"),
+    "sizes-overflow-together": (
+        lambda: gguf((), tuple(info(b"%d" % i, (1 << 60,), offset=(i << 62) % (1 << 64)) for i in range(5))),
+        "truncated|overflows",
+    ),
+    "dimension-0-of-2": (lambda: gguf((), (info(b"a", (4, 0)),)), "impossible shape"),
+    "dimension-0-of-4": (lambda: gguf((), (info(b"a", (4, 1, 1, 0)),)), "impossible shape"),
     "unknown-type": (lambda: gguf((), (info(b"a", kind=200),)), "unknown ggml type 200"),
     "removed-type": (lambda: gguf((), (info(b"a", (32,), kind=4),)), "unknown ggml type 4"),
     "rows-of-half-blocks": (lambda: gguf((), (info(b"a", (48,), kind=2),)), "do not fill blocks of 32"),
@@ -117,5 +126,6 @@ ATTACKS: dict[str, Attack] = {
     "data-one-byte-short": (lambda: gguf((), (ONE,), bytes(7)), "truncated"),
     "name-empty": (lambda: gguf((), (info(b""),)), "empty"),
     "name-too-long": (lambda: gguf((), (info(b"a" * 5000),)), "more than"),
+    "data-of-a-larger-tensor": (lambda: gguf((), (info(b"a", (1 << 20, 1024)),), bytes(8192)), "truncated"),
     "name-with-NUL": (lambda: gguf((), (info(b"a\0b"),)), "forbidden"),
 }

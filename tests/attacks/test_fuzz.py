@@ -1,6 +1,7 @@
 """Damaged checkpoints of every layout: read, or refused with a message. `fuzz` alone goes on for as long as asked."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,28 @@ def test_a_kind_of_model_that_is_no_text(kind: object) -> None:
     files = dict(LAYOUTS["awq"]()["gemm-g32"])
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), "model_type": kind}).encode()
     assert fuzz.attempt(files) == "ModelError"
+
+
+def test_a_record_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case once: seeds of a second run follow those of the first, and sums are of both."""
+    good = LAYOUTS["awq"]()["gemm-g32"]
+    monkeypatch.setattr(fuzz, "LAYOUTS", {"awq": lambda: {"gemm-g32": good}})
+    tried: list[str] = []
+    monkeypatch.setattr(fuzz, "damaged", lambda files, seed: tried.append(seed) or files)
+    for _ in range(2):
+        assert fuzz.run("awq", 0, fuzz.Record(tmp_path / "sums.json", 7), tmp_path) == 0
+    assert tried == ["awq 7", "awq 8"]
+    sums = fuzz.Record(tmp_path / "sums.json", 0).of("awq")
+    assert (sums.seed, sums.cases, sums.outcomes, sums.faults) == (9, 2, {"read": 2}, [])
+    assert sums.seconds > 0 and "go on at --seed 9" in sums.line("awq")
+
+
+def test_a_fault_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = LAYOUTS["awq"]()["gemm-g32"]
+    monkeypatch.setattr(fuzz, "LAYOUTS", {"awq": lambda: {"gemm-g32": good}})
+    monkeypatch.setattr(fuzz, "damaged", lambda files, seed: {**files, "config.json": b"1"})
+    monkeypatch.setattr(fuzz, "attempt", lambda files: "read" if files is good else 1 // 0)
+    record = fuzz.Record(None, 3)
+    assert fuzz.run("awq", 0, record, tmp_path) == 1
+    assert record.of("awq").faults[0].startswith("ZeroDivisionError at ") and record.of("awq").seed == 4
+    assert (tmp_path / "awq-3" / "config.json").read_bytes() == b"1"

@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bits", type=int, nargs="*", default=[4, 8, 3, 2])
-    parser.add_argument("--exports", nargs="*", default=["gptq", "awq"], help="of 4 bits")
+    parser.add_argument(
+        "--exports", nargs="*", default=["gptq", "awq", "gptq:8"], metavar="LAYOUT[:BITS]", help="4 bits unless it says"
+    )
     given = parser.parse_args()
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with vLLM (make test-vllm makes one)")
@@ -88,7 +90,8 @@ def main() -> None:
     ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False
-    for bits, target in (*((bits, "") for bits in given.bits), *((4, target) for target in given.exports)):
+    exports = [(int(bits or 4), target) for target, _, bits in (one.partition(":") for one in given.exports)]
+    for bits, target in (*((bits, "") for bits in given.bits), *exports):
         with tempfile.TemporaryDirectory() as name:
             folder, site = Path(name) / "out", Path(name) / "site"
             site.mkdir()

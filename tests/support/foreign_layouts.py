@@ -67,41 +67,42 @@ def integers(seed: int, below: int, *shape: int) -> Tensor:
 def gptq() -> Iterator[tuple[str, Case]]:
     """By AutoRound's torch layers: v1 stores zero points less one, v2 as they are."""
     kinds = {"gptq": "qlinear_torch_zp", "gptq_v2": "qlinear_torch"}
-    widths = [(bits, group) for bits in (2, 3, 4, 5, 8) for group in (32, 128)]
+    widths = [(bits, group) for bits in range(2, 9) for group in (32, 64, 128)] + [(4, None), (8, None)]
     for version, module in kinds.items():
         layer = importlib.import_module(f"auto_round_extension.torch.{module}").QuantLinear
         for bits, group in widths:
             for ordered in (False, True):
-                if ordered and group == COLUMNS:
+                if ordered and group != 32:
                     continue
-                seed, groups = bits * group, COLUMNS // group
+                size = group or COLUMNS
+                seed, groups = bits * size, COLUMNS // size
                 scales = (weights(seed, ROWS, groups).abs() + 0.1).half() / (1 << bits - 1)
                 # v1 cannot store a zero point of 0 without breaking into the next field.
                 zeros = integers(seed, (1 << bits) - 1, ROWS, groups) + 1
                 linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
                 linear.weight.data = weights(seed + 1)
-                packed = layer(bits, group, COLUMNS, ROWS, False, g_idx=True)
+                packed = layer(bits, size, COLUMNS, ROWS, False, g_idx=True)
                 packed.device = torch.device("cpu")  # which the layer of v2 looks for
                 packed.pack(linear, scales.float(), zeros.float())
                 if ordered:
                     mixed = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(bits))
-                    packed.g_idx = (mixed // group).int()
+                    packed.g_idx = (mixed // size).int()
                 weight = packed(torch.eye(COLUMNS, dtype=torch.float32)).t().half()
                 section = {
                     "quant_method": "gptq",
                     "checkpoint_format": version,
                     "bits": bits,
-                    "group_size": group,
+                    "group_size": group or -1,
                     "desc_act": ordered,
                     "sym": False,
                 }
                 tensors = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
                 case = Case({"quantization_config": section}, tensors, weight, "float16")
-                yield f"{version}-int{bits}-g{group}" + ("-ordered" if ordered else ""), case
+                yield f"{version}-int{bits}-{f'g{group}' if group else 'rows'}{'-ordered' if ordered else ''}", case
 
 
 def awq() -> Iterator[tuple[str, Case]]:
-    """Words of AutoAWQ's layout, read by the converter of compressed-tensors."""
+    """Words of AutoAWQ's layout, read by the converter of compressed-tensors; and made and read by AutoRound."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 
@@ -127,6 +128,17 @@ def awq() -> Iterator[tuple[str, Case]]:
         shifted = codes.view(ROWS, groups, group).half() - zeros.unsqueeze(-1).half()
         weight = (shifted * made[f"{LINEAR}.weight_scale"].unsqueeze(-1)).view(ROWS, COLUMNS)
         yield f"gemm-g{group}", Case({"quantization_config": section}, tensors, weight, "float16")
+    maker = importlib.import_module("auto_round.export.export_to_awq.utils")
+    for group in (32, 64, 128):
+        linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+        linear.weight.data = weights(group + 2)
+        scales = ((weights(group + 3, COLUMNS // group, ROWS).abs() + 0.1) / 8).half()
+        zeros = integers(group + 4, 16, COLUMNS // group, ROWS)
+        packed = maker.WQLinear_GEMM.from_linear(linear, 4, group, scales=scales.float(), zeros=zeros, device="cpu")
+        tensors = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}
+        weight = maker.dequantize_gemm(*tensors.values(), 4, group).t().half()
+        section = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+        yield f"auto-round-g{group}", Case({"quantization_config": section}, tensors, weight, "float16")
 
 
 def fp8() -> Iterator[tuple[str, Case]]:
@@ -152,17 +164,21 @@ def fp8() -> Iterator[tuple[str, Case]]:
             yield label, Case({"quantization_config": section}, tensors, read)
 
 
-def mlx() -> Iterator[tuple[str, Case]]:
-    """By mlx. Affine weights are read in fp32, which it rounds once; in 16 bits it rounds twice."""
+def mlx_tensor(array: Any) -> Tensor:
+    """An array of mlx as a tensor, bf16 ones bit for bit."""
     import mlx.core as mx
     import numpy as np
 
-    types = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+    if array.dtype == mx.bfloat16:
+        return torch.from_numpy(np.array(array.view(mx.uint16))).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
 
-    def tensor(array: Any) -> Tensor:
-        if array.dtype == mx.bfloat16:
-            return torch.from_numpy(np.array(array.view(mx.uint16))).view(torch.bfloat16)
-        return torch.from_numpy(np.array(array))
+
+def mlx() -> Iterator[tuple[str, Case]]:
+    """By mlx. Affine weights are read in fp32, which it rounds once; in 16 bits it rounds twice."""
+    import mlx.core as mx
+
+    types = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
     rows = 8
     given = mx.array(weights(3, rows).numpy())
@@ -171,15 +187,15 @@ def mlx() -> Iterator[tuple[str, Case]]:
             for group in (32, 64, 128) if dtype == "bfloat16" else (64,):
                 parts = mx.quantize(given.astype(kind), group_size=group, bits=bits)
                 wide = [parts[0], *(part.astype(mx.float32) for part in parts[1:])]
-                weight = tensor(mx.dequantize(*wide, group_size=group, bits=bits)).to(getattr(torch, dtype))
+                weight = mlx_tensor(mx.dequantize(*wide, group_size=group, bits=bits)).to(getattr(torch, dtype))
                 section = {"quantization": {"group_size": group, "bits": bits, "mode": "affine"}}
-                tensors = dict(zip(("weight", "scales", "biases"), map(tensor, parts), strict=True))
+                tensors = dict(zip(("weight", "scales", "biases"), map(mlx_tensor, parts), strict=True))
                 yield f"affine-{dtype}-int{bits}-g{group}", Case(section, tensors, weight, dtype, shape=(rows, COLUMNS))
     for mode, bits, group in (("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)):
         parts = mx.quantize(given.astype(mx.bfloat16), group_size=group, bits=bits, mode=mode)
-        weight = tensor(mx.dequantize(*parts, group_size=group, bits=bits, mode=mode, dtype=mx.bfloat16))
+        weight = mlx_tensor(mx.dequantize(*parts, group_size=group, bits=bits, mode=mode, dtype=mx.bfloat16))
         section = {"quantization": {"group_size": group, "bits": bits, "mode": mode}}
-        tensors = dict(zip(("weight", "scales"), map(tensor, parts), strict=True))
+        tensors = dict(zip(("weight", "scales"), map(mlx_tensor, parts), strict=True))
         yield mode, Case(section, tensors, weight, shape=(rows, COLUMNS))
 
 
@@ -188,7 +204,8 @@ def bitsandbytes() -> Iterator[tuple[str, Case]]:
     import bitsandbytes.functional as maker
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 
-    shapes = {64: (ROWS, COLUMNS), 256: (ROWS, COLUMNS), 128: (24, 90)}
+    shapes = {64: (ROWS, COLUMNS), 256: (ROWS, COLUMNS), 128: (24, 90), 512: (ROWS, COLUMNS), 32: (24, 90)}
+    shapes |= {1024: (40, 90), 2048: (48, 100), 4096: (40, 110)}
     for kind in ("nf4", "fp4"):
         for nested in (False, True):
             for block, shape in shapes.items():

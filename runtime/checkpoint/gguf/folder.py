@@ -67,6 +67,8 @@ class GgufManifest(Manifest):
                 raise damaged(
                     f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(expected[name])}"
                 )
+            if len(entry.shape) == 1 and TYPES_BY_NAME[entry.dtype].bits:
+                raise damaged(f"{entry.file}: {entry.name} is {entry.dtype}, but norms and biases are plain numbers")
             if entry.dtype not in READABLE_NAMES:
                 hint = f"readable: {', '.join(READABLE_NAMES)}"
                 raise ModelError(f"{entry.file}: {entry.name} is {entry.dtype}, which is not read", hint)

@@ -194,13 +194,12 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
 
+# Beside those of tests/attacks/gguf_model_attacks.py.
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
-    "no-layers": ({"llama.block_count": 0}, "block_count"),
     "too-many-layers": ({"llama.block_count": 5000}, "num_hidden_layers"),
     "one-layer-more": ({"llama.block_count": 7}, "missing"),
     "one-layer-less": ({"llama.block_count": 5}, "not part of the model"),
-    "no-heads": ({"llama.attention.head_count": 0}, "head_count"),
     "heads-that-do-not-divide": ({"llama.attention.head_count_kv": 3}, "divide"),
     "other-width": ({"llama.embedding_length": 512}, "shape"),
     "huge-width": ({"llama.embedding_length": 1 << 31, "llama.feed_forward_length": 1 << 31}, "elements"),
@@ -212,7 +211,6 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-scaling": ({"llama.rope.scaling.type": "magic"}, "magic"),
     "experts": ({"llama.expert_count": 8}, "num_experts"),
     "context-0": ({"llama.context_length": 0}, "context_length"),
-    "text-for-a-number": ({"llama.block_count": "six"}, "block_count"),
 }
 
 
@@ -231,13 +229,9 @@ TOKENIZER_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-rule": ({"tokenizer.ggml.pre": "my-own"}, "tokenizer.ggml.pre"),
     "no-rule": ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre"),
     "no-tokens": ({"tokenizer.ggml.tokens": None}, "tokens"),
-    "types-too-short": ({"tokenizer.ggml.token_type": [1, 1]}, "token_type"),
     "token-twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "twice"),
-    "end-beyond-the-vocabulary": ({"tokenizer.ggml.eos_token_id": 1 << 20}, "eos_token_id"),
     "merge-of-no-tokens": ({"tokenizer.ggml.merges": ["zzzz yyyy"]}, "merges"),
-    "merge-without-a-blank": ({"tokenizer.ggml.merges": ["ab"]}, "merges"),
     "template-is-a-number": ({"tokenizer.chat_template": 7}, "chat_template"),
-    "more-tokens-than-rows": ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(5000)]}, "embedding rows|token_type"),
 }
 
 
