@@ -18,7 +18,7 @@ from mycli.cli.flags.presets import TABLE, check_presets
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.utils.input_file import read_input
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_SETTINGS_BYTES = 1 << 20
 
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -34,7 +34,7 @@ def option_key(spellings: Sequence[str]) -> str:
 
 def _parse(path: Path, hint: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
+        return tomllib.loads(read_input(path, MAX_SETTINGS_BYTES).decode())
     except NotFoundError:
         return {}
     except UsageError as error:
