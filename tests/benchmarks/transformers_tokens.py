@@ -3,8 +3,8 @@
     PYTHONPATH=.links python -m tests.benchmarks.transformers_tokens --python ENV/bin/python
 
 ENV has transformers and gptqmodel (7.7; its compiled kernels are not wanted). Both sides compute in fp32 from the same
-packed weights; GPTQModel decodes them to fp16 and then widens, so that each weight is off by up to half a place of fp16
-there. Each of their tokens must be ours, or within `TIE` of the spread of our logits below ours.
+packed weights; those of 8 bits and of AWQ GPTQModel rounds where it decodes them, which moves logits by a thousandth.
+Each of their tokens must be ours, or within `TIE` of the spread of our logits below ours.
 """
 
 import argparse

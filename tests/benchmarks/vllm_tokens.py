@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bits", type=int, nargs="*", default=[4, 8, 3, 2])
     parser.add_argument(
-        "--exports", nargs="*", default=["gptq", "awq", "gptq:8"], metavar="LAYOUT[:BITS]", help="4 bits unless it says"
+        "--exports", nargs="*", default=["gptq", "awq"], metavar="LAYOUT[:BITS]", help="4 bits unless it says"
     )
     given = parser.parse_args()
     if not given.python or not Path(given.python).exists():
