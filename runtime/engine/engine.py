@@ -194,7 +194,7 @@ class Engine:
         self.step_seconds = 0.0
         if turns:
             self._sure = False
-            # A speculator measures plain passes, to know whether drafting pays, and may want to see their hidden states.
+            # A speculator measures plain passes, to know whether drafting pays, and may want their hidden states.
             made = None if self.speculator is not None else self._ahead.made(turns, self._live, self.scheduler)
             outputs += self._pass(turns, began) if made is None else self._decoded_ahead(turns, *made)
             self._sure = True
