@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.experts import DENSE, PACKED, TABLE
+from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS
 from mycli.runtime.kernels.cpu.layer import CExpertProduct, CExpertsPart, CFeed, CLinear, Fetch
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
@@ -53,13 +53,13 @@ class _Operand:
 def _operand(linear: Linear) -> _Operand:
     matmul, bias = linear.matmul, bias_address(linear)
     if isinstance(matmul, TableMatmul):
-        return _Operand(matmul.address, bias, TABLE, *matmul.shape, (TABLE, matmul.form, bias is None))
+        return _Operand(matmul.address, bias, TABLE_WEIGHTS, *matmul.shape, (TABLE_WEIGHTS, matmul.form, bias is None))
     found = c_linear(linear)
     if found.count > 1:
         raise NotNative("takes experts whose products have one part")
     (first, *_), packed = found.parts, isinstance(matmul, CpuMatmul)
     form = matmul.form if isinstance(matmul, CpuMatmul) else (first.outputs, first.inputs)
-    stored, address = (PACKED, first.packed) if packed else (DENSE, first.dense)
+    stored, address = (PACKED_WEIGHTS, first.packed) if packed else (DENSE_WEIGHTS, first.dense)
     return _Operand(address, bias, stored, first.outputs, first.inputs, (stored, form, bias is None))
 
 

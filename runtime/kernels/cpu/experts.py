@@ -21,7 +21,7 @@ from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
 _INPUTS = 32
-PACKED, DENSE, TABLE = range(3)  # `Stored` of experts.h
+PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
 MOST_DECODED = 64  # rows of an expert that each decode its weight anew, four at a time
 
 
@@ -81,11 +81,11 @@ def native_routed_product(
     if x.device.type != "cpu" or x.requires_grad:
         return "runs on the CPU, without a gradient"
     if isinstance(weights[0], Tensor):
-        stored, (reason, shape, addresses) = DENSE, _dense(weights, x.dtype)
+        stored, (reason, shape, addresses) = DENSE_WEIGHTS, _dense(weights, x.dtype)
     elif isinstance(weights[0], TableMatmul):
-        stored, (reason, shape, addresses) = TABLE, _tables(weights, x.dtype, starts)
+        stored, (reason, shape, addresses) = TABLE_WEIGHTS, _tables(weights, x.dtype, starts)
     else:
-        stored, (reason, shape, addresses) = PACKED, _packed(weights, x.dtype)
+        stored, (reason, shape, addresses) = PACKED_WEIGHTS, _packed(weights, x.dtype)
     if reason:
         return reason
     library = build.native()
