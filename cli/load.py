@@ -189,7 +189,7 @@ def announce_experts(call: Call, plan: "MemoryPlan") -> None:
 
 def announce_build(call: Call, placement: "Placement") -> None:
     """Build the CPU's native code where that has not been done, and say so: it takes seconds."""
-    from mycli.runtime.kernels.cpu.build import must_be_built, native
+    from mycli.runtime.kernels.cpu.library.build import must_be_built, native
 
     if placement.device.type == "cpu" and must_be_built():
         call.out.note("building the CPU kernel, once: it takes about a minute")

@@ -48,8 +48,8 @@ def _facts() -> list[tuple[str, str]]:
 
 def _path(placement: "Placement") -> list[tuple[str, str]]:
     """On the CPU: whether replies use our own code, and which instructions of it."""
-    from mycli.runtime.kernels.cpu import isa
-    from mycli.runtime.kernels.cpu.build import native
+    from mycli.runtime.kernels.cpu.library import isa
+    from mycli.runtime.kernels.cpu.library.build import native
 
     if placement.device.type != "cpu":
         return []

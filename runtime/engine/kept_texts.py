@@ -18,7 +18,7 @@ from mycli.runtime.cache.kv_cache import KVCache, Run
 from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore, StoreStats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.kernels.cpu.build import native
+from mycli.runtime.kernels.cpu.library.build import native
 
 _SOURCES = (".py", ".cpp", ".h")
 _BY_LENGTH = ("dynamic", "longrope")  # rotations that depend on how much the cache holds

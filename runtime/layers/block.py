@@ -15,8 +15,8 @@ from mycli.runtime.layers.expert_slots import ExpertSource
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
 from mycli.runtime.layers.linear import Linear, load_linears
-from mycli.runtime.layers.native import NativePart, Preparable, ReadyPart, attention_part, told_part
-from mycli.runtime.layers.native_recurrent import CRecurrentPart, recurrent_part
+from mycli.runtime.layers.native.parts import NativePart, Preparable, ReadyPart, attention_part, told_part
+from mycli.runtime.layers.native.recurrent import CRecurrentPart, recurrent_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate

@@ -12,9 +12,9 @@ from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.expert_slots import ExpertSlots, ExpertSource
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, normed
 from mycli.runtime.layers.linear import Changes, ExpertLinears, Linear, RoutedProduct
-from mycli.runtime.layers.native import NativePart, mlp_part
-from mycli.runtime.layers.native_experts import ExpertModules, experts_part, put_expert
-from mycli.runtime.layers.native_tensors import NotNative
+from mycli.runtime.layers.native.experts import ExpertModules, experts_part, put_expert
+from mycli.runtime.layers.native.parts import NativePart, mlp_part
+from mycli.runtime.layers.native.tensors import NotNative
 from mycli.runtime.layers.norm import make_norm
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec

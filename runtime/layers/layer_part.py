@@ -15,8 +15,8 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.cpu.layer import CPart
 from mycli.runtime.layers.attention import KeysAndValues
 from mycli.runtime.layers.linear import Linear, RoutedProduct
-from mycli.runtime.layers.native import NativePart, Preparable
-from mycli.runtime.layers.native_tensors import Around
+from mycli.runtime.layers.native.parts import NativePart, Preparable
+from mycli.runtime.layers.native.tensors import Around
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import RecurrentStates, TextStates
 from mycli.runtime.layers.rope import RopeTables

@@ -21,10 +21,10 @@ from mycli.runtime.kernels.cpu.layer import CHead, run_head
 from mycli.runtime.kernels.cpu.loop import CLoop, run_passes
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.chain import Chain
 from mycli.runtime.layers.expert_slots import ExpertReads, ExpertSource
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import NativePart, NativePass, head_part, native_code
+from mycli.runtime.layers.native.chain import Chain
+from mycli.runtime.layers.native.parts import NativePart, NativePass, head_part, native_code
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.recurrent import DeltaNet, ShortConv

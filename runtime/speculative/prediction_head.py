@@ -15,8 +15,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.chain import Chain
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.native.chain import Chain
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits

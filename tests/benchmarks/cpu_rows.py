@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import isa
-from mycli.runtime.kernels.cpu.build import Native, cache_folder, compile_library, load_library
+from mycli.runtime.kernels.cpu.library import isa
+from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compile_library, load_library
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing, parse_packing

@@ -18,7 +18,7 @@ from unittest import mock
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.native.parts import NativePass
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, parse_config

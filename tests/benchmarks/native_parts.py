@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.native.parts import NativePass
 
 LENGTH = 128  # tokens in the cache before
 

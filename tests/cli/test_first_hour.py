@@ -20,7 +20,7 @@ from mycli.cli.text.layout import WordWrap, fitting, width
 from mycli.cli.text.progress import reading
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.names import candidates, plain_name
-from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.library import build
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO

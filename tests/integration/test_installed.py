@@ -16,7 +16,7 @@ import pexpect
 import pytest
 
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import isa
+from mycli.runtime.kernels.cpu.library import isa
 from tests.support.paths import PICO, ROOT
 from tests.support.platform_wheel import build
 

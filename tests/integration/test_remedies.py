@@ -13,8 +13,8 @@ from mycli.cli.remedies import REMEDIES
 from tests.support.sources import name, sources, tree
 
 COMPILER = {
-    "runtime/kernels/cpu/compiler.py": {"-o", "--version"},
-    "runtime/kernels/cpu/prebuilt.py": {"--as-needed"},
+    "runtime/kernels/cpu/library/compiler.py": {"-o", "--version"},
+    "runtime/kernels/cpu/library/prebuilt.py": {"--as-needed"},
 }  # options of the compiler, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
 SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"

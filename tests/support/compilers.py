@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.library import build
 
 
 def fake_compiler(folder: Path, body: str) -> Path:

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import build, isa
-from mycli.runtime.kernels.cpu.build import Native, cache_folder, compile_library, load_library
+from mycli.runtime.kernels.cpu.library import build, isa
+from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compile_library, load_library
 
 # Every set of instructions, and what no set has: dense products as AMD's processors have them, and plain vectors.
 VARIANTS = ("native", *isa.SETS, "bf16-dots", "plain")

@@ -15,7 +15,6 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
     CChain,
@@ -26,11 +25,12 @@ from mycli.runtime.kernels.cpu.layer import (
     CParallelPart,
     CToldPart,
 )
+from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers import transformer
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.native.parts import NativePass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mycli.runtime.kernels.cpu import isa, prebuilt
+from mycli.runtime.kernels.cpu.library import isa, prebuilt
 from tests.support.paths import ROOT
 
 GLIBC = (2, 28)  # as torch's own wheels

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CAttention
 from mycli.runtime.kernels.cpu.elementwise import threads_for
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CAttention
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CNorm, CRotation, Native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotation, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
 GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clamped": 3}  # `GateType` of steps.h; relu2 has no gate

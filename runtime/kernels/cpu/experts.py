@@ -12,9 +12,9 @@ from ctypes import c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.elementwise import threads_for
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.routed import Route

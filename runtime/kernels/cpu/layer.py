@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.cpu.library.build import Native
 
 MOST_PARTS = 3  # of a product
 _NOT_FETCHED = 3  # what a chain returns where an expert could not be read

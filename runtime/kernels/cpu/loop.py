@@ -9,8 +9,8 @@ from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
-from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.layer import CChain, CHead, CPassRows
+from mycli.runtime.kernels.cpu.library.build import Native
 
 
 class CLoop(ctypes.Structure):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import ROW_TYPES, STORED_TYPES, CWeight, Native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.quantization.super_blocks import scale_codes

@@ -10,8 +10,8 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, Native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 
 _FEW = 1 << 15  # values of a pass: of so few one thread is done before others are awake

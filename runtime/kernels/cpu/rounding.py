@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import STORED_TYPES, CRounding
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CRounding
 from mycli.runtime.quantization.packed_weight import pack
 
 _GIVEN, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp

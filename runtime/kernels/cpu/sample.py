@@ -9,7 +9,7 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.library import build
 
 
 def best_tokens(logits: Tensor) -> list[int | None] | str:

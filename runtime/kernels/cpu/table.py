@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES, CTableWeight, Native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CTableWeight, Native
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight

@@ -2,7 +2,7 @@
 
 import ctypes
 
-from mycli.runtime.kernels.cpu.compiler import BuildError, torch_openmp
+from mycli.runtime.kernels.cpu.library.compiler import BuildError, torch_openmp
 
 _SOFT = 1  # `omp_pause_soft` of OpenMP 5.0
 

@@ -12,7 +12,7 @@ from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import ExitCode, ResourceError
-from mycli.runtime.kernels.cpu import build as cpu_build
+from mycli.runtime.kernels.cpu.library import build as cpu_build
 from mycli.runtime.quantization.scheme import Packing
 
 

@@ -24,7 +24,7 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Turn
 from mycli.runtime.errors import UserError
-from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength

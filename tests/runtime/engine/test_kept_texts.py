@@ -28,7 +28,7 @@ from mycli.runtime.engine.sequence import FinishReason, Request
 from mycli.runtime.engine.sequence import Sequence as Sequence_
 from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Limits
-from mycli.runtime.kernels.cpu import build
+from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.models.config import Kv
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_scheduler import VOCAB, World

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mycli.runtime.kernels.cpu.build import Native
+from mycli.runtime.kernels.cpu.library.build import Native
 from tests.support.grids import chosen
 from tests.support.native_code import QUICK, VARIANTS, VECTORS, instruction_set
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import BuildError, compile_library, find_compiler, native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library, find_compiler, native
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.quantization.scheme import Packing
@@ -46,7 +46,7 @@ def test_processes_may_race(tmp_path: Path) -> None:
     environment = {**os.environ, "CXX": str(copying_compiler(tmp_path))}
     cache = tmp_path / "cache"
     program = (
-        "import sys, pathlib; from mycli.runtime.kernels.cpu.build import compile_library, load_library;"
+        "import sys, pathlib; from mycli.runtime.kernels.cpu.library.build import compile_library, load_library;"
         "print(load_library(compile_library(pathlib.Path(sys.argv[1]))).isa)"
     )
     command = [sys.executable, "-c", program, str(cache)]

@@ -11,8 +11,6 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_layer_norm,
@@ -21,6 +19,8 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_silu_multiply,
     native_weigh_rows,
 )
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.reference import (
     gelu_multiply,
     layer_norm,
@@ -29,7 +29,7 @@ from mycli.runtime.kernels.reference import (
     silu_multiply,
     weigh_rows,
 )
-from mycli.runtime.layers.native import NATIVE_ROWS
+from mycli.runtime.layers.native.parts import NATIVE_ROWS
 from tests.support.engines import whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal

@@ -4,8 +4,8 @@ import pytest
 
 from mycli.runtime.device.system import Cpu, cpu
 from mycli.runtime.errors import UsageError
-from mycli.runtime.kernels.cpu import build, isa
-from mycli.runtime.kernels.cpu.build import Native, native
+from mycli.runtime.kernels.cpu.library import build, isa
+from mycli.runtime.kernels.cpu.library.build import Native, native
 
 HASWELL = frozenset(("avx2", "fma", "f16c"))
 ALDER_LAKE = HASWELL | {"avx_vnni"}

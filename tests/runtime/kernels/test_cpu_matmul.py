@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import Native, native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import (
     CpuKernel,
     CpuMatmul,

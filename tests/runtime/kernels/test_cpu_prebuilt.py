@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.device.system import Cpu, cpu
-from mycli.runtime.kernels.cpu import build, isa, prebuilt
-from mycli.runtime.kernels.cpu.build import Native, native
-from mycli.runtime.kernels.cpu.compiler import BuildError
+from mycli.runtime.kernels.cpu.library import build, isa, prebuilt
+from mycli.runtime.kernels.cpu.library.build import Native, native
+from mycli.runtime.kernels.cpu.library.compiler import BuildError
 from tests.runtime.kernels.test_cpu_isa import BEST, HASWELL, SAPPHIRE_RAPIDS, ZEN_4
 from tests.support.platform_wheel import complaints, headers
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from mycli.quant.rounding import grid as grids
 from mycli.quant.rounding.grid import Grid, Quantized, round_to_nearest
 from mycli.runtime.errors import ModelError
-from mycli.runtime.kernels.cpu import build
-from mycli.runtime.kernels.cpu.build import Native, native
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.rounding import native_round, pack_codes
 from mycli.runtime.quantization.packed_weight import pack, unpack
 from mycli.runtime.quantization.scheme import BITS, Packing

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from mycli.runtime.kernels.cpu.build import Native, native
+from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from tests.support.packed_weights import super_block_weight

@@ -17,11 +17,11 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import ModelError
-from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.layer import Fetch
+from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.expert_slots import ExpertReads
 from mycli.runtime.layers.feed_forward import Experts
-from mycli.runtime.layers.native import NativePass
+from mycli.runtime.layers.native.parts import NativePass
 from mycli.runtime.memory.resident import most_experts
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL

@@ -17,7 +17,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import dense_matmul
-from mycli.runtime.layers.native import NATIVE_ROWS, NativePass
+from mycli.runtime.layers.native.parts import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack

@@ -11,8 +11,8 @@ import torch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.kernels.cpu.layer import CConvolutionPart, CDeltaPart, CStatePlace
 from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta
-from mycli.runtime.layers.native import NativePass, ReadyPart
-from mycli.runtime.layers.native_tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer
+from mycli.runtime.layers.native.parts import NativePass, ReadyPart
+from mycli.runtime.layers.native.tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer
 from mycli.runtime.layers.recurrent import Convolution, DeltaNet, ShortConv, wait_for_drafts
 
 CRecurrentPart = CDeltaPart | CConvolutionPart

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu import isa, prebuilt
-from mycli.runtime.kernels.cpu.compiler import (
+from mycli.runtime.kernels.cpu.library import isa, prebuilt
+from mycli.runtime.kernels.cpu.library.compiler import (
     FLAGS,
     BuildError,
     compile_sources,

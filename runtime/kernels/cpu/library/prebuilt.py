@@ -8,10 +8,17 @@ packages: they take the one that torch has loaded. Knows names and files; not ho
 import ctypes
 from pathlib import Path
 
-from mycli.runtime.kernels.cpu import isa
-from mycli.runtime.kernels.cpu.compiler import FLAGS, compile_sources, digest, find_compiler, read_sources, torch_openmp
+from mycli.runtime.kernels.cpu.library import isa
+from mycli.runtime.kernels.cpu.library.compiler import (
+    FLAGS,
+    compile_sources,
+    digest,
+    find_compiler,
+    read_sources,
+    torch_openmp,
+)
 
-FOLDER = Path(__file__).with_name("prebuilt")
+FOLDER = Path(__file__).parents[1] / "prebuilt"
 _BASELINE = "-march=x86-64"
 # The C++ library is the system's, as torch wants it too: inside, a new one would want a new C library.
 _LINK = ("-Wl,--as-needed", "-s")

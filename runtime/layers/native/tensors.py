@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.layer import MOST_PARTS, CGain, CLinear, CProduct, CSum
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.linear import Linear

@@ -51,7 +51,7 @@ def torch_openmp() -> str:
 
 def read_sources() -> dict[str, bytes]:
     """What the library is made of, by its path in the folder `native`."""
-    root = Path(__file__).parent / "native"
+    root = Path(__file__).parents[1] / "native"
     found = sorted(path for path in root.rglob("*") if path.suffix in (".cpp", ".h"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 

@@ -16,8 +16,8 @@ from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, Parallel
 from mycli.runtime.layers.layer_part import LayerPart, PassContext
-from mycli.runtime.layers.native import NativePass, ReadyPart
-from mycli.runtime.layers.native_recurrent import StatesOfRun
+from mycli.runtime.layers.native.parts import NativePass, ReadyPart
+from mycli.runtime.layers.native.recurrent import StatesOfRun
 from mycli.runtime.layers.recurrent import BatchStates, begin_texts
 from mycli.runtime.layers.rope import Rope
 

@@ -14,8 +14,8 @@ from mycli.runtime.kernels.cpu.layer import CExpertProduct, CExpertsPart, CFeed,
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native import feed, gate_type
-from mycli.runtime.layers.native_tensors import Around, NotNative, bias_address, c_gain, c_linear, c_sum, vectors
+from mycli.runtime.layers.native.parts import feed, gate_type
+from mycli.runtime.layers.native.tensors import Around, NotNative, bias_address, c_gain, c_linear, c_sum, vectors
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.experts_spec import ExpertsSpec
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
-from mycli.runtime.kernels.cpu import build
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
-from mycli.runtime.kernels.cpu.build import Native
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
@@ -31,9 +29,11 @@ from mycli.runtime.kernels.cpu.layer import (
     CToldPart,
     CTurn,
 )
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
-from mycli.runtime.layers.native_tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer, vectors
+from mycli.runtime.layers.native.tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer, vectors
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
 from mycli.runtime.layers.rope import Rope
