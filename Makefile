@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm clean
+.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -29,6 +29,10 @@ test: check
 
 test-all: check
 	MYCLI_THOROUGH=1 $(TESTS) -m "slow or not slow"
+
+# Every command of README and docs that needs no other program, as a reader types it.
+test-commands: $(VENV)/.ready .links/mycli
+	$(TESTS) -m typed tests/integration/test_documented_commands.py
 
 check: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .

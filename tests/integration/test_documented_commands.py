@@ -56,6 +56,7 @@ STAND_INS = {
     # What takes long takes less.
     r"--clients 1,4,8,16 -p 512 -n 128": "--clients 2 -p 32 -n 8 --requests 4 -r 1",
     r"--clients 8 --shared 256": "--clients 2 --shared 16 -p 32 -n 8 --requests 4 -r 1",
+    r"--clients 8 --requests 8 -p 128 -n 32": "--clients 2 --requests 2 -p 32 -n 8",
     r"-n 128 --clients 1,4,8 --requests 8": "-n 16 --clients 1,4 --requests 4",
     r"--rate 0.5,1,2,4": "--rate 8 -p 32 -n 8 --requests 4 -r 1",
     r"--samples 64 --seq 512": "--samples 8 --seq 128 --overwrite",
@@ -75,14 +76,14 @@ report = "none"
 [eval]
 tokens = 1024
 """
-MEASURED = "minutes, with other programs built beside; the benchmark's own tests start it"
+MEASURED = "minutes or hours, with other programs built beside; tests of its own start it"
 NOT_RUN = {
     r"^export PATH": "is for the shell that `make demo` was typed in",
     r"^make demo": "makes an environment; what it then does is on the same page",
     r"^(?:vllm|.*sglang\.launch_server)": "another maker's server",
     r"^lm_eval": "another maker's program, and data of the hub",
     r"^hf upload": "would publish",
-    r"tests\.(?:benchmarks|gpu)\.": MEASURED,
+    r"tests\.(?:benchmarks|gpu|ptx)\.": MEASURED,
 }
 SERVER = re.compile(r"^mycli serve ")
 LOCAL = re.compile(r"http://127\.0\.0\.1:80\d0")
@@ -255,6 +256,7 @@ class Reader:
                 make()
 
 
+@pytest.mark.typed
 @pytest.mark.parametrize("page", [page for page in PAGES if RUN[page] or programs(page)])
 def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
     """In the order of the page; servers, until they listen, the first until what follows has asked it."""
