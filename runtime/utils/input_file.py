@@ -46,5 +46,6 @@ def read_input(path: Path, limit: int, *, pipes: bool = False) -> bytes:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
     if len(data) > limit:
-        raise UsageError(f"{path}: more than {limit >> 20} MiB", "give a part of it")
+        most = f"{limit >> 20} MiB" if limit >> 20 else f"{limit} bytes"
+        raise UsageError(f"{path}: more than {most}", "give a part of it")
     return data

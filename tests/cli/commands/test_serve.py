@@ -137,7 +137,7 @@ def test_json_says_where_it_is(environment: dict[str, str]) -> None:
         (["--host", "no such host"], 2, "--host"),
         (["--host", "192.0.2.1", "--insecure-no-auth"], 5, "--host"),
         (["--port", "99999"], 2, "--port"),
-        (["--api-key-file", "/nowhere/key"], 3, "key"),
+        (["--api-key-file", "/nowhere/key"], 4, "key"),
         (["--cors", "*"], 2, "https://"),
         (["--alias", ""], 2, "--alias"),
     ],
