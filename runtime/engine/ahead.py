@@ -45,12 +45,12 @@ class LaunchesAhead:
         self, turns: Sequence[Turn], choice: DeviceSampling, scheduler: Scheduler
     ) -> tuple[list[list[int]], float] | None:
         """What was made ahead for others is dropped."""
-        left = scheduler.room_ahead(turns, min(turn.sequence.limit - turn.sequence.drawn for turn in turns))
         places = tuple((turn.sequence.id, turn.sequence.table.blocks[0]) for turn in turns)
         found = None
         if self._launches is not None and places == self._places:
             found = next(self._launches, None)
         if found is None:
+            left = scheduler.room_ahead(turns, min(turn.sequence.limit - turn.sequence.drawn for turn in turns))
             chunks: list[Chunk] = [turn.chunk([]) for turn in turns]
             stops = frozenset[int]().union(*[turn.sequence.request.stop_ids for turn in turns])
             self._places = places

@@ -38,7 +38,7 @@ class CpuLoop:
         rope: Rope,
         cache: KVCache,
         count: int,
-        stops: frozenset[int] = frozenset(),
+        stops: frozenset[int],
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The first of the `count` tokens after the one token of each sequence of `batch`: [steps][sequences], seconds.
 

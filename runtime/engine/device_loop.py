@@ -90,7 +90,7 @@ class DeviceLoop:
         rope: Rope,
         cache: KVCache,
         count: int,
-        stops: frozenset[int] = frozenset(),  # noqa: ARG002  (reason: the reader leaves out what comes after them)
+        stops: frozenset[int],  # noqa: ARG002  (reason: the reader leaves out what comes after them)
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens after the one token of each sequence of `batch`, by launches: [steps][sequences], seconds.
 

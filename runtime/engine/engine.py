@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PrefixStore
@@ -218,18 +216,12 @@ class Engine:
                 forks = self.scheduler.begin_branches(turn)
                 draws += [(one, rows) for one in (turn, *forks)]
                 everyone += forks
-        drawn = self._draw(draws, drafted, logits)
+        drawn = draw_tokens(draws, drafted, logits, self._live, self.speculator)
         outputs = [self._advance(turn, drawn.get(turn.sequence.id, []), scores, drafted) for turn in everyone]
         if self.speculator is not None and turns[0].decodes:
             results = [(one.sequence, one.drafted, one.accepted) for one in outputs]
             self.speculator.observe(results, time.perf_counter() - began)
         return outputs
-
-    def _draw(
-        self, draws: Sequence[tuple[Turn, range]], drafted: dict[int, list[int]], logits: Tensor
-    ) -> dict[int, list[int] | UserError]:
-        """What follows in each sequence, or why nothing can: by `logits`, of which each has its rows."""
-        return draw_tokens(draws, drafted, logits, self._live, self.speculator)
 
     def _advance(
         self,

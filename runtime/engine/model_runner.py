@@ -148,7 +148,7 @@ class ModelRunner:
         choice: DeviceSampling | None,
         cache: KVCache,
         count: int,
-        stops: frozenset[int] = frozenset(),
+        stops: frozenset[int],
     ) -> Iterator[tuple[list[list[int]], float]] | None:
         """The `count` tokens of each sequence after its chunk of one token, chosen on the device, by launches.
 

@@ -15,6 +15,7 @@ from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
+from mycli.runtime.quantization.scheme import Packing
 
 TABLE_PART = 1 << 24  # weights of a table that the CPU decodes at a time
 CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
@@ -211,7 +212,11 @@ def _held(plan: MemoryPlan) -> MemoryPlan:
     """With packings as the device holds them."""
     if not plan.gpu:
         return plan
-    return replace(plan, packings={name: packing.on_gpu() or packing for name, packing in plan.packings.items()})
+    return replace(plan, packings={name: _on_gpu(packing) for name, packing in plan.packings.items()})
+
+
+def _on_gpu(packing: Packing) -> Packing:
+    return packing.on_gpu() or replace(packing, super_blocks=False)  # unpacked for each pass: as it is read
 
 
 def _fixed(plan: MemoryPlan) -> _Fixed:

@@ -24,29 +24,9 @@ import gguf
 import numpy as np
 
 from tests.support.packed_folder import write_packed
+from tests.support.random_packed import mixture_fields
 
 GROUP = Path("/sys/fs/cgroup/memory")
-
-
-def shape(layers: int, hidden: int, experts: int, size: int) -> dict[str, Any]:
-    """config.json of a qwen3_moe whose tokens go to 8 experts."""
-    return {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 4 * hidden,
-        "moe_intermediate_size": size,
-        "num_experts": experts,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 4096,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
 
 
 def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
@@ -180,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = given.keep or Path(temporary)
         place.mkdir(exist_ok=True)
-        fields = shape(given.layers, given.hidden, given.experts, given.size)
+        fields = mixture_fields(given.layers, given.hidden, given.experts, given.size)
         packed, blocks = place / "packed", place / "q4_0.gguf"
         if not packed.exists():
             write_packed(packed, fields, {"": 4}, group=128)

@@ -16,33 +16,11 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import parse_config
 from mycli.runtime.utils.json_fields import Fields
-from tests.support.random_packed import PACKING, random_model
+from tests.support.random_packed import PACKING, mixture_fields, random_model
 
 PROMPT, TOKENS = 8, 24
-
-
-def shape(layers: int, hidden: int, experts: int, size: int) -> ModelConfig:
-    """Of a qwen3_moe whose tokens go to 8 experts."""
-    fields = {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 4 * hidden,
-        "moe_intermediate_size": size,
-        "num_experts": experts,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 4096,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    return parse_config(Fields(fields, "a random shape"))
 
 
 def main() -> None:
@@ -51,7 +29,8 @@ def main() -> None:
     for name, default in (("layers", 16), ("hidden", 1536), ("experts", 64), ("size", 768), ("rounds", 14)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    config = shape(asked.layers, asked.hidden, asked.experts, asked.size)
+    fields = mixture_fields(asked.layers, asked.hidden, asked.experts, asked.size)
+    config = parse_config(Fields(fields, "a random shape"))
     runner = ModelRunner(random_model(config))
     plan = MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512)
     nbytes = bytes_per_step(plan, PROMPT)

@@ -1,5 +1,7 @@
 """Random models in memory alone, of any declared family, packed as `quantize` packs: for what measures speed."""
 
+from typing import Any
+
 import torch
 
 from mycli.runtime.kernels.registry import prepare_product
@@ -15,6 +17,27 @@ from mycli.runtime.quantization.scheme import Packing
 
 PACKING = Packing(4, 128)
 MXFP4 = Packing(4, 32, layout="mxfp4", codes="e2m1", scale_dtype="bfloat16")
+
+
+def mixture_fields(layers: int, hidden: int, experts: int, size: int) -> dict[str, Any]:
+    """config.json of a qwen3_moe whose tokens go to 8 experts, for what measures speed."""
+    return {
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 4 * hidden,
+        "moe_intermediate_size": size,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
 
 
 def packings(config: ModelConfig) -> dict[str, Packing]:

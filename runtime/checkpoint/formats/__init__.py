@@ -223,7 +223,7 @@ def read_weight(
         parts.append(found)
         start = end
     offsets = [part.offsets.to(device) for part in parts if part.offsets is not None]
-    factors = [part.factors.to(device) for part in parts if part.factors is not None]
+    factors = [part.factors for part in parts if part.factors is not None and device.type == "cpu"]  # a GPU has no use
     inputs = parts[0].inputs
     return PackedWeight(
         packed.to(device),

@@ -16,13 +16,12 @@ from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
-from mycli.runtime.kernels.cpu.table import TableMatmul
+from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
 _INPUTS = 32
 PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
-MOST_DECODED = 64  # rows of an expert that each decode its weight anew, four at a time
 
 
 class _Routed(ctypes.Structure):
@@ -135,7 +134,7 @@ def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tens
     if dtype not in (*ROW_TYPES, torch.float16):
         return f"{dtype} activations are not supported", _NONE, []
     if int(starts.diff().max()) > MOST_DECODED:
-        return f"more than {MOST_DECODED} rows of an expert are soon multiplied by dense parts of its weight", _NONE, []
+        return f"more than {MOST_DECODED} rows of an expert are multiplied by dense parts of its weight", _NONE, []
     return "", found[0].shape, [weight.address for weight in found]
 
 

@@ -18,12 +18,12 @@ from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
 _KINDS = {"e4m3": 1, "e5m2": 2}  # `TableKind` of table.h; the others have 4 bits
-_FEW = 16  # rows; from here on a dense product of decoded weights is faster
+MOST_DECODED = 15  # rows that decode a weight anew; of more a dense product of decoded weights is faster
 _PART = 1 << 24  # weights decoded at a time for it
 
 
 class TableMatmul:
-    """A weight as it is stored. Of fewer than 16 rows, each has the same bits alone or beside others."""
+    """A weight as it is stored. Of up to `MOST_DECODED` rows, each has the same bits alone or beside others."""
 
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         self._library, self._shape = library, (weight.out_features, weight.in_features)
@@ -66,7 +66,7 @@ class TableMatmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K] to [rows, N] in the dtype of x; sums in fp32."""
-        if x.shape[0] >= _FEW:
+        if x.shape[0] > MOST_DECODED:
             return self._dense(x)
         given = x.float().contiguous()
         y = torch.empty(x.shape[0], self._shape[0])

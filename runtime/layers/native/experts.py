@@ -65,7 +65,10 @@ def _operand(linear: Linear) -> _Operand:
 
 def put_expert(product: CExpertProduct, expert: int, linear: Linear) -> None:
     """Have `product` multiply by what `linear` does, for one expert. Raises NotNative."""
-    found = _operand(linear)
+    _put(product, expert, _operand(linear))
+
+
+def _put(product: CExpertProduct, expert: int, found: _Operand) -> None:
     product.weights[expert], product.biases[expert] = found.address, found.bias
 
 
@@ -78,8 +81,8 @@ def _product(linears: Sequence[Linear], fetched: bool) -> CExpertProduct:
     first = found[0]
     weights, biases = ((c_void_p * len(linears))() for _ in range(2))
     product = CExpertProduct(weights, biases, first.outputs, first.inputs, first.stored)
-    for expert in there:
-        put_expert(product, expert, linears[expert])
+    for expert, each in zip(there, found, strict=True):
+        _put(product, expert, each)
     return product
 
 

@@ -173,7 +173,7 @@ def test_what_is_drawn_counted_or_told_is_made_pass_by_pass(small: ModelRunner) 
     drawn = DeviceSampling(VOCAB, 0.7, 1)
     batch = Batch.of([Chunk([5], 0, (0,), 1)], 32, runner.device)
     engine = Engine(runner, CacheShape.lanes(32), VOCAB)
-    assert CpuLoop(small.model).launches(batch, drawn, runner.rope(32), engine.cache, 5) is None
+    assert CpuLoop(small.model).launches(batch, drawn, runner.rope(32), engine.cache, 5, frozenset()) is None
     for sampling in (SamplingParams(0.7, seed=3), SamplingParams(repetition_penalty=1.5)):
         request = Request((5, 6), sampling, 8)
         assert together(engine, [request]) == together(Engine(plain(runner), CacheShape.lanes(32), VOCAB), [request])
@@ -212,7 +212,7 @@ def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatc
     batch = Batch.of([Chunk([5], 0, (0,), 1)], 32, torch.device("cpu"))
     greedy = DeviceSampling(VOCAB, 0.0, 1)
     for seconds[0] in (1 / 1024, 1 / 1024, 0.02, 1 / 1024, 1 / 1024, 1 / 1024):
-        assert loop.launches(batch, greedy, None, None, 4) is not None  # type: ignore[arg-type]  # handed on
+        assert loop.launches(batch, greedy, None, None, 4, frozenset()) is not None  # type: ignore[arg-type]  # handed on
     assert made == [1, 4, 4, 1, 4, 4]
-    loop.launches(batch, greedy, None, None, 100)  # type: ignore[arg-type]  # as above
+    loop.launches(batch, greedy, None, None, 100, frozenset())  # type: ignore[arg-type]  # as above
     assert made[-1] == 5

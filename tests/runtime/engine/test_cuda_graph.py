@@ -1,7 +1,7 @@
 """When a pass is captured and replayed, and that buffers carry what changes; a recording stands in for a CUDA graph."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,52 +10,14 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
-from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import Kv, RopeScaling
+from mycli.runtime.models.config import RopeScaling
+from tests.support.fused_pass import CAPACITY, Sums, model, one, session, several
 from tests.support.graphs import recording
-from tests.support.prefix_model import CONFIG, CPU
-
-CAPACITY = 32
-
-
-class Sums:
-    """Logits that say what the step was given."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def takes(self, sequences: int, tokens: int) -> bool:
-        return sequences * tokens <= 8
-
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor:
-        self.calls += 1
-        found = (tokens * 100 + lengths[:, None])[:, -1:] if last else tokens * 100 + lengths[:, None]
-        return found[..., None].expand(-1, -1, 3).half()
-
-
-def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCache, Rope]:
-    config = CONFIG if rope is None else replace(CONFIG, rope=rope)
-    return KVCache(config, sequences, CAPACITY, CPU, torch.float16), Rope(config, CAPACITY, CPU, torch.float16)
-
-
-def several(tokens: list[list[int]], start: int, logits: int = 1, first: int = 0) -> Batch:
-    """New tokens of each sequence, whose blocks are neighbours from `first` on."""
-    chunks = [Chunk(row, start, (first + place,), logits) for place, row in enumerate(tokens)]
-    return Batch.of(chunks, CAPACITY, CPU)
-
-
-def one(token: int, start: int, logits: int = 1) -> Batch:
-    return several([[token]], start, logits)
+from tests.support.prefix_model import CPU
 
 
 def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> None:
@@ -150,21 +112,6 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
     assert not fast._graphs
 
 
-class Plain(Transformer):
-    """Logits of ones; remembers nothing."""
-
-    def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
-        return torch.ones(1, batch.rows, 2)
-
-
-def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:
-    made = Plain(replace(CONFIG, head_dim=head_dim))
-    made.embedding = torch.zeros(8, 2)
-    made.norm.forward = lambda x: x  # type: ignore[method-assign]  # not of interest here
-    made.head.forward = head  # type: ignore[method-assign]  # as above
-    return made
-
-
 def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
     runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), recording)))
@@ -172,88 +119,6 @@ def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     kept = [runner.run([Chunk([token], start, (0,), 1)], cache) for start, token in enumerate([3, 4, 5])]
     assert [int(logits[0, 0]) for logits in kept] == [301, 402, 503]
     assert runner.run([Chunk([1] * 9, 3, (0,), 2)], cache).tolist() == [[1.0] * 8] * 2, "by the plain model"
-
-
-def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
-
-    class Right(Sums):
-        def __call__(self, *arguments: object, **options: object) -> Tensor:
-            tokens = arguments[0]
-            assert isinstance(tokens, Tensor)
-            return torch.ones(*tokens.shape, 3).half() * self.factor
-
-        factor = 1.0
-
-    step = Right()
-    assert replay.difference(plain, step) is None
-    step.factor = 1.1
-    assert "10.0%" in str(replay.difference(plain, step))
-    step.factor = float("nan")
-    assert replay.difference(plain, step) is not None
-    warnings: list[str] = []
-    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: step)
-    assert replay.make_replay(plain, "auto", warnings.append) is None and "fused kernels" in warnings[0]
-    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: "dense")
-    assert replay.make_replay(plain, "auto", warnings.append) is None and len(warnings) == 1
-
-
-def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or that cannot be captured at all, as with a driver too old for what its launches ask for."""
-    plain, warnings = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[str]()
-
-    class Right(Sums):
-        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
-            return torch.ones(*tokens.shape, 3).half()
-
-    def refused(work: replay.Launches) -> replay.Launches:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
-    captures: dict[str, replay.Capture] = {
-        "replayed, they give other logits": lambda work: lambda: work() * 1.001,
-        "not permitted": refused,
-    }
-    for words, capture in captures.items():
-        monkeypatch.setattr(replay, "GraphCapture", lambda capture=capture: capture)
-        assert replay.make_replay(plain, "auto", warnings.append) is None and words in warnings[-1]
-    monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
-    assert replay.make_replay(plain, "auto", warnings.append) is not None and len(warnings) == 2
-
-
-def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=64), list[torch.dtype]()
-
-    class Right(Sums):
-        def __call__(
-            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-        ) -> Tensor:
-            seen.append(cache.all(0)[0].data.dtype)
-            return torch.ones(*tokens.shape, 3).half()
-
-    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
-    monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
-    kinds: tuple[Kv, ...] = ("auto", "int8", "int4")
-    for kv in kinds:
-        seen.clear()
-        assert replay.make_replay(plain, kv, pytest.fail) is not None
-        assert set(seen) == {cache_dtype(kv, plain.dtype)}
-    seen.clear()
-    warnings = list[str]()
-    odd = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=80)
-    assert replay.make_replay(odd, "int4", warnings.append) is None and not seen
-    assert "keys and values in int4 for heads of" in warnings[0]
-
-
-def test_a_pass_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(Sums):
-        def __call__(self, *_: object, **__: object) -> Tensor:
-            raise RuntimeError("no kernel image\nfor this device")
-
-    monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Failing())
-    warnings: list[str] = []
-    assert replay.make_replay(model(lambda x: torch.ones(*x.shape[:-1], 3)), "auto", warnings.append) is None
-    assert warnings[0].endswith("RuntimeError: no kernel image")
 
 
 def test_a_capture_launches_what_the_first_pass_compiled() -> None:
@@ -319,45 +184,6 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
     assert len(warnings) == 1 and "shared memory" in warnings[0]
 
 
-class Wide(Sums):
-    """Right, but for passes of 12 tokens, where `wrong`; keeps what it did in what order."""
-
-    def __init__(self, log: list[str], wrong: bool = False) -> None:
-        super().__init__()
-        self.log, self.wrong = log, wrong
-
-    def takes(self, sequences: int, tokens: int) -> bool:
-        return True
-
-    def __call__(self, tokens: Tensor, *rest: object, **options: object) -> Tensor:
-        self.log.append(f"fused {tokens.numel()}")
-        return super().__call__(tokens, *rest, **options) + self.wrong * 50.0 * (tokens.numel() == 12)  # type: ignore[arg-type]  # passed on
-
-
-@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bool) -> None:
-    """Once for each shape, and before, so that the cache holds what the fused pass writes."""
-    log: list[str] = []
-    warnings: list[str] = []
-
-    def plain(batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
-        log.append(f"plain {batch.rows}")
-        tokens = batch.tokens.view(len(batch.spans), -1)
-        return (tokens * 100 + batch.lengths[:, None]).reshape(-1, 1).expand(-1, 3).float()
-
-    fast, (cache, rope) = Replay(Wide(log, wrong), recording, warnings.append, plain), session()
-    for new in (4, 12, 12, 10):
-        assert fast.trusts(1, new) is (new == 4 or (new == 12 and not wrong and "plain 12" in log))
-        found = fast(several([list(range(new))], 0, new), rope, cache)
-        assert (found is None) is (wrong and new == 12)
-    first = ["fused 4", "plain 12", "fused 12"]
-    assert log == [*first, *([] if wrong else ["fused 12"] * 2), "plain 10", "fused 10"], (
-        "a capture runs a pass as well"
-    )
-    assert len(warnings) == wrong and all("differ by" in warning for warning in warnings)
-    assert fast.trusts(1, 10)
-
-
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the log of a stub of torch's graphs: the first has a pool of its own, which the others are given."""
     log: list[tuple[str, object]] = []
@@ -386,23 +212,3 @@ def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     first = next(what for name, what in log if name == "end")
     assert pools == [None, None, first, first]
     assert replays[0]().item() == 1 and log[-1][0] == "replay"
-
-
-def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
-    """Attention to a short cache is one part; and in a model that is not so long, what there is."""
-    seen: list[tuple[int, int]] = []
-
-    class Right(Sums):
-        def __call__(
-            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-        ) -> Tensor:
-            seen.append((cache.block_size, int(lengths[0])))
-            return torch.ones(*tokens.shape, 3).half()
-
-    for longest in (4096, 64):
-        plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
-        plain.config = replace(CONFIG, max_context=longest)
-        assert replay.difference(plain, Right()) is None
-    assert splits(Chip((9, 0), 132), 8, seen[0][0]) >= 4
-    assert -(-seen[0][1] // BLOCK_K) > splits(Chip((9, 0), 132), 8, seen[0][0]), "more blocks than parts"
-    assert seen[-1] == (64, 64)

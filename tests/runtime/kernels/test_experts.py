@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.elementwise import native_clamped_swiglu
-from mycli.runtime.kernels.cpu.experts import MOST_DECODED, native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.library.build import native
-from mycli.runtime.kernels.cpu.table import TableMatmul
+from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, pack

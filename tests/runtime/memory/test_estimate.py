@@ -305,6 +305,15 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
 
 
+@pytest.mark.parametrize("bits, group, offsets", [(6, 16, False), (4, 32, True)], ids=["Q6_K", "Q4_K"])
+def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets: bool) -> None:
+    """Those that its kernels multiply, and those that they do not."""
+    whole = Packing(bits, group, offsets=offsets, scale_dtype="float32")
+    kept, plain = (plan("Llama-3.1-8B", replace(whole, super_blocks=one)) for one in (True, False))
+    assert estimate(replace(kept, gpu=True)).weights == estimate(replace(plain, gpu=True)).weights
+    assert estimate(kept).weights < estimate(plain).weights
+
+
 def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     """Written out for Llama-3.1-8B: logits of 128,256 bf16; the pool is for the widest pass."""
     one = plan("Llama-3.1-8B", INT4, gpu=True)

@@ -14,6 +14,7 @@ from mycli.runtime.checkpoint.gguf.packing import pack_rows
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, READABLE_NAMES, TYPES, TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import dequantize
+from mycli.runtime.quantization.super_blocks import scale_codes
 
 
 def _dequantizable() -> set[str]:
@@ -90,6 +91,13 @@ def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
     found = pack_rows(random_blocks(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
     halves = replace(found, scales=found.scales.half().float())
     assert torch.equal(dequantize(halves), dequantize(found))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
+    """Else they would be held whole, and what estimates count would not be what is held."""
+    found = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
+    assert (scale_codes(found) is not None) is kind.super_blocks is found.packing.super_blocks
 
 
 def test_a_level_that_the_type_has_not_is_an_error() -> None:

@@ -82,13 +82,14 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
         for (int64_t k = 0; k < steps; k++) {
             alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
             block_floats<B>(w.codes + (n * steps + k) * B * 64, values);
-            for (int i = 0; i < INPUTS; i++) {
-                const GroupScales group(w, n, (k * INPUTS + i) / w.group);
-                for (int j = 0; j < ROWS; j++) {
-                    float value = values[i][j] * group.scale[j / LANES][j % LANES];
-                    asm("" : "+m"(value));  // the reference rounds the product before it adds: no fused addition
-                    turned[j][i] = w.offsets ? value + group.offset[j / LANES][j % LANES] : value;
-                }
+            for (int first = 0; first < INPUTS; first += 16) {  // groups are of multiples of 16 inputs
+                const GroupScales group(w, n, (k * INPUTS + first) / w.group);
+                for (int i = first; i < first + 16; i++)
+                    for (int j = 0; j < ROWS; j++) {
+                        float value = values[i][j] * group.scale[j / LANES][j % LANES];
+                        asm("" : "+m"(value));  // the reference rounds the product before it adds: no fused addition
+                        turned[j][i] = w.offsets ? value + group.offset[j / LANES][j % LANES] : value;
+                    }
             }
             for (int64_t j = 0; j < std::min<int64_t>(ROWS, w.rows - n * ROWS); j++)
                 store_row(out, type, (n * ROWS + j) * w.inputs + k * INPUTS, turned[j], INPUTS);

@@ -27,11 +27,23 @@ typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 inline I16 widened(Bytes16 bytes) {
 #if defined(__AVX512F__)
     return (I16)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+    const __m256i halves[2] = {_mm256_cvtepu8_epi32((__m128i)bytes), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
+    return load_vector<I16>(halves);
 #else
     typedef uint16_t Half __attribute__((vector_size(32)));
     return __builtin_convertvector(__builtin_convertvector(bytes, Half), I16);
 #endif
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Entries of a table of 16 by the low four bits of each lane.
+inline __m256 entries(V16 values, __m256i index) {
+    const auto* half = reinterpret_cast<const float*>(&values);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(half), index), high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(half + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+#endif
 
 struct FourBits {
     V16 values;
@@ -60,6 +72,13 @@ struct FourBits {
         int64_t both;
         memcpy(&both, at, 8);
         return (V16)_mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(both), (__m512i)shift), (__m512)values);
+#elif defined(__AVX2__)
+        int64_t both;
+        memcpy(&both, at, 8);
+        const auto* by = reinterpret_cast<const __m256i*>(&shift);
+        const __m256i words = _mm256_set1_epi64x(both);
+        const __m256 found[2] = {entries(values, _mm256_srlv_epi32(words, by[0])), entries(values, _mm256_srlv_epi32(words, by[1]))};
+        return load_vector<V16>(found);
 #else
         uint32_t pair[2];
         memcpy(pair, at, 8);
