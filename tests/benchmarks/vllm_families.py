@@ -5,8 +5,7 @@
 vLLM lives in an environment of its own (the Makefile says how it is made). Of each family transformers makes a small
 random model, which is quantized at 4 bits in groups of 128: of experts vLLM's CPU build (0.32) takes no others. It
 computes in bf16: each of its tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over
-its reply. Experts it multiplies by activations of 8 bits, on AMX alone, and a token that nearly chose another expert
-becomes another one: there `SHARE` of its tokens must be ours, of which chance gives one in 4096.
+its reply. Experts it multiplies by activations of 8 bits, on AMX alone.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from tests.support.models import CPU
 from tests.support.paths import PICO
 
 TIE = 0.15  # of a logit, whose spread is 2 to 4
-SHARE = 0.5
 SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -101,11 +99,10 @@ def main() -> None:
                 continue
             same, tokens, worst = agreement(folder, prompts, replies)
         distinct = len({token for reply in replies for token in reply})
-        ok = same >= SHARE * tokens if "num_experts" in FAMILIES[family] else worst <= TIE
-        failed |= not ok
+        failed |= worst > TIE
         print(
             f"{family}, {method}: {same} of {tokens} greedy tokens are ours, the others at most {worst:.3f} below in"
-            f" the logit ({distinct} different ones): {'ok' if ok else 'FAILED'}",
+            f" the logit ({distinct} different ones): {'ok' if worst <= TIE else 'FAILED'}",
             flush=True,
         )
     raise SystemExit(failed)
