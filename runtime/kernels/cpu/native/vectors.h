@@ -107,6 +107,10 @@ inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
     const WideBits word = (WideBits)v, near = word + 0x7fff + ((word >> 16) & 1);
     return __builtin_convertvector((v != v ? word | 0x400000 : near) >> 16, WideHalf);
 }
+inline void put(uint16_t* to, Wide v) {
+    const WideHalf half = to_bf16(v);
+    memcpy(to, &half, sizeof half);
+}
 inline float total(Wide v) {
     float sum = 0;
     for (int i = 0; i < WIDE; i++) sum += v[i];

@@ -100,12 +100,8 @@ template <typename T> struct FloatPath {
         if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
         for (int64_t d = 0; d < a.head_dim; d += WIDE) {
             const Wide v = wide(sums + d) * share;
-            if (a.out_type == F32) {
-                put(static_cast<float*>(a.out) + to + d, v);
-            } else {
-                const WideHalf half = to_bf16(v);
-                memcpy(static_cast<uint16_t*>(a.out) + to + d, &half, sizeof half);
-            }
+            if (a.out_type == F32) put(static_cast<float*>(a.out) + to + d, v);
+            else put(static_cast<uint16_t*>(a.out) + to + d, v);
         }
     }
 
