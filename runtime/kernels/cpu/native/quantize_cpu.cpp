@@ -23,11 +23,9 @@ struct Rounding {  // mirrored by build.py
 };
 enum Search : int32_t { GIVEN = 0, ABSMAX = 1, LEAST_SQUARES = 2 };
 
-typedef float Sixteen __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
-typedef uint8_t Codes __attribute__((vector_size(16)));
 typedef float Eight __attribute__((vector_size(32)));
-typedef double Doubles __attribute__((vector_size(128)));
+typedef float Half __attribute__((vector_size(VECTOR / 2)));
+typedef double Doubles __attribute__((vector_size(VECTOR)));
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to the even one
 
 // The same for a vector and for a number.
@@ -37,31 +35,66 @@ template <class V> inline V read(const float* from) {
     return v;
 }
 template <class V> inline V spread_to(float x) { return V{} + x; }
+template <> inline Floats spread_to<Floats>(float x) { return spread_lanes(x); }
 template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 template <class V> inline V smaller(V a, V b) { return a < b ? a : b; }
+#if VECTOR == 64
+template <> inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+template <> inline Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+inline bool any(Ints lanes) { return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes); }
+#elif VECTOR == 32
+template <> inline Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+template <> inline Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+inline bool any(Ints lanes) { return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes); }
+#else
+inline bool any(Ints lanes) { return lanes[0] | lanes[1] | lanes[2] | lanes[3]; }
+#endif
+
+inline float greatest(Floats v) {
+#if VECTOR == 64
+    return _mm512_reduce_max_ps((__m512)v);
+#elif VECTOR == 32
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    return larger(larger(v[0], v[1]), larger(v[2], v[3]));
+#endif
+}
+
+// Integers of 0 to 255, a byte each.
+inline void put_bytes(uint8_t* to, Floats values) {
+#if VECTOR == 64
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)values)));
+#elif VECTOR == 32
+    const __m256i words = _mm256_cvttps_epi32((__m256)values);
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+#else
+    for (int lane = 0; lane < LANES; lane++) to[lane] = uint8_t(values[lane]);
+#endif
+}
 
 // The sum of term(i, V()) over n numbers, V holding those from i on, in torch's order: vectors of 8 lanes in turn to four
 // sums, those summed 16 at a time and again 16 of these, then the four, then lane after lane.
 template <class Term> inline float sum_as_torch(int64_t n, Term term) {
+    constexpr int COUNT = 32 / LANES;
     const int64_t steps = n / 32;
-    Sixteen levels[4][2] = {};
+    Floats levels[4][COUNT] = {};
+    const auto step = [&](int64_t i) {
+        for (int k = 0; k < COUNT; k++) levels[0][k] += term(i * 32 + k * LANES, Floats());
+    };
     int64_t i = 0;
     while (i + 16 <= steps) {
-        for (int64_t j = 0; j < 16; j++, i++) {
-            levels[0][0] += term(i * 32, Sixteen());
-            levels[0][1] += term(i * 32 + 16, Sixteen());
-        }
+        for (int64_t j = 0; j < 16; j++, i++) step(i);
         for (int64_t j = 1; j < 4; j++) {
-            for (int k = 0; k < 2; k++) levels[j][k] += levels[j - 1][k], levels[j - 1][k] = Sixteen{};
+            for (int k = 0; k < COUNT; k++) levels[j][k] += levels[j - 1][k], levels[j - 1][k] = Floats{};
             if (i & (int64_t(15) << (4 * j))) break;
         }
     }
-    for (; i < steps; i++) {
-        levels[0][0] += term(i * 32, Sixteen());
-        levels[0][1] += term(i * 32 + 16, Sixteen());
-    }
+    for (; i < steps; i++) step(i);
     for (int j = 1; j < 4; j++)
-        for (int k = 0; k < 2; k++) levels[0][k] += levels[j][k];
+        for (int k = 0; k < COUNT; k++) levels[0][k] += levels[j][k];
     Eight four[4];
     memcpy(four, levels[0], sizeof four);
     int64_t done = steps * 32;
@@ -95,28 +128,36 @@ template <int64_t Size> float error_exact(const Group& g, float scale) {
     });
 }
 
-template <int64_t Size> float error_of(const Group& g, float scale) {
+// Whether a product with a scale's inverse tells levels as a division does, but for those near a tie.
+inline bool invertible(float scale) {
     const float magnitude = scale < 0 ? -scale : scale;
-    if (!(magnitude > 0x1p-100f && magnitude < 0x1p100f) || g.size % 32) return error_exact<Size>(g, scale);
-    // The product differs from the quotient by less than 2^-22 of it: only beside a tie may its level be another.
-    const Sixteen inverse = spread_to<Sixteen>(1 / scale), s = spread_to<Sixteen>(scale);
-    Sixteen worst = {};
+    return magnitude > 0x1p-100f && magnitude < 0x1p100f;
+}
+
+// Levels by that product, which differs from the quotient by less than 2^-22 of it; `away` is how far each was from its level.
+inline Floats quick_level(const Group& g, Floats x, Floats inverse, Floats& away) {
+    const Floats ratio = g.clamped<Floats>(x * inverse), level = (ratio + MAGIC) - MAGIC, least = ratio - level;
+    away = larger(least, -least);
+    return level;
+}
+inline float near_tie(const Group& g) { return 0.5f - g.half * 0x1p-21f; }  // what is further away may have another level
+
+template <int64_t Size> float error_of(const Group& g, float scale) {
+    if (!invertible(scale) || g.size % 32) return error_exact<Size>(g, scale);
+    const Floats inverse = spread_lanes(1 / scale), s = spread_lanes(scale);
+    Floats worst = {};
     const float found = sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
         using V = decltype(kind);
-        if constexpr (sizeof(V) == 64) {
-            const V x = read<V>(g.x + i), ratio = g.clamped<V>(x * inverse), level = (ratio + MAGIC) - MAGIC;
-            const V away = ratio - level, lost = level * s - x;
-            worst = larger(worst, larger(away, -away));
+        if constexpr (std::is_same_v<V, Floats>) {
+            Floats away;
+            const Floats x = read<Floats>(g.x + i), lost = quick_level(g, x, inverse, away) * s - x;
+            worst = larger(worst, away);
             return weighed<V>(lost * lost, g, i);
         } else {
             return V{};
         }
     });
-    const float tie = 0.5f - g.half * 0x1p-21f;
-    const Integers near = worst > tie;
-    int32_t any = 0;
-    for (int lane = 0; lane < 16; lane++) any |= near[lane];
-    return any ? error_exact<Size>(g, scale) : found;
+    return any(worst > near_tie(g)) ? error_exact<Size>(g, scale) : found;
 }
 
 // The scale of least error for the levels that `scale` gives.
@@ -160,23 +201,20 @@ template <int64_t Size> float least_squares(const Rounding& r, const Group& g, f
 
 // NaN where a weight is none that a scale could reach.
 float find_scale(const Rounding& r, const Group& g) {
-    Sixteen largest = {};
-    Integers inside = Integers{} - 1;
+    Floats largest = {};
+    Ints inside = Ints{} - 1;
     int64_t i = 0;
-    float most = 0;
-    for (; i + 16 <= g.size; i += 16) {
-        const Sixteen x = read<Sixteen>(g.x + i), magnitude = larger(x, -x);
+    for (; i + LANES <= g.size; i += LANES) {
+        const Floats x = read<Floats>(g.x + i), magnitude = larger(x, -x);
         inside &= magnitude <= r.limit;
         largest = larger(largest, magnitude);
     }
+    if (any(~inside)) return __builtin_nanf("");
+    float most = greatest(largest);
     for (; i < g.size; i++) {
         const float magnitude = larger(g.x[i], -g.x[i]);
         if (!(magnitude <= r.limit)) return __builtin_nanf("");
         most = larger(most, magnitude);
-    }
-    for (int lane = 0; lane < 16; lane++) {
-        if (!inside[lane]) return __builtin_nanf("");
-        most = larger(most, float(largest[lane]));
     }
     if (r.search == ABSMAX) return storable(r, most / r.divisor);
     const float* first = g.x;  // of the largest magnitude
@@ -190,40 +228,58 @@ float find_scale(const Rounding& r, const Group& g) {
     }
 }
 
-// Codes of a group to `codes`, and what was lost to sums[0] and [1].
-void round_group(const Group& g, float scale, uint8_t* codes, double* sums) {
-    Doubles lost = {}, all = {};
-    double rest[2] = {};
+// Squares of what was lost of a row, and of its weights.
+struct Squares {
+    Doubles lost[2], all[2];
+    double rest_lost, rest_all;
+
+    static void add(Doubles (&sums)[2], Floats v) {
+        const Floats square = v * v;
+        Half halves[2];
+        memcpy(halves, &square, sizeof halves);
+        for (int k = 0; k < 2; k++) sums[k] += __builtin_convertvector(halves[k], Doubles);
+    }
+    static double total(const Doubles (&sums)[2], double rest) {
+        for (int lane = 0; lane < LANES / 2; lane++) rest += sums[0][lane] + sums[1][lane];
+        return rest;
+    }
+};
+
+// Codes of a group to `codes`, where it is not null, and what was lost to `squares`.
+void round_group(const Group& group, float scale, uint8_t* codes, Squares& squares) {
+    const Group g = group;  // of its own, which no code that is stored may change, as the compiler sees it
+    Squares sums = squares;
+    const bool quick = invertible(scale);
+    const Floats s = spread_lanes(scale), inverse = spread_lanes(1 / scale);
     int64_t i = 0;
-    for (; i + 16 <= g.size; i += 16) {
-        const Sixteen x = read<Sixteen>(g.x + i), s = spread_to<Sixteen>(scale), level = g.level<Sixteen>(x, s);
-        const Sixteen code = level + g.half, away = level * s - x;
-        const Codes bytes = __builtin_convertvector(__builtin_convertvector(code, Integers), Codes);
-        if (codes) memcpy(codes + i, &bytes, 16);
-        if (sums) {
-            lost += __builtin_convertvector(away * away, Doubles);
-            all += __builtin_convertvector(x * x, Doubles);
-        }
+    for (; i + LANES <= g.size; i += LANES) {
+        const Floats x = read<Floats>(g.x + i);
+        Floats away, level;
+        if (quick) level = quick_level(g, x, inverse, away);
+        if (!quick || any(away > near_tie(g))) level = g.level<Floats>(x, s);
+        if (codes) put_bytes(codes + i, level + g.half);
+        sums.add(sums.lost, level * s - x);
+        sums.add(sums.all, x);
     }
     for (; i < g.size; i++) {
         const float level = g.level<float>(g.x[i], scale), away = level * scale - g.x[i];
         if (codes) codes[i] = uint8_t(level + g.half);
-        rest[0] += away * away, rest[1] += g.x[i] * g.x[i];
+        sums.rest_lost += away * away, sums.rest_all += g.x[i] * g.x[i];
     }
-    if (!sums) return;
-    for (int lane = 0; lane < 16; lane++) rest[0] += lost[lane], rest[1] += all[lane];
-    sums[0] += rest[0], sums[1] += rest[1];
+    squares = sums;
 }
 
 // False: a weight is not finite or too large.
 bool round_row(const Rounding& r, int64_t row, float* x) {
     const int64_t from = row * r.inputs;
-    const uint16_t* halves = static_cast<const uint16_t*>(r.weight) + from;
-    if (r.weight_type == F32) memcpy(x, static_cast<const float*>(r.weight) + from, size_t(r.inputs) * 4);
-    else if (r.weight_type == BF16) for (int64_t i = 0; i < r.inputs; i++) x[i] = from_bf16(halves[i]);
-    else for (int64_t i = 0; i < r.inputs; i++) x[i] = from_f16(halves[i]);
+    int64_t done = 0;
+    for (; done + LANES <= r.inputs; done += LANES) {
+        const Floats v = widen(r.weight, from + done, r.weight_type);
+        memcpy(x + done, &v, sizeof v);
+    }
+    for (; done < r.inputs; done++) x[done] = loaded(r.weight, r.weight_type, from + done);
+    Squares squares = {};
     const int64_t groups = r.inputs / r.group;
-    if (r.sums) r.sums[2 * row] = r.sums[2 * row + 1] = 0;
     for (int64_t n = 0; n < groups; n++) {
         const int64_t start = n * r.group, place = row * groups + n;
         const Group g{x + start, r.importance ? r.importance + start : nullptr, r.group, float(1 << (r.bits - 1))};
@@ -233,8 +289,11 @@ bool round_row(const Rounding& r, int64_t row, float* x) {
             store(r.scales, r.scale_type, place, found);
         }
         if (r.codes || r.sums)
-            round_group(g, loaded(r.scales, r.scale_type, place), r.codes ? r.codes + row * r.inputs + start : nullptr,
-                        r.sums ? r.sums + 2 * row : nullptr);
+            round_group(g, loaded(r.scales, r.scale_type, place), r.codes ? r.codes + row * r.inputs + start : nullptr, squares);
+    }
+    if (r.sums) {
+        r.sums[2 * row] = Squares::total(squares.lost, squares.rest_lost);
+        r.sums[2 * row + 1] = Squares::total(squares.all, squares.rest_all);
     }
     return true;
 }
