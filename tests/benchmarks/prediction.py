@@ -1,18 +1,21 @@
 """What `--draft mtp` gains where the head that ships with a model predicts: a model of 0.2 B made so that it does.
 
-    python -m tests.benchmarks.prediction [--noise 0 4 6 8] [--tokens 64] [--rounds 3]
+    python -m tests.benchmarks.prediction [--noise 0 4 6 8] [--sequences 1] [--tokens 64] [--rounds 3]
 
 The model's next token is a function of the last one, and its head knows the function, but for noise that makes it miss
 some (`tests.support.prediction`); what layers compute adds nothing, and takes as long as it would. It is quantized to
-int4 in groups of 128, its head stays in 16 bits. Each round decodes with and without the head in turn; the length of
-drafts is the one that adapts, as in `run`.
+int4 in groups of 128, its head stays in 16 bits. Each round decodes so many sequences at once with and without the head
+in turn; the length of drafts is the one that adapts, as in `run` and `serve`. Replies are compared token by token.
 """
 
 import argparse
 import shutil
 import statistics
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,18 +24,21 @@ from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
+from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
 from mycli.runtime.speculative.prediction import PredictionProposer
 from mycli.runtime.speculative.prediction_head import PredictionHead
+from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
+from tests.support.engines import drain
 from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.prediction import make_that_predicts
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -49,47 +55,84 @@ SHAPE = {
 CONTEXT, PROMPT = 512, (5, 6, 7)
 
 
-def subject(folder: Path, noise: float) -> SpeculationSubject:
-    """The model, quantized and loaded, with its head."""
-    make_that_predicts(folder / "source", "qwen3_5-delta", noise, **SHAPE)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PICO / name, folder / "source" / name)
-    recipe = Recipe("rtn", 4, 128)
-    quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
-    opened = ModelFolder.open(folder / "copy")
-    runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
-    assert opened.predictor is not None
-    head = PredictionHead(opened.predictor, runner)
-    shape = CacheShape.lanes(CONTEXT)
-    return SpeculationSubject(runner, lambda: PredictionProposer(head, shape), 4096, frozenset(), CONTEXT)
+@dataclass(frozen=True)
+class Made:
+    """A model, quantized and loaded, with its head."""
+
+    runner: ModelRunner
+    head: PredictionHead
+
+    @classmethod
+    def with_noise(cls, folder: Path, noise: float) -> "Made":
+        """Made under `folder`, which it needs no longer."""
+        make_that_predicts(folder / "source", "qwen3_5-delta", noise, **SHAPE)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(PICO / name, folder / "source" / name)
+        recipe = Recipe("rtn", 4, 128)
+        quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
+        opened = ModelFolder.open(folder / "copy")
+        runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
+        assert opened.predictor is not None
+        return cls(runner, PredictionHead(opened.predictor, runner))
+
+    def engine(self, sequences: int, drafting: bool) -> Engine:
+        """Warmed up, for so many at once."""
+        shape, speculator = CacheShape.lanes(CONTEXT, sequences), None
+        if drafting:
+            proposer = PredictionProposer(self.head, shape)
+            speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(proposer.relative_cost))
+        engine = Engine(self.runner, shape, SHAPE["vocab_size"], running=sequences, speculator=speculator)
+        warm_up(engine)
+        return engine
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Of one round. acceptance: of the drafted tokens, the share that stood."""
+
+    tokens: list[list[int]]
+    rate: float
+    acceptance: float
+
+
+def replies(engine: Engine, sequences: int, turn: int, tokens: int) -> Replies:
+    """As many at once."""
+    asked = [Request((*PROMPT, turn, index), limit=tokens) for index in range(sequences)]
+    numbers, began = [engine.submit(one) for one in asked], time.perf_counter()
+    outputs = drain(engine)
+    seconds = time.perf_counter() - began
+    found = [[token for output in outputs[number] for token in output.tokens] for number in numbers]
+    every = [output for some in outputs.values() for output in some]
+    drafted, accepted = (sum(getattr(output, name) for output in every) for name in ("drafted", "accepted"))
+    return Replies(found, sum(map(len, found)) / seconds, accepted / max(drafted, 1))
+
+
+def compare(made: Made, sequences: int, tokens: int, rounds: int) -> str:
+    """What speculation makes of so many sequences, in words."""
+    plain, drafting = made.engine(sequences, False), made.engine(sequences, True)
+    rates = []
+    for turn in range(rounds):
+        without, drafted = (replies(engine, sequences, turn, tokens) for engine in (plain, drafting))
+        assert drafted.tokens == without.tokens
+        rates.append((without.rate, drafted.rate, drafted.rate / without.rate, drafted.acceptance))
+    before, after, ratio, acceptance = (statistics.median(column) for column in zip(*rates, strict=True))
+    return f"{acceptance:.0%} of drafted tokens stand, {before:.1f} to {after:.1f} tokens/s, {ratio:.2f} x"
 
 
 def main() -> None:
-    """A line for each noise."""
+    """A line for each noise and number of sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=float, nargs="*", default=[0, 4, 6, 8])
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     for noise in given.noise:
         with tempfile.TemporaryDirectory() as name:
-            made = subject(Path(name), noise)
-        plain, drafting = made.engine(), made.engine(lambda proposer: AdaptiveDraftLength(proposer.relative_cost))
-        rates, ratios = [], []
-        for turn in range(given.rounds):
-            prompt = (*PROMPT, turn)
-            expected, without = made.reply(plain, prompt, given.tokens)
-            found, drafted = made.reply(drafting, prompt, given.tokens)
-            assert found == expected
-            assert drafted.record is not None
-            rates.append((without.tokens_per_second, drafted.tokens_per_second, drafted.record.acceptance_rate))
-            ratios.append(rates[-1][1] / rates[-1][0])
-        without_head, with_head, accepted = (statistics.median(column) for column in zip(*rates, strict=True))
-        print(
-            f"noise {noise:g}: {accepted:.0%} of compared drafts stand, {without_head:.1f} to {with_head:.1f} tokens/s,"
-            f" {statistics.median(ratios):.2f} x",
-            flush=True,
-        )
+            made = Made.with_noise(Path(name), noise)
+        for sequences in given.sequences:
+            said = compare(made, sequences, given.tokens, given.rounds)
+            print(f"noise {noise:g}, {sequences} at once: {said}", flush=True)
 
 
 if __name__ == "__main__":
