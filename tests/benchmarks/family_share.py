@@ -24,6 +24,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.random_packed import packings, random_model
+from tests.support.waiting_threads import wait_as_the_command_does
 
 PROMPT, TOKENS = 8, 8  # of a round
 SHAPE = {
@@ -206,6 +207,7 @@ def compare(family: str, llama: Decoder, nbytes: int, rounds: int, steps: bool) 
 
 def main() -> None:
     """A line for each family."""
+    wait_as_the_command_does()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--megabytes", type=float, default=150)

@@ -176,9 +176,10 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
     return true;
 }
 
-// Calls use(number of bits as a type) for the width of the weight.
-template <class Use> auto by_bits(int32_t bits, Use use) {
-    switch (bits) {
+// Calls use(number of bits, or E2M1, as a type) for the codes of the weight.
+template <class Use> auto by_bits(const Weight& w, Use use) {
+    switch (w.e2m1 ? E2M1 : w.bits) {
+        case E2M1: return use(std::integral_constant<int, E2M1>());
         case 2: return use(std::integral_constant<int, 2>());
         case 3: return use(std::integral_constant<int, 3>());
         case 4: return use(std::integral_constant<int, 4>());
@@ -219,17 +220,17 @@ EXPORT const char* packed_isa() {
 
 // From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
 EXPORT void packed_repack(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
-    by_bits(w->bits, [&](auto bits) { repack_all<bits.value>(packed, words, *w, threads); });
+    by_bits(*w, [&](auto bits) { repack_all<STORED<bits.value>>(packed, words, *w, threads); });
 }
 
 // The weight to out [rows, inputs] of `type`, rounded as the reference does.
 EXPORT void packed_dequantize(const Weight* w, void* out, int32_t type, int threads) {
-    by_bits(w->bits, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
+    by_bits(*w, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
 }
 
 // x [rows, inputs] to y [rows, w->rows], both of `type`, F32 or BF16. 0: done; 1: no memory for rearranged activations.
 EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
-    return by_bits(w->bits, [&](auto bits) {
+    return by_bits(*w, [&](auto bits) {
         constexpr int B = bits.value;
         if (type == F32) return matmul_f32<B>(*w, static_cast<const float*>(x), rows, static_cast<float*>(y), threads) ? 0 : 1;
         return matmul_bf16<B>(*w, static_cast<const uint16_t*>(x), rows, static_cast<uint16_t*>(y), threads) ? 0 : 1;

@@ -35,7 +35,7 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     if (r.stored == DENSE_WEIGHTS)
         return dense_any({static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out}, threads);
     const Weight& w = packed_of(r, expert);
-    return by_bits(w.bits, [&](auto bits) {
+    return by_bits(w, [&](auto bits) {
         constexpr int B = bits.value;
         if (r.type == F32) return matmul_f32<B>(w, reinterpret_cast<const float*>(x), count, reinterpret_cast<float*>(y), threads);
         return matmul_bf16<B>(w, words, count, out, threads);
@@ -82,7 +82,7 @@ inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int t
             const Weight& w = packed_of(r, expert);
             const Bytes row{bytes + slot * 2 * stride, stride, units.from(slot)};
             float part[FEW][ROWS];
-            by_bits(w.bits, [&](auto bits) { few_rows<bits.value>(w, n, row, count, part); });
+            by_bits(w, [&](auto bits) { few_rows<bits.value>(w, n, row, count, part); });
             for (int64_t m = 0; m < count; m++)
                 store_row(r.y, BF16, (r.starts[expert] + m) * r.outputs + n * ROWS, part[m], std::min<int64_t>(ROWS, r.outputs - n * ROWS));
         }
