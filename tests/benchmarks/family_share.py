@@ -186,7 +186,7 @@ def compare(family: str, llama: Decoder, nbytes: int, rounds: int, steps: bool) 
     ours, theirs, ratios, stepwise = [], [], [], []
     own.seconds(0)
     for turn in range(rounds):
-        rate = memory_bandwidth(1 << 27, 2)
+        rate = memory_bandwidth(1 << 29, 1)
         assert rate is not None
         seconds = own.seconds(turn)
         ours.append(seconds)
