@@ -110,7 +110,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
 // Numbers of four q of a block in the bytes of a lane, of the rows of one half.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
     U code = {};
-    each_field<B>([&](auto bits, int first, int place) {
+    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
         constexpr int P = bits.value;
         const U v = load_vector<U>(block + 64 * (first + q * P / 8) + WIDTH * half);
         const int shift = P * (q % (8 / P));
@@ -128,7 +128,8 @@ struct Bytes {
 };
 
 // y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `SPAN` fours of a block.
-template <int B, int M, int SPAN> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
+template <int B, int M, int SPAN> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
     const int64_t segment = segment_of(w), steps = SPAN == FOURS ? segment / INPUTS : 1, together = w.group / segment;
     constexpr int64_t size = STORED<B> * 64;  // of a block

@@ -272,7 +272,7 @@ template <int B> inline __attribute__((always_inline)) void prefetch_twice(const
 // Numbers of pair r of a block, as words, of the rows of vector `part`.
 template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
     Words code = {};
-    each_field<B>([&](auto bits, int first, int place) {
+    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
         constexpr int P = bits.value;
         const int q = r / 2, h = r % 2;
         const Words v = load_vector<Words>(block + 64 * (first + q * P / 8) + VECTOR * part);
