@@ -42,6 +42,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # What may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
+# torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product: wait first, but only
+# for some 50 microseconds. Whoever waits longer takes the core that a thread with work needs, where another program has
+# one of them: a reply was twenty times slower with a millisecond. OpenMP reads this as it is loaded.
+SPINS = "5000"
 GROUPS = {"spec": "Check that a small model can draft for a larger one."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
@@ -206,9 +210,6 @@ def _run(arguments: list[str]) -> ExitCode:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     prepare_streams()
-    # torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product: wait first, but
-    # only for some 50 microseconds. Whoever waits longer takes the core that a thread with work needs, where another
-    # program has one of them: a reply was twenty times slower with a millisecond. It reads this as it is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     words = [as_typed(word) for word in sys.argv[1:]] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

@@ -185,7 +185,7 @@ def prepare_product(weight: PackedWeight, dtype: torch.dtype, into: Matmul | Non
 
     `into`: a product that is of no more use, whose memory may be taken.
     """
-    if isinstance(into, CpuMatmul) and weight.packing.codes == "int" and weight.inputs is None and into.refill(weight):
+    if isinstance(into, CpuMatmul) and weight.inputs is None and into.refill(weight):
         return into
     kernel = select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, dtype)
     if weight.inputs is None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.kernels.registry import DENSE_PRODUCT
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.config import ModelConfig
 
@@ -39,7 +40,7 @@ class PerLayerInputs(nn.Module):
         """tokens int64 [...] with their `embedded` [..., hidden], as they enter the first layer, to [..., layers,
         width]."""
         rows = functional.embedding(tokens, self.table)
-        projected = functional.linear(embedded, self.projection)
+        projected = DENSE_PRODUCT(embedded.reshape(-1, embedded.shape[-1]), self.projection)
         shape = (*tokens.shape, self._config.layers, self._config.per_layer_width)
         return self.join(rows.view(shape), projected.view(shape))
 

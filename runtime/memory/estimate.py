@@ -126,10 +126,10 @@ def activation_bytes(plan: MemoryPlan) -> int:
 def dequantization_bytes(plan: MemoryPlan) -> int:
     """The largest packed product of a block as a dense matrix: a GPU multiplies many rows that way. 0 if all dense.
 
-    The CPU multiplies packed weights as they are; of tables it decodes at most `TABLE_PART` weights at a time. A shadow
-    leaves nothing to unpack.
+    The CPU multiplies packed weights as they are; of tables whose values are no integers it decodes at most
+    `TABLE_PART` weights at a time. A shadow leaves nothing to unpack.
     """
-    tables = any(packing.codes != "int" for packing in plan.packings.values())
+    tables = any(packing.codes not in ("int", "e2m1") for packing in plan.packings.values())
     if plan.shadow or not (plan.gpu or tables):
         return 0
     largest = 0

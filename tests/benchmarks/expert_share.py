@@ -19,12 +19,14 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.random_packed import PACKING, mixture_fields, random_model
+from tests.support.waiting_threads import wait_as_the_command_does
 
 PROMPT, TOKENS = 8, 24
 
 
 def main() -> None:
     """Print the share of each round and their median."""
+    wait_as_the_command_does()
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 16), ("hidden", 1536), ("experts", 64), ("size", 768), ("rounds", 14)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -19,12 +19,14 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.layers.native.parts import NativePass
+from tests.support.waiting_threads import wait_as_the_command_does
 
 LENGTH = 128  # tokens in the cache before
 
 
 def main() -> None:
     """Print a line for each number of rows, each row a sequence of its own."""
+    wait_as_the_command_does()
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", default="1,4,16,64")

@@ -5,7 +5,8 @@
 vLLM lives in an environment of its own (the Makefile says how it is made). Of each family transformers makes a small
 random model, which is quantized at 4 bits in groups of 128: of experts vLLM's CPU build (0.32) takes no others. It
 computes in bf16: each of its tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over
-its reply. Experts it multiplies by activations of 8 bits, on AMX alone.
+its reply. On AMX it multiplies packed weights by activations of 8 bits, experts always, others unless
+VLLM_CPU_INT4_W4A8=0: of qwen3_moe more tokens differ than ties explain (docs/families.md says how many).
 """
 
 import argparse

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.layer_part import LayerPart
@@ -80,6 +81,8 @@ def random_model(config: ModelConfig) -> Transformer:
     for block in model.layers():
         for linear in block.products.values():
             linear.replace(prepare_product(packed(linear, schemes[linear.specs[0].name], generator), torch.bfloat16))
+        matmuls = [matmul for linear in block.products.values() for matmul in linear.matmuls]
+        gather_codes([each for each in matmuls if isinstance(each, CpuMatmul) and each.small])  # as they are loaded
         if block.spec.scalar is not None:
             (block.per_layer or block.mlp).scalar = torch.ones(1, dtype=torch.bfloat16)
     if model.per_layer is not None:

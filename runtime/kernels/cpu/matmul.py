@@ -52,6 +52,12 @@ def _blocked(values: Tensor) -> Tensor:
     return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
 
 
+def _halved(scales: Tensor) -> Tensor:
+    """Half of `scales`, exactly: of what fp16 has no half for in fp32."""
+    half = scales / 2
+    return half if torch.equal(half * 2, scales) else scales.float() / 2
+
+
 @dataclass(frozen=True)
 class _Scales:
     """Scales, offsets and factors as packed_layout.h has them."""
@@ -66,6 +72,7 @@ class _Scales:
         codes = scale_codes(weight)
         if codes is None:
             scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+            scales = _halved(scales) if weight.packing.codes == "e2m1" else scales
             return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
         assert weight.factors is not None
         offsets = None if codes.offsets is None else _blocked(codes.offsets)
@@ -90,7 +97,8 @@ class CpuMatmul:
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
         self._scales = _Scales.of(weight)
-        self._dtype = torch.float32 if self._scales.factors is not None else self._scales.scales.dtype
+        number = self._scales.factors is None and weight.scales.dtype in STORED_TYPES
+        self._dtype = weight.scales.dtype if number else torch.float32
         scales, *others = self._scales.scales, self._scales.offsets, self._scales.factors
         offsets, factors = (None if one is None else one.data_ptr() for one in others)
         self._weight = CWeight(
@@ -103,6 +111,7 @@ class CpuMatmul:
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
             scale_type=_BYTES if factors else STORED_TYPES[scales.dtype],
+            e2m1=weight.packing.codes == "e2m1",
         )
         self._pointer = ctypes.pointer(self._weight)
         self._repack(weight.packed)
@@ -118,8 +127,8 @@ class CpuMatmul:
         """
         own, packing = self._weight, weight.packing
         group = weight.in_features // packing.groups(weight.in_features)
-        shape = weight.out_features, weight.in_features, group, packing.bits
-        if shape != (own.rows, own.inputs, own.group, own.bits):
+        shape = weight.out_features, weight.in_features, group, packing.bits, packing.codes
+        if shape != (own.rows, own.inputs, own.group, own.bits, "e2m1" if own.e2m1 else "int"):
             return False
         here, given = self._scales.all(), _Scales.of(weight).all()
         if [one.dtype for one in here] != [one.dtype for one in given]:
@@ -186,7 +195,10 @@ def gather_codes(weights: Sequence[CpuMatmul]) -> None:
 
 
 class CpuKernel:
-    """Widths of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and all activations, where there is a compiler."""
+    """Integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and E2M1, where there is a compiler.
+
+    Twice the value of a code of E2M1 is an integer, so these have the arithmetic of integers.
+    """
 
     name = "cpu"
 
@@ -197,9 +209,10 @@ class CpuKernel:
         reason = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
         if reason:
             return reason
-        if packing.codes != "int" or packing.bits not in _BITS or (packing.group_size or _GROUP) % _GROUP:
+        taken = packing.codes == "e2m1" and not packing.offsets or packing.codes == "int" and packing.bits in _BITS
+        if not taken or (packing.group_size or _GROUP) % _GROUP:
             widths = ", ".join(map(str, _BITS))
-            return f"takes integers of {widths} bits in groups of multiples of {_GROUP}, not {packing.name}"
+            return f"takes integers of {widths} bits and E2M1 in groups of multiples of {_GROUP}, not {packing.name}"
         library = build.native()
         return library if isinstance(library, str) else None
 

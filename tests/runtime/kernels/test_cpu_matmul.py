@@ -24,20 +24,27 @@ from mycli.runtime.kernels.cpu.matmul import (
 )
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.huge_pages import HUGE
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
 ROWS = (1, 4, 5, 13, 40)
 WIDTHS = (8, 6, 5, 4, 3, 2)
+Kind = int | Codes  # bits of integers, or what else codes are
+KINDS: tuple[Kind, ...] = (*WIDTHS, "e2m1")
 GROUPS = (16, 32, 64, 128, None)
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
 
 
+def packing_of(kind: Kind, group: int | None, offsets: bool = False) -> Packing:
+    """Codes of a table have no offsets."""
+    return Packing(kind, group, offsets=offsets) if isinstance(kind, int) else Packing(4, group, codes=kind)
+
+
 def packed_weight(
-    bits: int,
+    kind: Kind,
     shape: tuple[int, int],
     group: int | None,
     dtype: torch.dtype = torch.bfloat16,
@@ -46,17 +53,17 @@ def packed_weight(
 ) -> PackedWeight:
     """Random codes; scales of both signs, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)
+    packing = packing_of(kind, group, offsets)
+    codes = torch.randint(0, 1 << packing.bits, shape, generator=generator).to(torch.uint8)
     scales = torch.randn(shape[0], shape[1] // (group or shape[1]), generator=generator) * 0.02
     scales[scales.abs() < 0.001] = 0
-    beside = torch.randn(scales.shape, generator=generator) * 0.1 if offsets else None
-    packing = Packing(bits, group, offsets=offsets)
-    return PackedWeight(pack(codes, bits), scales.to(dtype), packing, shape[1], beside)
+    beside = torch.randn(scales.shape, generator=generator) * 0.1 if packing.offsets else None
+    return PackedWeight(pack(codes, packing.bits), scales.to(dtype), packing, shape[1], beside)
 
 
 def exact(weight: PackedWeight) -> Tensor:
     """The weight in fp64: codes times scales and offsets, nothing rounded."""
-    plain = Packing(weight.packing.bits, weight.packing.group_size)
+    plain = replace(weight.packing, offsets=False)
     scaled = dequantize(PackedWeight(weight.packed, weight.scales.double(), plain, weight.in_features))
     if weight.offsets is None:
         return scaled
@@ -71,12 +78,12 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_product(library: Native, bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_product(library: Native, kind: Kind) -> None:
     """Odd numbers of outputs, 1 to 40 rows, scales in the type of the activations and in the others, offsets."""
     for index, (group, scale_type) in enumerate(product(GROUPS, ERROR)):
         shape = (16, 128) if index % 3 == 0 else (37, 384)
-        weight = packed_weight(bits, shape, group, scale_type, offsets=index % 2 == 0)
+        weight = packed_weight(kind, shape, group, scale_type, offsets=index % 2 == 0)
         wanted = exact(weight)
         for dtype in ERROR:
             matmul = CpuKernel().prepare(weight, dtype)
@@ -88,7 +95,7 @@ def test_product(library: Native, bits: int) -> None:
 
 
 @given(
-    bits=st.sampled_from(WIDTHS),
+    kind=st.sampled_from(KINDS),
     offsets=st.booleans(),
     outputs=st.integers(1, 70),
     blocks=st.integers(1, 12),
@@ -97,18 +104,18 @@ def test_product(library: Native, bits: int) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_repacked_weight_is_the_reference_bit_for_bit(
-    bits: int, offsets: bool, outputs: int, blocks: int, seed: int, dtype: torch.dtype
+    kind: Kind, offsets: bool, outputs: int, blocks: int, seed: int, dtype: torch.dtype
 ) -> None:
     inputs = 32 * blocks
     group = (None, 16, 32, inputs)[seed % 4]
-    weight = packed_weight(bits, (outputs, inputs), group, dtype, seed, offsets)
+    weight = packed_weight(kind, (outputs, inputs), group, dtype, seed, offsets)
     assert torch.equal(CpuKernel().prepare(weight, dtype).dequantize(), dequantize(weight))
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_every_variant_unpacks_the_reference(library: Native, bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variant_unpacks_the_reference(library: Native, kind: Kind) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        weight = packed_weight(bits, (45, 384), 128, dtype, offsets=dtype != torch.float16)
+        weight = packed_weight(kind, (45, 384), 128, dtype, offsets=dtype != torch.float16)
         assert torch.equal(CpuKernel().prepare(weight, dtype).dequantize(), dequantize(weight))
 
 
@@ -127,11 +134,11 @@ def alone(matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([matmul(row[None]) for row in x])
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: Native, bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: Native, kind: Kind) -> None:
     """Wherever one way of multiplying gives over to another, and at the ends of tiles."""
     for group, dtype in product((16, 32, 128), (torch.bfloat16, torch.float32)):
-        matmul = CpuKernel().prepare(packed_weight(bits, (70, 256), group, offsets=group == 32), dtype)
+        matmul = CpuKernel().prepare(packed_weight(kind, (70, 256), group, offsets=group == 32), dtype)
         x = activations(70, 256, dtype)
         wanted = alone(matmul, x)
         for rows in (2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 25, 33, 64, 70):
@@ -153,25 +160,25 @@ def test_rows_of_several_parts_have_their_bits(library: Native) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_rows_gives_a_row_its_bits(
-    library: Native, bits: int, group: int | None, offsets: bool
+    library: Native, kind: Kind, group: int | None, offsets: bool
 ) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        matmul = CpuKernel().prepare(packed_weight(bits, (85, 640), group, offsets=offsets), dtype)
+        matmul = CpuKernel().prepare(packed_weight(kind, (85, 640), group, offsets=offsets), dtype)
         x = activations(512, 640, dtype)
         wanted = alone(matmul, x)
         for rows in (*range(1, 97), 128, 512):
             assert torch.equal(matmul(x[:rows]), wanted[:rows]), (dtype, rows)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_every_set_of_instructions_gives_the_same_bits(library: Native, bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_set_of_instructions_gives_the_same_bits(library: Native, kind: Kind) -> None:
     """As this machine's own; plain vectors have no fused addition, and need not."""
     own = native()
     assert isinstance(own, Native)
     for group, dtype in product(GROUPS, (torch.bfloat16, torch.float32)):
-        weight, x = packed_weight(bits, (85, 640), group, offsets=bits % 2 == 0), activations(21, 640, dtype)
+        weight, x = packed_weight(kind, (85, 640), group, offsets=kind in (2, 4, 6, 8)), activations(21, 640, dtype)
         found, wanted = (CpuMatmul(one, weight)(x) for one in (library, own))
         if "plain" in (library.isa, own.isa):
             assert relative(found, wanted.double()) < ERROR[dtype]
@@ -213,18 +220,28 @@ def test_exact_where_integers_suffice(library: Native) -> None:
         assert torch.equal(matmul(x), wanted)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_sums_of_the_largest_numbers_fit(library: Native, bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
     """The largest codes and activations of a segment, all of one sign: the sums are the largest there are."""
-    for code in (0, (1 << bits) - 1):
+    packing = packing_of(kind, 128)
+    for code in (7, 15) if packing.codes == "e2m1" else (0, (1 << packing.bits) - 1):
         codes = torch.full((33, 256), code, dtype=torch.uint8)
-        weight = PackedWeight(pack(codes, bits), torch.ones(33, 2, dtype=torch.bfloat16), Packing(bits, 128), 256)
+        weight = PackedWeight(pack(codes, packing.bits), torch.ones(33, 2, dtype=torch.bfloat16), packing, 256)
         matmul = CpuKernel().prepare(weight, torch.bfloat16)
         for value in (1.9921875, -1.9921875):  # 255 / 128: all bits set
             x = torch.full((20, 256), value, dtype=torch.bfloat16)
             wanted = (x.double() @ exact(weight).T).to(torch.bfloat16)
             for rows in (1, 5, 20):
                 assert torch.equal(matmul(x[:rows]), wanted[:rows])
+
+
+def test_halves_of_scales_that_their_type_has_not(library: Native) -> None:
+    """Codes of E2M1 are multiplied by halves of their scales; the smallest fp16 has none."""
+    weight = packed_weight("e2m1", (20, 64), 32, torch.float16)
+    weight.scales[:, 0] = 2.0**-24
+    matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(3, 64, torch.bfloat16)
+    assert torch.equal(matmul.dequantize(), dequantize(weight))
+    assert relative(matmul(x), x.double() @ exact(weight).T) < ERROR[torch.bfloat16]
 
 
 def test_no_second_copy() -> None:

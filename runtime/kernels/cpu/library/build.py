@@ -48,8 +48,7 @@ class CWeight(ctypes.Structure):
         ("rows", c_int64),
         ("inputs", c_int64),
         ("group", c_int64),
-        ("bits", c_int32),
-        ("scale_type", c_int32),
+        *((name, c_int32) for name in ("bits", "scale_type", "e2m1")),
     ]
 
 

@@ -52,36 +52,53 @@ struct ExpertsRun {
         return sort_pairs(r);
     }
 
-    // A product of the experts that are ready: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs]. False: no memory.
-    bool multiply(const ExpertProduct& product, const Routing& r, const std::vector<uint8_t>& ready, const int32_t* tokens,
+    struct Pair {
+        int32_t at, expert;
+    };
+    // The products of `product` of the experts at places of `weights`: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs].
+    Routed routed(const ExpertProduct& product, const Routing& r, const std::vector<const void*>& weights, const int32_t* tokens,
                   const uint16_t* x, uint16_t* y) const {
-        std::vector<const void*> weights;
-        for (size_t i = 0; i < ready.size(); i++) weights.push_back(ready[i] ? product.weights[r.hit[i]] : nullptr);
-        if (!multiply_routed({weights.data(), r.starts, tokens, x, y, int64_t(ready.size()),
-                              tokens ? rowwise.rows : rowwise.rows * part.top, product.inputs, product.outputs, BF16,
-                              int32_t(product.stored)}, rowwise.threads))
-            return false;
-        for (size_t i = 0; i < ready.size(); i++) {
-            const uint16_t* bias = ready[i] ? product.biases[r.hit[i]] : nullptr;
-            Rowwise{bias ? r.starts[i + 1] - r.starts[i] : 0, rowwise.threads}.each([&](int64_t pair) {
-                uint16_t* at = y + (r.starts[i] + pair) * product.outputs;
-                for (int64_t j = 0; j < product.outputs; j += LANE) store16(at + j, load16(at + j) + load16(bias + j));
-            });
-        }
-        return true;
+        return {weights.data(), r.starts, tokens, x, y, int64_t(weights.size()), tokens ? rowwise.rows : rowwise.rows * part.top,
+                product.inputs, product.outputs, BF16, int32_t(product.stored)};
+    }
+
+    static void add_bias(const ExpertProduct& product, const Pair& pair, uint16_t* y) {
+        const uint16_t* bias = product.biases[pair.expert];
+        uint16_t* at = y + pair.at * product.outputs;
+        for (int64_t j = 0; bias && j < product.outputs; j += LANE) store16(at + j, load16(at + j) + load16(bias + j));
+    }
+
+    // Both products of the experts in `up` and `down`, and `between` for each of their pairs. False: no memory.
+    template <class Between> bool multiply_both(const Routed& up, const Routed& down, Between between, int64_t pairs) const {
+#if WIDTH
+        FewExperts first(up), second(down);
+        if (first.add_all() && second.add_all())
+            return first.rows.empty() || multiply_few_twice(first.products, first.rows, second.products, second.rows, rowwise.threads, between);
+#endif
+        if (!multiply_routed(up, rowwise.threads)) return false;
+        Rowwise{pairs, rowwise.threads}.each(between);
+        return multiply_routed(down, rowwise.threads);
     }
 
     // What the experts that are ready make of x [rows, hidden], into `each` [pairs, outputs]. False: no memory.
     bool feed(const Routing& r, const std::vector<uint8_t>& ready, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
-        std::vector<int32_t> pairs;
-        for (size_t i = 0; i < ready.size(); i++)
-            for (int32_t p = r.starts[i]; ready[i] && p < r.starts[i + 1]; p++) pairs.push_back(p);
-        if (!multiply(part.gate_up, r, ready, r.pairs, x, both)) return false;
-        Rowwise{int64_t(pairs.size()), rowwise.threads}.each([&](int64_t row) {
-            const int64_t pair = pairs[size_t(row)];
-            gate_row(int32_t(part.gate_type), both + pair * 2 * part.size, part.size, activated + pair * part.size);
-        });
-        return multiply(part.down, r, ready, nullptr, activated, each);
+        std::vector<Pair> pairs;
+        std::vector<const void*> up(ready.size()), down(ready.size());
+        for (size_t i = 0; i < ready.size(); i++) {
+            if (!ready[i]) continue;
+            up[i] = part.gate_up.weights[r.hit[i]], down[i] = part.down.weights[r.hit[i]];
+            for (int32_t p = r.starts[i]; p < r.starts[i + 1]; p++) pairs.push_back({p, r.hit[i]});
+        }
+        const auto between = [&](int64_t i) {
+            const Pair& pair = pairs[size_t(i)];
+            add_bias(part.gate_up, pair, both);
+            gate_row(int32_t(part.gate_type), both + pair.at * 2 * part.size, part.size, activated + pair.at * part.size);
+        };
+        if (!multiply_both(routed(part.gate_up, r, up, r.pairs, x, both), routed(part.down, r, down, nullptr, activated, each), between,
+                           int64_t(pairs.size())))
+            return false;
+        Rowwise{int64_t(pairs.size()), rowwise.threads}.each([&](int64_t i) { add_bias(part.down, pairs[size_t(i)], each); });
+        return true;
     }
 
     // As `feed`, of all experts that were hit: those in memory at once, or piece by piece. 0: done; 1: no memory; 3: not fetched.

@@ -9,7 +9,7 @@
 #include <math.h>
 
 #include "attention/attention.h"
-#include "products/packed_layout.h"
+#include "products/few_rows.h"
 #include "products/packed_tiles.h"
 #include "steps.h"
 
@@ -119,8 +119,38 @@ struct Rowwise {
         for (int64_t row = 0; row < rows; row++) each_row(row);
     }
 
+    // Whether all parts are packed and can be multiplied at once.
+    bool at_once(const Linear& linear) const {
+        for (int64_t i = 0; i < linear.count; i++)
+            if (!linear.parts[i].packed || segment_of(*linear.parts[i].packed) != segment_of(*linear.parts[0].packed)) return false;
+        return rows <= FEW;
+    }
+
     // y [rows, outputs]; `spare` as large, for products of several parts. False: no memory.
     bool multiply(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
+        if (!(at_once(linear) ? multiply_together(linear, x, y) : multiply_parts(linear, x, y, spare))) return false;
+        if (linear.bias)
+            each([&](int64_t row) {
+                uint16_t* at = y + row * linear.outputs;
+                for (int64_t i = 0; i < linear.outputs; i += LANE) store16(at + i, load16(at + i) + load16(linear.bias + i));
+            });
+        return true;
+    }
+
+    bool multiply_together(const Linear& linear, const uint16_t* x, uint16_t* y) const {
+#if WIDTH
+        std::vector<FewProduct> products;
+        std::vector<const uint16_t*> each_row;
+        for (int64_t row = 0; row < rows; row++) each_row.push_back(x + row * linear.parts[0].inputs);
+        for (int64_t i = 0, column = 0; i < linear.count; column += linear.parts[i++].outputs)
+            products.push_back({linear.parts[i].packed, 0, rows, y + column, linear.outputs});
+        return multiply_few(products, each_row, threads);
+#else
+        return false;  // nothing is few
+#endif
+    }
+
+    bool multiply_parts(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         int64_t column = 0;
         for (int64_t i = 0; i < linear.count; i++) {
             const Product& one = linear.parts[i];
@@ -134,11 +164,6 @@ struct Rowwise {
                     memcpy(y + row * linear.outputs + column, to + row * one.outputs, size_t(one.outputs) * 2);
             column += one.outputs;
         }
-        if (linear.bias)
-            each([&](int64_t row) {
-                uint16_t* at = y + row * linear.outputs;
-                for (int64_t i = 0; i < linear.outputs; i += LANE) store16(at + i, load16(at + i) + load16(linear.bias + i));
-            });
         return true;
     }
 

@@ -17,6 +17,7 @@
 #include "products/dense.h"
 #include "draw.h"
 #include "layer.h"
+#include "products/few_rows.h"
 #include "products/packed_repack.h"
 #include "recurrent.h"
 #include "steps.h"
@@ -24,39 +25,6 @@
 
 namespace {
 
-// Memory of one call, given back at its end.
-struct Memory {
-    char* at;
-    explicit Memory(int64_t bytes) : at(static_cast<char*>(aligned_alloc(64, size_t(bytes + 63) & ~size_t(63)))) {}
-    ~Memory() { free(at); }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-};
-
-inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
-#if WIDTH == 64 || (WIDTH && defined(__AVXVNNI__))
-constexpr int64_t FEW = 4;
-#elif WIDTH
-constexpr int64_t FEW = 2;
-#else
-constexpr int64_t FEW = 0;
-#endif
-#if WIDTH
-template <int B, int SPAN> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (rows == 1) return rows_bytes<B, 1, SPAN>(w, row_block, x, y);
-    if (rows == 2) return rows_bytes<B, 2, SPAN>(w, row_block, x, y);
-    if constexpr (FEW > 2) {
-        if (rows == 3) return rows_bytes<B, 3, SPAN>(w, row_block, x, y);
-        rows_bytes<B, 4, SPAN>(w, row_block, x, y);
-    }
-}
-template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (segment_of(w) < INPUTS) few_rows_of<B, FOURS / 2>(w, row_block, x, rows, y);
-    else few_rows_of<B, FOURS>(w, row_block, x, rows, y);
-}
-#endif
 constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
 
 enum class Path { BYTES, WORDS, TILES };
@@ -70,10 +38,17 @@ inline Path path_of(const Weight& w, int64_t rows) {
 // False: no memory.
 template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
     const Path path = path_of(w, rows);
-    const int64_t segment = segment_of(w), segments = w.inputs / segment, stride = w.inputs + 64, steps = w.inputs / 2;
+#if WIDTH
+    if (path == Path::BYTES) {
+        std::vector<const uint16_t*> each;
+        for (int64_t m = 0; m < rows; m++) each.push_back(x + m * w.inputs);
+        return multiply_few({{&w, 0, rows, y, w.rows}}, each, threads);
+    }
+#endif
+    const int64_t segment = segment_of(w), segments = w.inputs / segment, steps = w.inputs / 2;
     const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);
     // A row has 2 bytes an input; a tile may be read as if it had one row more.
-    const int64_t room = rounded_up((path == Path::BYTES ? rows * 2 * stride : (rows + 1) * 2 * w.inputs) + 64);
+    const int64_t room = rounded_up((rows + 1) * 2 * w.inputs + 64);
     const int64_t notes = rounded_up(rows * segments * 4);
     const int64_t own = (path == Path::WORDS ? tiling.high : 1) * rounded_up(2 * w.inputs);
     const int64_t totals = rounded_up(tiling.together(2 * w.inputs) * tiling.high * 2 * ROWS * 4);
@@ -102,11 +77,8 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < rows; m++) {
                 make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
-                int8_t* bytes = reinterpret_cast<int8_t*>(memory.at) + m * 2 * stride;
-                if (path == Path::BYTES) cut_bytes(integers, w.inputs, bytes, bytes + stride);
 #if AMX
-                if (path == Path::TILES)
-                    place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
 #endif
             }
         }
@@ -124,18 +96,6 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
                                                                reinterpret_cast<const int8_t*>(memory.at), units, total, y);
                 });
             });
-        }
-#endif
-#if WIDTH
-        if (path == Path::BYTES) {
-            const Bytes bytes{reinterpret_cast<const int8_t*>(memory.at), stride, units};
-#pragma omp for schedule(guided) nowait
-            for (int64_t n = 0; n < blocks_of(w.rows); n++) {
-                float part[FEW][ROWS];
-                few_rows<B>(w, n, bytes, rows, part);
-                for (int64_t m = 0; m < rows; m++)
-                    store_row(y, BF16, m * w.rows + n * ROWS, part[m], std::min<int64_t>(ROWS, w.rows - n * ROWS));
-            }
         }
 #endif
     }
@@ -176,18 +136,6 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
     return true;
 }
 
-// Calls use(number of bits as a type) for the width of the weight.
-template <class Use> auto by_bits(int32_t bits, Use use) {
-    switch (bits) {
-        case 2: return use(std::integral_constant<int, 2>());
-        case 3: return use(std::integral_constant<int, 3>());
-        case 4: return use(std::integral_constant<int, 4>());
-        case 5: return use(std::integral_constant<int, 5>());
-        case 6: return use(std::integral_constant<int, 6>());
-        default: return use(std::integral_constant<int, 8>());
-    }
-}
-
 inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 #if AMX
     if (have_amx() && d.outputs >= TILE_OUTPUTS) return dense_amx(d, threads);
@@ -219,17 +167,17 @@ EXPORT const char* packed_isa() {
 
 // From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
 EXPORT void packed_repack(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
-    by_bits(w->bits, [&](auto bits) { repack_all<bits.value>(packed, words, *w, threads); });
+    by_bits(*w, [&](auto bits) { repack_all<STORED<bits.value>>(packed, words, *w, threads); });
 }
 
 // The weight to out [rows, inputs] of `type`, rounded as the reference does.
 EXPORT void packed_dequantize(const Weight* w, void* out, int32_t type, int threads) {
-    by_bits(w->bits, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
+    by_bits(*w, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
 }
 
 // x [rows, inputs] to y [rows, w->rows], both of `type`, F32 or BF16. 0: done; 1: no memory for rearranged activations.
 EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
-    return by_bits(w->bits, [&](auto bits) {
+    return by_bits(*w, [&](auto bits) {
         constexpr int B = bits.value;
         if (type == F32) return matmul_f32<B>(*w, static_cast<const float*>(x), rows, static_cast<float*>(y), threads) ? 0 : 1;
         return matmul_bf16<B>(*w, static_cast<const uint16_t*>(x), rows, static_cast<uint16_t*>(y), threads) ? 0 : 1;

@@ -129,21 +129,24 @@ template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
 #if AMX
 constexpr int64_t TILE_OUTPUTS = 2 * ROWS;
 
-// Tiles t and, before `last`, t + 1 of rows times 32 outputs from `output` on, of which `skip` have been done.
-inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
+// Tiles t and, before `last`, t + 1 of rows times OUTPUTS, 32 or half of it, from `output` on, of which `skip` have been done.
+template <int OUTPUTS> void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
     alignas(64) float part[4][ROWS][ROWS];
     const int64_t pairs = d.inputs / 2, stride = 2 * d.inputs, start = tiling.first(t), across = tiling.first(t + 1) - start;
     const int64_t beside = t + 1 < last ? tiling.first(t + 2) - start - across : 0;
     const uint16_t *upper = d.w + output * d.inputs, *lower = upper + ROWS * d.inputs;
     const int32_t *first = x + start * pairs, *second = first + across * pairs;
+    const auto ask = [&](int64_t k, int64_t ahead) {  // what has been read once lies in the second cache
+        for (int n = 0; t == 0 && n < OUTPUTS; n++)
+            _mm_prefetch(reinterpret_cast<const char*>(upper + n * d.inputs + k) + ahead, _MM_HINT_T1);
+    };
+    for (int64_t ahead = 0; ahead < std::min(AHEAD / 4, 2 * d.inputs); ahead += 64) ask(0, ahead);
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
     for (int64_t k = 0; k < d.inputs; k += INPUTS) {
-        if (t == 0)  // what has been read once lies in the second cache
-            for (int n = 0; n < TILE_OUTPUTS; n++)
-                _mm_prefetch(reinterpret_cast<const char*>(upper + n * d.inputs + k) + AHEAD / 4, _MM_HINT_T1);
+        ask(k, AHEAD / 4);
         // Six tiles are used, and one operand is loaded twice: see packed_tiles.h.
         TILE_LOAD(4, upper + k, stride);
         TILE_LOAD(6, first + k / 2 * across, 4 * across);
@@ -152,6 +155,7 @@ inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, 
             TILE_LOAD(6, second + k / 2 * beside, 4 * beside);
             TILE_DOT_BF16(2, 4, 6);
         }
+        if (OUTPUTS == ROWS) continue;
         TILE_LOAD(4, lower + k, stride);
         if (beside) {
             TILE_DOT_BF16(3, 4, 6);
@@ -166,19 +170,18 @@ inline void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, 
     for (int64_t m = 0; m < across + beside; m++) {
         const auto* from = m < across ? part : part + 2;
         const int64_t column = m < across ? m : m - across;
-        float row[TILE_OUTPUTS];
-        for (int n = 0; n < TILE_OUTPUTS; n++) row[n] = from[n / ROWS][n % ROWS][column];
-        store_row(d.y, BF16, (start + m) * d.outputs + output + skip, row + skip, TILE_OUTPUTS - skip);
+        float row[OUTPUTS];
+        for (int n = 0; n < OUTPUTS; n++) row[n] = from[n / ROWS][n % ROWS][column];
+        store_row(d.y, BF16, (start + m) * d.outputs + output + skip, row + skip, OUTPUTS - skip);
     }
 }
 
-// Needs TILE_OUTPUTS outputs.
-inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
+template <int OUTPUTS> bool dense_amx(const Dense<uint16_t>& d, int threads) {
     const Tiling tiling(d.rows, ROWS);
     const int64_t pairs = d.inputs / 2, high = (d.rows + tiling.tiles - 1) / tiling.tiles;
     int32_t* x = static_cast<int32_t*>(aligned_alloc(64, size_t(d.rows * pairs * 4 + 127) & ~size_t(63)));  // a column is read past the end
     if (!x) return false;
-    const int64_t parts = tiling.parts(2 * d.inputs), panels = (d.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    const int64_t parts = tiling.parts(2 * d.inputs), panels = (d.outputs + OUTPUTS - 1) / OUTPUTS;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -187,13 +190,17 @@ inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
         const Tiles tiles(ROWS, 64, 4 * high);
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++) {
-            const int64_t wanted = i % panels * TILE_OUTPUTS, output = std::min(wanted, d.outputs - TILE_OUTPUTS);
+            const int64_t wanted = i % panels * OUTPUTS, output = std::min(wanted, d.outputs - OUTPUTS);
             const int64_t last = tiling.tiles * (i / panels + 1) / parts;
-            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles(d, output, wanted - output, tiling, t, last, x);
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles<OUTPUTS>(d, output, wanted - output, tiling, t, last, x);
         }
     }
     free(x);
     return true;
+}
+// Needs TILE_OUTPUTS outputs; of too few for all threads each takes half as many at a time, with the same bits.
+inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
+    return d.outputs < TILE_OUTPUTS * threads ? dense_amx<ROWS>(d, threads) : dense_amx<TILE_OUTPUTS>(d, threads);
 }
 #endif
 

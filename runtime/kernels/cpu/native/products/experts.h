@@ -35,60 +35,42 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     if (r.stored == DENSE_WEIGHTS)
         return dense_any({static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out}, threads);
     const Weight& w = packed_of(r, expert);
-    return by_bits(w.bits, [&](auto bits) {
+    return by_bits(w, [&](auto bits) {
         constexpr int B = bits.value;
         if (r.type == F32) return matmul_f32<B>(w, reinterpret_cast<const float*>(x), count, reinterpret_cast<float*>(y), threads);
         return matmul_bf16<B>(w, words, count, out, threads);
     });
 }
 
-#if WIDTH
-// Experts of few rows each, all in one parallel region: a task is a row block of one expert, so that what is read is what was
-// chosen, by all threads at once. False: no memory.
-inline bool multiply_few(const Routed& r, const std::vector<int64_t>& few, int threads) {
-    const Weight& like = packed_of(r, few[0]);
-    const int64_t segment = segment_of(like), segments = r.inputs / segment, stride = r.inputs + 64, blocks = blocks_of(r.outputs);
-    const bool one = r.tokens && r.rows == 1;  // row, that all pairs read
-    std::vector<int64_t> slots(1, 0), row_of;  // of each of `few` the first converted row; of each converted row that of x
-    for (int64_t expert : few) {
-        for (int64_t p = r.starts[expert]; p < r.starts[expert + 1]; p++) row_of.push_back(r.tokens ? r.tokens[p] : p);
-        slots.push_back(int64_t(row_of.size()));
-    }
-    if (one) row_of.resize(1);
-    const int64_t rows = int64_t(row_of.size()), room = rounded_up(rows * 2 * stride + 64), notes = rounded_up(rows * segments * 4);
-    const int64_t own = rounded_up(2 * r.inputs);
-    const Memory memory(room + 3 * notes + threads * own);
-    if (!memory.at) return false;
-    int8_t* bytes = reinterpret_cast<int8_t*>(memory.at);
-    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
-                      reinterpret_cast<float*>(memory.at + room + 2 * notes), segments, 1};
-    int next = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        int self;
-#pragma omp atomic capture
-        self = next++;
-        int16_t* integers = reinterpret_cast<int16_t*>(memory.at + room + 3 * notes + self * own);
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < rows; m++) {
-            const uint16_t* x = static_cast<const uint16_t*>(r.x) + row_of[size_t(m)] * r.inputs;
-            make_integers(x, r.inputs, segment, m, integers, units);
-            cut_bytes(integers, r.inputs, bytes + m * 2 * stride, bytes + (m * 2 + 1) * stride);
-        }
-#pragma omp for schedule(guided) nowait
-        for (int64_t i = 0; i < int64_t(few.size()) * blocks; i++) {
-            const int64_t expert = few[size_t(i / blocks)], n = i % blocks, count = count_of(r, expert);
-            const int64_t slot = one ? 0 : slots[size_t(i / blocks)];
-            const Weight& w = packed_of(r, expert);
-            const Bytes row{bytes + slot * 2 * stride, stride, units.from(slot)};
-            float part[FEW][ROWS];
-            by_bits(w.bits, [&](auto bits) { few_rows<bits.value>(w, n, row, count, part); });
-            for (int64_t m = 0; m < count; m++)
-                store_row(r.y, BF16, (r.starts[expert] + m) * r.outputs + n * ROWS, part[m], std::min<int64_t>(ROWS, r.outputs - n * ROWS));
-        }
-    }
-    return true;
+inline bool is_few(const Routed& r, int64_t expert) {
+    return r.stored == PACKED_WEIGHTS && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES;
 }
+
+#if WIDTH
+// What multiply_few takes of experts of few rows: their products, and the rows of x, of which a single one is all pairs'.
+struct FewExperts {
+    std::vector<FewProduct> products;
+    std::vector<const uint16_t*> rows;
+    const Routed& r;
+
+    explicit FewExperts(const Routed& r) : r(r) {}
+    void add(int64_t expert) {
+        const int64_t start = r.starts[expert], count = count_of(r, expert);
+        const bool one = r.tokens && r.rows == 1;
+        products.push_back({&packed_of(r, expert), one ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});
+        for (int64_t p = start; p < start + count && !(one && rows.size()); p++)
+            rows.push_back(static_cast<const uint16_t*>(r.x) + (r.tokens ? r.tokens[p] : p) * r.inputs);
+    }
+    // False where one has more rows, or other weights.
+    bool add_all() {
+        for (int64_t expert = 0; expert < r.experts; expert++) {
+            if (!r.weights[expert]) continue;
+            if (!is_few(r, expert)) return false;
+            add(expert);
+        }
+        return true;
+    }
+};
 #endif
 
 // Experts in codes of tables of one kind, all in one parallel region: a task is some rows of the weight of one. False: no memory.
@@ -133,15 +115,14 @@ inline bool multiply_tables(const Routed& r, int threads) {
 // False: no memory. Weights that are packed are alike in rows, inputs and group.
 inline bool multiply_routed(const Routed& r, int threads) {
     if (r.stored == TABLE_WEIGHTS) return multiply_tables(r, threads);
-    std::vector<int64_t> few;
-    for (int64_t expert = 0; expert < r.experts; expert++) {
-        if (!r.weights[expert]) continue;
-        if (r.stored == PACKED_WEIGHTS && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES) few.push_back(expert);
-        else if (!multiply_expert(r, expert, threads)) return false;
-    }
 #if WIDTH
-    if (!few.empty()) return multiply_few(r, few, threads);
+    FewExperts few(r);
+    for (int64_t expert = 0; expert < r.experts; expert++)
+        if (r.weights[expert] && is_few(r, expert)) few.add(expert);
+    if (!few.rows.empty() && !multiply_few(few.products, few.rows, threads)) return false;
 #endif
+    for (int64_t expert = 0; expert < r.experts; expert++)
+        if (r.weights[expert] && !is_few(r, expert) && !multiply_expert(r, expert, threads)) return false;
     return true;
 }
 

@@ -88,7 +88,7 @@ typedef uint16_t U __attribute__((vector_size(WIDTH), aligned(WIDTH)));
 typedef int32_t I __attribute__((vector_size(WIDTH), aligned(WIDTH)));
 constexpr int HALVES = 64 / WIDTH;
 
-// sum + codes * four, for four codes and four activations of each row.
+// sum + numbers * four, for four numbers of codes and four activations of each row.
 template <int B> inline I dot(I sum, U codes, int32_t four) {
 #if WIDTH == 64
     return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
@@ -99,24 +99,25 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
     const auto add = [&](__m256i part, int weight) {
         sum += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(part, x), _mm256_set1_epi16(int16_t(weight)));
     };
-    // Wide codes in halves: a sum of two products must fit 16 bits.
-    if (B > 6) add((__m256i)(codes >> 4) & nibble, 16);
-    add(B > 6 ? (__m256i)codes & nibble : (__m256i)codes, 1);
+    // Large numbers in halves: a sum of two products must fit 16 bits.
+    constexpr bool halves = LARGEST<B> > 127;
+    if (halves) add((__m256i)(codes >> 4) & nibble, 16);
+    add(halves ? (__m256i)codes & nibble : (__m256i)codes, 1);
     return sum;
 #endif
 }
 
-// Codes of four q of a block in the bytes of a lane, of the rows of one half.
+// Numbers of four q of a block in the bytes of a lane, of the rows of one half.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
     U code = {};
-    each_field<B>([&](auto bits, int first, int place) {
+    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
         constexpr int P = bits.value;
         const U v = load_vector<U>(block + 64 * (first + q * P / 8) + WIDTH * half);
         const int shift = P * (q % (8 / P));
         const U moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
         code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
     });
-    return code;
+    return numbers<B>(code);
 }
 
 // Integers in bytes: [rows][high, low][stride].
@@ -127,14 +128,15 @@ struct Bytes {
 };
 
 // y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `SPAN` fours of a block.
-template <int B, int M, int SPAN> void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
+template <int B, int M, int SPAN> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
-    constexpr int ZERO = 1 << (B - 1);
     const int64_t segment = segment_of(w), steps = SPAN == FOURS ? segment / INPUTS : 1, together = w.group / segment;
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * B * 64;
+    constexpr int64_t size = STORED<B> * 64;  // of a block
+    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
     Floats total[PARTS][M] = {};
     GroupScales group(w, row_block, 0);
-    for (int64_t input = 0, s = 0, next = together, groups = 0; input < w.inputs; input += steps * INPUTS, block += steps * B * 64)
+    for (int64_t input = 0, s = 0, next = together, groups = 0; input < w.inputs; input += steps * INPUTS, block += steps * size)
 #pragma GCC unroll 2
         for (int first = 0; first < FOURS; first += SPAN, s++) {
             if (s == next) group = GroupScales(w, row_block, ++groups), next += together;
@@ -144,10 +146,10 @@ template <int B, int M, int SPAN> void rows_bytes(const Weight& w, int64_t row_b
                 I high[M][CHAINS] = {}, low[M][CHAINS] = {};
                 for (int64_t b = 0; b < steps; b++) {
                     const int8_t* at = x.bytes + input + b * INPUTS;
-                    if (half == 0 && first == 0) prefetch_twice<B>(block + b * B * 64);
+                    if (half == 0 && first == 0) prefetch_twice<B>(block + b * size);
 #pragma GCC unroll 8
                     for (int q = first; q < first + SPAN; q++) {
-                        const U codes = four_of<B>(block + b * B * 64, q, half);
+                        const U codes = four_of<B>(block + b * size, q, half);
 #pragma GCC unroll 8
                         for (int m = 0; m < M; m++) {
                             int32_t two[2];
@@ -161,7 +163,7 @@ template <int B, int M, int SPAN> void rows_bytes(const Weight& w, int64_t row_b
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                    const I sum = high[m][0] * 256 + low[m][0] - ZERO * x.units.sum[m * x.units.row + s * x.units.segment];
+                    const I sum = high[m][0] * 256 + low[m][0] - ZERO<B> * x.units.sum[m * x.units.row + s * x.units.segment];
                     memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
                 }
             }

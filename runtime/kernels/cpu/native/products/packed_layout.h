@@ -57,6 +57,7 @@ struct Weight {  // mirrored by build.py
     const uint16_t* factors;  // or null; then scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
+    int32_t e2m1;  // whether codes are E2M1 and not integers; then `scales` are of half their values
 };
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
@@ -221,6 +222,29 @@ inline __attribute__((always_inline)) Words cut_field(Words v, int shift, int pl
     return mask == 0xffff ? moved : moved & mask;
 }
 
+// Codes are told apart by their bits, B; but E2M1, of 4 bits, is E2M1. Twice a value of it is an integer, so that products of it are
+// those of integers: an entry of a table of bytes in place of the code.
+constexpr int E2M1 = 16 + 4;
+template <int B> constexpr int STORED = B & 15;  // bits
+template <int B> constexpr int ZERO = B == E2M1 ? 12 : 1 << (B - 1);  // taken from a number of `numbers`, to be signed
+template <int B> constexpr int LARGEST = B == E2M1 ? 24 : (1 << B) - 1;  // of them
+
+// A vector V of codes in bytes, as numbers from 0 on.
+template <int B, class V> inline __attribute__((always_inline)) V numbers(V codes) {
+    if constexpr (B == E2M1) {
+        typedef uint8_t Sixteen __attribute__((vector_size(16)));
+        alignas(16) static constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX512BW__)
+        if constexpr (sizeof(V) == 64) return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_vector<__m128i>(table)), (__m512i)codes);
+#endif
+#if defined(__AVX2__)
+        if constexpr (sizeof(V) == 32) return (V)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_vector<__m128i>(table)), (__m256i)codes);
+#endif
+        if constexpr (sizeof(V) == 16) return (V)__builtin_shuffle(load_vector<Sixteen>(table), (Sixteen)codes);
+    }
+    return codes;
+}
+
 // Calls use(bits of the field, its first vector, its place in the code) for each field of B bits.
 template <int B, class Use> inline __attribute__((always_inline)) void each_field(Use use) {
     if constexpr (B == 8) use(std::integral_constant<int, 8>(), 0, 0);
@@ -233,28 +257,28 @@ template <int B, class Use> inline __attribute__((always_inline)) void each_fiel
 
 template <int B> inline __attribute__((always_inline)) void prefetch(const uint8_t* block) {
 #pragma GCC unroll 8
-    for (int v = 0; v < B; v++) __builtin_prefetch(block + 64 * v + AHEAD);
+    for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + AHEAD);
 }
 // For loops that do little with what they read: from memory to the second cache, and from there to the first. What waits for
 // memory would else take all of the first cache's few places for lines on their way.
 template <int B> inline __attribute__((always_inline)) void prefetch_twice(const uint8_t* block) {
 #pragma GCC unroll 8
-    for (int v = 0; v < B; v++) {
+    for (int v = 0; v < STORED<B>; v++) {
         __builtin_prefetch(block + 64 * v + 2 * AHEAD, 0, 2);
         __builtin_prefetch(block + 64 * v + AHEAD / 4);
     }
 }
 
-// Codes of pair r of a block, as unsigned words, of the rows of vector `part`.
+// Numbers of pair r of a block, as words, of the rows of vector `part`.
 template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
     Words code = {};
-    each_field<B>([&](auto bits, int first, int place) {
+    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
         constexpr int P = bits.value;
         const int q = r / 2, h = r % 2;
         const Words v = load_vector<Words>(block + 64 * (first + q * P / 8) + VECTOR * part);
         code |= cut_field(v, 8 * h + P * (q % (8 / P)), place, uint16_t(field_mask<P> << place));
     });
-    return code;
+    return numbers<B>(code) & (B == E2M1 ? 255 : 65535);
 }
 
 }  // namespace

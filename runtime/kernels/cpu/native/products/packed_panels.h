@@ -64,7 +64,7 @@ struct WordPanel {
         for (int r = from; r < to; r++, panel += PANEL)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                const Words codes = pair_of<B>(block, r, part) - uint16_t(1 << (B - 1));
+                const Words codes = pair_of<B>(block, r, part) - uint16_t(ZERO<B>);
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
@@ -91,8 +91,8 @@ struct FloatPanel {
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
                 const Ints codes = (Ints)pair_of<B>(block, r, part);
-                const Floats even = __builtin_convertvector((codes & 0xffff) - (1 << (B - 1)), Floats);
-                const Floats odd = __builtin_convertvector((codes >> 16) - (1 << (B - 1)), Floats);
+                const Floats even = __builtin_convertvector((codes & 0xffff) - ZERO<B>, Floats);
+                const Floats odd = __builtin_convertvector((codes >> 16) - ZERO<B>, Floats);
                 memcpy(panel + part * LANES, &even, sizeof even);
                 memcpy(panel + PANEL + part * LANES, &odd, sizeof odd);
             }
@@ -177,8 +177,8 @@ template <class P, int B> void unpack_panel(const Weight& w, int64_t row_block, 
     const int64_t blocks = w.inputs / INPUTS;
     for (int n = 0; n < PANEL_BLOCKS; n++, panel += ROWS) {
         if (row_block + n >= blocks_of(w.rows)) continue;  // what is there is multiplied, but not stored
-        const uint8_t* block = w.codes + ((row_block + n) * blocks + first / INPUTS) * B * 64;
-        for (int64_t b = 0; b < count / INPUTS; b++, block += B * 64) {
+        const uint8_t* block = w.codes + ((row_block + n) * blocks + first / INPUTS) * STORED<B> * 64;
+        for (int64_t b = 0; b < count / INPUTS; b++, block += STORED<B> * 64) {
             prefetch<B>(block);
             P::template unpack_block<B>(block, 0, PAIRS, panel + b * (INPUTS / P::PER_STEP) * PANEL);
         }

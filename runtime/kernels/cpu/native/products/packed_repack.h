@@ -68,8 +68,8 @@ template <int B> void block_floats(const uint8_t* block, float (*to)[ROWS]) {
     for (int r = 0; r < PAIRS; r++)
         for (int part = 0; part < PARTS; part++) {
             const Ints codes = (Ints)pair_of<B>(block, r, part);
-            const Floats even = __builtin_convertvector((codes & 0xffff) - (1 << (B - 1)), Floats);
-            const Floats odd = __builtin_convertvector((codes >> 16) - (1 << (B - 1)), Floats);
+            const Floats even = __builtin_convertvector((codes & 0xffff) - ZERO<B>, Floats);
+            const Floats odd = __builtin_convertvector((codes >> 16) - ZERO<B>, Floats);
             memcpy(to[2 * r] + part * LANES, &even, sizeof even);
             memcpy(to[2 * r + 1] + part * LANES, &odd, sizeof odd);
         }
@@ -81,7 +81,7 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
         for (int64_t k = 0; k < steps; k++) {
             alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
-            block_floats<B>(w.codes + (n * steps + k) * B * 64, values);
+            block_floats<B>(w.codes + (n * steps + k) * STORED<B> * 64, values);
             for (int first = 0; first < INPUTS; first += 16) {  // groups are of multiples of 16 inputs
                 const GroupScales group(w, n, (k * INPUTS + first) / w.group);
                 for (int i = first; i < first + 16; i++)

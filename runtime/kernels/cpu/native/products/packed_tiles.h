@@ -60,11 +60,11 @@ inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64
 
 // Signed codes of `count` blocks in bytes, as a right operand: four q of 16 rows is row q of a tile.
 template <int B> void unpack_bytes(const uint8_t* block, int64_t count, U* to) {
-    for (int64_t b = 0; b < count; b++, block += B * 64, to += FOURS) {
+    for (int64_t b = 0; b < count; b++, block += STORED<B> * 64, to += FOURS) {
         prefetch<B>(block);
 #pragma GCC unroll 8
         for (int q = 0; q < FOURS; q++)
-            to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(1 << (B - 1))));
+            to[q] = (U)_mm512_sub_epi8((__m512i)four_of<B>(block, q, 0), _mm512_set1_epi8(int8_t(ZERO<B>)));
     }
 }
 

@@ -1,0 +1,222 @@
+// Few rows of bf16 times packed weights in one parallel region: a linear of several parts, the experts of a token. What all
+// threads wait for takes as long as reading 100 kB, so there is as little of it as can be.
+
+#pragma once
+
+#include <atomic>
+#include <type_traits>
+#include <vector>
+
+#include "products/packed_integer.h"
+
+namespace {
+
+// Memory of one call, given back at its end.
+struct Memory {
+    char* at;
+    explicit Memory(int64_t bytes) : at(static_cast<char*>(aligned_alloc(64, size_t(bytes + 63) & ~size_t(63)))) {}
+    ~Memory() { free(at); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+};
+
+inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Calls use(number of bits, or E2M1, as a type) for the codes of the weight.
+template <class Use> auto by_bits(const Weight& w, Use use) {
+    switch (w.e2m1 ? E2M1 : w.bits) {
+        case E2M1: return use(std::integral_constant<int, E2M1>());
+        case 2: return use(std::integral_constant<int, 2>());
+        case 3: return use(std::integral_constant<int, 3>());
+        case 4: return use(std::integral_constant<int, 4>());
+        case 5: return use(std::integral_constant<int, 5>());
+        case 6: return use(std::integral_constant<int, 6>());
+        default: return use(std::integral_constant<int, 8>());
+    }
+}
+
+// Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
+#if WIDTH == 64 || (WIDTH && defined(__AVXVNNI__))
+constexpr int64_t FEW = 4;
+#elif WIDTH
+constexpr int64_t FEW = 2;
+#else
+constexpr int64_t FEW = 0;
+#endif
+#if WIDTH
+template <int B, int SPAN> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if (rows == 1) return rows_bytes<B, 1, SPAN>(w, row_block, x, y);
+    if (rows == 2) return rows_bytes<B, 2, SPAN>(w, row_block, x, y);
+    if constexpr (FEW > 2) {
+        if (rows == 3) return rows_bytes<B, 3, SPAN>(w, row_block, x, y);
+        rows_bytes<B, 4, SPAN>(w, row_block, x, y);
+    }
+}
+template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if (segment_of(w) < INPUTS) few_rows_of<B, FOURS / 2>(w, row_block, x, rows, y);
+    else few_rows_of<B, FOURS>(w, row_block, x, rows, y);
+}
+
+// Rows of activations as integers in bytes, in memory that is given.
+struct IntegerRows {
+    int64_t rows, inputs, segment;
+    Bytes bytes;
+
+    static int64_t size(int64_t rows, int64_t inputs, int64_t segment) {
+        return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / segment * 4);
+    }
+    IntegerRows(char* memory, int64_t rows, int64_t inputs, int64_t segment) : rows(rows), inputs(inputs), segment(segment) {
+        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / segment * 4);
+        const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
+                          reinterpret_cast<float*>(memory + room + 2 * notes), inputs / segment, 1};
+        bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
+    }
+    // x [inputs] becomes row `row`.
+    void make(const uint16_t* x, int64_t row) const {
+        constexpr int64_t NEAR = 128;  // a multiple of every segment
+        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
+        const Units own = bytes.units.from(row);
+        for (int64_t i = 0; i < inputs; i += NEAR) {
+            const int64_t count = std::min(NEAR, inputs - i), at = i / segment;
+            int16_t integers[NEAR];
+            make_integers(x + i, count, segment, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, 1});
+            cut_bytes(integers, count, high + i, high + bytes.stride + i);
+        }
+    }
+    Bytes from(int64_t row) const { return {bytes.bytes + row * 2 * bytes.stride, bytes.stride, bytes.units.from(row)}; }
+};
+
+struct FewProduct {  // some rows times a weight
+    const Weight* weight;
+    int64_t first, count;  // of the rows; at most FEW
+    uint16_t* y;  // [count, w.rows], rows `stride` apart
+    int64_t stride;
+};
+
+// The row blocks of some products, shared among threads: each takes a part of what is left until nothing is.
+class FewBlocks {
+    const std::vector<FewProduct>& products;
+    std::vector<int64_t> starts;  // block of all products with which each begins, and behind the last
+    const int64_t threads;
+    std::atomic<int64_t> next{0};
+
+public:
+    struct Turn {
+        int64_t first, last;
+        size_t product;  // of `first`, or one before it
+    };
+
+    FewBlocks(const std::vector<FewProduct>& products, int threads) : products(products), starts(1, 0), threads(threads) {
+        for (const FewProduct& one : products) starts.push_back(starts.back() + blocks_of(one.weight->rows));
+    }
+
+    // Blocks for a thread, the beginning of whose codes is asked for; false: none are left.
+    bool take(Turn& turn) {
+        turn.first = next.load(std::memory_order_relaxed);
+        do {
+            if (turn.first >= starts.back()) return false;
+            turn.last = turn.first + std::max<int64_t>(1, (starts.back() - turn.first) / threads);
+        } while (!next.compare_exchange_weak(turn.first, turn.last, std::memory_order_relaxed));
+        while (turn.first >= starts[turn.product + 1]) turn.product++;
+        const Weight& w = *products[turn.product].weight;
+        const int64_t size = w.inputs / INPUTS * w.bits * 64;
+        const uint8_t* codes = w.codes + (turn.first - starts[turn.product]) * size;
+        for (int64_t i = 0; i < std::min(2 * AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
+        return true;
+    }
+
+    // From the turn that a thread has taken on, if it has, to the last.
+    void multiply(bool taken, Turn turn, const IntegerRows& x) {
+        for (; taken; taken = take(turn))
+            for (int64_t i = turn.first; i < turn.last; i++) {
+                while (i >= starts[turn.product + 1]) turn.product++;
+                const FewProduct& one = products[turn.product];
+                const int64_t n = i - starts[turn.product];
+                float part[FEW][ROWS];
+                by_bits(*one.weight, [&](auto bits) { few_rows<bits.value>(*one.weight, n, x.from(one.first), one.count, part); });
+                for (int64_t m = 0; m < one.count; m++)
+                    store_row(one.y, BF16, m * one.stride + n * ROWS, part[m], std::min<int64_t>(ROWS, one.weight->rows - n * ROWS));
+            }
+    }
+};
+
+// Makes rows x of products integers, and shares the row blocks of the products among threads.
+class FewStage {
+    const std::vector<const uint16_t*>& x;
+    const int64_t inputs, segment;
+    const Memory memory;
+    FewBlocks blocks;
+
+    int64_t rows() const { return int64_t(x.size()); }
+    int64_t size() const { return IntegerRows::size(rows(), inputs, segment); }
+    IntegerRows integers(int64_t which) const { return {memory.at + which * size(), rows(), inputs, segment}; }
+
+public:
+    // The weights are alike in inputs and segment.
+    FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
+        : x(x), inputs(products[0].weight->inputs), segment(segment_of(*products[0].weight)), memory((rows() <= FEW ? threads : 1) * size()),
+          blocks(products, threads) {}
+    bool has_memory() const { return memory.at; }
+    bool take(FewBlocks::Turn& turn) { return blocks.take(turn); }
+
+    // Each thread makes all rows for itself: of few that is sooner done than waited for.
+    void multiply_own(int self) {
+        FewBlocks::Turn turn{};
+        if (!blocks.take(turn)) return;
+        const IntegerRows own = integers(self);
+        for (int64_t m = 0; m < rows(); m++) own.make(x[size_t(m)], m);
+        blocks.multiply(true, turn, own);
+    }
+
+    // By all threads of a region: each makes some rows, which `before` is called for.
+    template <class Before> void multiply_shared(Before before) {
+        FewBlocks::Turn turn{};
+        const bool taken = blocks.take(turn);  // memory fetches while threads wait
+#pragma omp barrier
+        const IntegerRows all = integers(0);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < rows(); m++) {
+            before(m);
+            all.make(x[size_t(m)], m);
+        }
+        blocks.multiply(taken, turn, all);
+    }
+};
+
+// Rows x times all weights, which are alike in inputs and segment. False: no memory.
+inline bool multiply_few(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads) {
+    FewStage stage(products, x, threads);
+    if (!stage.has_memory()) return false;
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+        if (x.size() <= FEW) stage.multiply_own(self);
+        else stage.multiply_shared([](int64_t) {});
+    }
+    return true;
+}
+
+// As above twice: between(m) makes row m of the second products' from what the first have put out.
+template <class Between>
+bool multiply_few_twice(const std::vector<FewProduct>& first, const std::vector<const uint16_t*>& x, const std::vector<FewProduct>& second,
+                        const std::vector<const uint16_t*>& rows, int threads, Between between) {
+    FewStage begin(first, x, threads), end(second, rows, threads);
+    if (!begin.has_memory() || !end.has_memory()) return false;
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+        if (x.size() <= FEW) begin.multiply_own(self);
+        else begin.multiply_shared([](int64_t) {});
+        end.multiply_shared(between);
+    }
+    return true;
+}
+#endif
+
+}  // namespace
