@@ -14,13 +14,11 @@ from typing import Any, TextIO
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.json_lines import error_fields, json_line
-from mycli.cli.text.layout import WordWrap, fitting, pad, table_lines, table_width, width, word_wrapped
+from mycli.cli.text.layout import WordWrap, broken, fitting, pad, table_lines, table_width, width
 from mycli.cli.text.line_editing import typed_line
 from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
-
-NARROWEST = 20  # columns in which a value is broken; in fewer the terminal does it
 
 
 @contextmanager
@@ -159,9 +157,7 @@ class Output:
         room = shutil.get_terminal_size().columns - columns - 4 if self._stdout.isatty() else 0
         lines = [one_line(title)]
         for name, value in rows:
-            value = one_line(value, 2000)
-            if room >= NARROWEST:
-                value = f"\n{' ' * (columns + 4)}".join(word_wrapped(value, room))
+            value = broken(one_line(value, 2000), room).replace("\n", f"\n{' ' * (columns + 4)}")
             lines.append(f"  {pad(name, columns)}  {value}")
         self.result("\n".join(lines))
 
@@ -199,11 +195,8 @@ class Output:
 
     def _lines(self, text: str) -> str:
         """`text` made safe, each line ended; on a terminal broken between words, commands to be typed kept whole."""
-        lines = sanitize(text).split("\n")
-        columns = shutil.get_terminal_size().columns
-        if self._stderr.isatty() and columns >= NARROWEST:
-            lines = [part for line in lines for part in word_wrapped(line, columns)]
-        return "\n".join(lines) + "\n"
+        text = sanitize(text)
+        return (broken(text, shutil.get_terminal_size().columns) if self._stderr.isatty() else text) + "\n"
 
     def _say(self, text: str) -> None:
         if self._held is not None:

@@ -55,6 +55,7 @@ COMMAND = re.compile(
     """,
     re.VERBOSE,
 )
+NARROWEST = 20  # columns in which a text is broken; in fewer the terminal does it
 _INSIDE = "\0"  # a space that no line is broken at
 
 
@@ -66,6 +67,12 @@ def word_wrapped(text: str, columns: int) -> list[str]:
     joined = COMMAND.sub(lambda command: command[0].replace(" ", _INSIDE), text)
     lines = textwrap.wrap(joined, columns, break_long_words=False, break_on_hyphens=False) or [""]
     return [line.replace(_INSIDE, " ") for line in lines]
+
+
+def broken(text: str, columns: int) -> str:
+    """The lines of `text` as `word_wrapped` breaks them; as they are where a line has no room for a few words."""
+    lines = text.split("\n")
+    return "\n".join(part for line in lines for part in word_wrapped(line, columns)) if columns >= NARROWEST else text
 
 
 class WordWrap:

@@ -355,7 +355,11 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
 def test_a_name_with_a_space_is_quoted_where_it_is_to_be_typed(mycli: Mycli, tmp_path: Path) -> None:
     shutil.copytree(PICO.parent / "pico-draft", tmp_path / "my model")
     done = mycli("quantize", str(tmp_path / "my model"), "--method", "rtn", "--group", "64", "--report", "none")
-    assert "mycli chat 'my model-rtn-int4-g64'" in done.stderr
+    assert "chat with it: mycli chat 'my model-rtn-int4-g64'" in done.stderr
+    (tmp_path / "my model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "my model" / "chat_template.jinja").unlink(missing_ok=True)
+    again = mycli(*done.args, "--overwrite")
+    assert "continue a text with it: mycli run 'my model-rtn-int4-g64' PROMPT" in again.stderr
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["blocks-are-kept", "nothing-yet"])
