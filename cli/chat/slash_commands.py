@@ -131,7 +131,7 @@ class SlashCommands:
             *((name, str(value)) for name, value in settings.items() if value != ()),
             *((name, "on" if wanted else "off") for name, wanted in self.chat.arguments.items()),
             ("overflow", self.chat.overflow),
-            ("session", str(self.chat.session_file or "not kept")),
+            ("session", str(self.chat.session_file.path) if self.chat.session_file else "not kept"),
             ("turns", str(len(conversation.turns))),
         ]
         self._out.card("Settings", rows)
@@ -214,8 +214,12 @@ class SlashCommands:
 
     def save(self, argument: str) -> None:
         """FILE: write the conversation"""
-        path = self._path("/save", argument or str(self.chat.session_file or ""))
-        self.chat.conversation.save(path, self.chat.loaded.source.name)
+        kept = self.chat.session_file
+        path = kept.path if kept and not argument else self._path("/save", argument)
+        if kept and path == kept.path:
+            self.chat.keep()
+        else:
+            self.chat.conversation.save(path, self.chat.loaded.source.name)
         self._out.note(f"({len(self.chat.conversation.turns)} messages saved to {path})")
 
     def load(self, argument: str) -> None:
