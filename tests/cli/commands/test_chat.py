@@ -258,7 +258,8 @@ def test_thoughts_without_colour_and_markdown_on_request(terminal: Terminal) -> 
     text = "# Title\n\n- **bold** item\n- [name](http://x) \x1b]52;c;aGk=\x07\n"
     chat = terminal("--markdown", script=True, MYTEST_REPLIES=json.dumps([THOUGHT + text, text]))
     reply = say(chat, "one")
-    assert "Title" in reply and "\x1b[1mbold" in reply and "**" not in reply and "• " in reply
+    shown = reply.rpartition("\x1b[2K")[2]  # the last frame: a slow machine also draws one with half of the marks
+    assert "Title" in reply and "\x1b[1mbold" in shown and "**" not in shown and "• " in shown
     assert "\x1b]" not in reply, "no hyperlink, no clipboard"
     assert "\x1b[?25h" in reply, "the cursor is back"
     assert "<think>" in reply and "\x1b[2m" in reply
