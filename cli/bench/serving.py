@@ -50,7 +50,12 @@ class ServingFlags:
     requests: Annotated[
         int | None,
         typer.Option(
-            "--requests", min=1, max=100_000, help="With --serve: requests in each run.", show_default="4 per client"
+            "--requests",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="With --serve: requests in each run.",
+            show_default="4 per client",
         ),
     ] = None
     shared: Annotated[

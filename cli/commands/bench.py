@@ -244,7 +244,9 @@ def bench(
     generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
     batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at a time.")] = "1",
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", metavar="N", min=1, max=1000, help="Runs of each test.")
+    ] = 5,
     output: Annotated[
         str,
         options.word_option("-o", "--output", words=FORMATS, help="How to print."),

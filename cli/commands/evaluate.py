@@ -30,7 +30,10 @@ EXAMPLES = [
 
 Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
 Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
-Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
+Text = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="UTF-8 text to score.", show_default="held-out.txt of pico"),
+]
 Window = Annotated[int, options.count_option("--ctx", help="Tokens in a window.", show_default="512")]
 Tokens = Annotated[
     int | None, options.count_option("--tokens", help="Stop after this many tokens.", show_default="all")

@@ -32,7 +32,7 @@ def export(
         str,
         typer.Option("--to", metavar="gguf[:TYPE]|gptq|awq|mlx|safetensors", help="The layout; TYPE is f16, q8_0, …"),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File (gguf) or folder to make.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="File (gguf) or folder to make.")],
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Round what the layout cannot hold exactly, and say what was lost.")
     ] = False,

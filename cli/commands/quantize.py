@@ -172,20 +172,32 @@ def quantize(
     report: Annotated[
         str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
     ] = "quick",
-    max_kl: Annotated[float | None, typer.Option("--max-kl", help="Exit with 6 if the mean KL is above this.")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", metavar="X", help="Exit with 6 if the mean KL is above this.")
+    ] = None,
     max_fallback: Annotated[
         float,
-        typer.Option("--max-fallback", min=0, max=1, help="Exit with 6 if a larger share of layers was only rounded."),
+        typer.Option(
+            "--max-fallback",
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Exit with 6 if a larger share of layers was only rounded.",
+        ),
     ] = 0.05,
     device: options.Device = "auto",
     threads: options.Threads = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")
+        Path | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Folder to make.", show_default="in $MYCLI_HOME"),
     ] = None,
     work_dir: Annotated[
         Path | None,
         typer.Option(
-            "--work-dir", help="Where finished blocks are kept until the end.", show_default="hidden, beside the output"
+            "--work-dir",
+            metavar="FOLDER",
+            help="Where finished blocks are kept until the end.",
+            show_default="hidden, beside the output",
         ),
     ] = None,
     plot: Annotated[

@@ -40,9 +40,12 @@ MAX_SAMPLES = 256
 class PromptFlags:
     """What is asked, and where it comes from."""
 
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)] = None
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.", show_default=False)
+    ] = None
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="Read the prompt, or its beginning, from a file.")
+        Path | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt, or its beginning, from a file."),
     ] = None
     encoding_errors: Annotated[
         str,

@@ -35,8 +35,10 @@ MAX_KEY_BYTES = 4096
 class AddressFlags:
     """Where the server listens, and who may come."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on; 0: any free one.")
+    ] = 8080
     key_file: Annotated[
         Path | None,
         typer.Option(
@@ -65,11 +67,18 @@ class AddressFlags:
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", min=0, max=3600, help="Seconds that replies have to finish when the server is told to stop."
+            "--grace",
+            metavar="SECONDS",
+            min=0,
+            max=3600,
+            help="Seconds that replies have to finish when the server is told to stop.",
         ),
     ] = 30.0
     waiting: Annotated[
-        int, typer.Option("--max-waiting", min=1, max=100_000, help="Most replies that may wait; more are refused.")
+        int,
+        typer.Option(
+            "--max-waiting", metavar="N", min=1, max=100_000, help="Most replies that may wait; more are refused."
+        ),
     ] = 256
 
     def resolve(self, call: Call) -> ServerSettings:
@@ -120,7 +129,10 @@ def serve(
     model: options.Model,
     address: AddressFlags,
     together: Annotated[
-        int, typer.Option("--max-sequences", min=1, max=4096, help="Replies made at once; they share the cache.")
+        int,
+        typer.Option(
+            "--max-sequences", metavar="N", min=1, max=4096, help="Replies made at once; they share the cache."
+        ),
     ] = 32,
     *,
     other: EngineFlags,

@@ -117,7 +117,7 @@ Model = Annotated[
 ]
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False, autocompletion=complete_model),
+    typer.Argument(metavar="MODEL", help="One or more models.", show_default=False, autocompletion=complete_model),
 ]
 Device = Annotated[
     str,
