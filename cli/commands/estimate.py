@@ -195,7 +195,9 @@ def estimate(
     gpu: Annotated[int | None, options.size_option("--gpu", help="Estimate as if a GPU had this free: 24GiB.")] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option("--bandwidth", metavar="X", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),
+        typer.Option(
+            "--bandwidth", metavar="X", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"
+        ),
     ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", min=1, help="Say whether vLLM can split it over N GPUs.", metavar="N")

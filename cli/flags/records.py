@@ -124,7 +124,12 @@ class SamplingFlags:
 
     def check(self) -> None:
         """Raises UsageError for a value that cannot be, whatever the model recommends: before it is loaded."""
-        self.resolve(GenerationDefaults())
+        try:
+            self.resolve(GenerationDefaults())
+        except UsageError as error:
+            name, _, problem = error.message.partition(" ")
+            option = f"--{name.replace('_', '-')}" if name in vars(self) else name
+            raise error.reworded(f"{option} {problem}") from None
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
