@@ -39,7 +39,7 @@ class Terminated(BaseException):
 
 NAMES = {"model", "models", "draft", "ref"}  # parameters that are names of models
 MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is seen
-_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG}
+_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EROFS}
 _STOPS: dict[type[BaseException], ExitCode] = {
     KeyboardInterrupt: ExitCode.INTERRUPT,
     Terminated: ExitCode.TERMINATED,

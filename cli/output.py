@@ -14,12 +14,11 @@ from typing import Any, TextIO
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.json_lines import error_fields, json_line
-from mycli.cli.text.layout import WordWrap, fitting, pad, table_lines, table_width, width, word_wrapped
+from mycli.cli.text.layout import WordWrap, broken, fitting, pad, table_lines, table_width, width
+from mycli.cli.text.line_editing import typed_line
 from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
 from mycli.runtime.errors import ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
-
-NARROWEST = 20  # columns in which a value is broken; in fewer the terminal does it
 
 
 @contextmanager
@@ -158,9 +157,7 @@ class Output:
         room = shutil.get_terminal_size().columns - columns - 4 if self._stdout.isatty() else 0
         lines = [one_line(title)]
         for name, value in rows:
-            value = one_line(value, 2000)
-            if room >= NARROWEST:
-                value = f"\n{' ' * (columns + 4)}".join(word_wrapped(value, room))
+            value = broken(one_line(value, 2000), room).replace("\n", f"\n{' ' * (columns + 4)}")
             lines.append(f"  {pad(name, columns)}  {value}")
         self.result("\n".join(lines))
 
@@ -196,6 +193,11 @@ class Output:
 
     # Everything else
 
+    def _lines(self, text: str) -> str:
+        """`text` made safe, each line ended; on a terminal broken between words, commands to be typed kept whole."""
+        text = sanitize(text)
+        return (broken(text, shutil.get_terminal_size().columns) if self._stderr.isatty() else text) + "\n"
+
     def _say(self, text: str) -> None:
         if self._held is not None:
             self._held.append(text)
@@ -206,12 +208,12 @@ class Output:
     def note(self, text: str) -> None:
         """Something worth knowing; -q hides it."""
         if not self._quiet:
-            self._say(sanitize(text) + "\n")
+            self._say(self._lines(text))
 
     def footer(self, text: str) -> None:
         """A dim line of statistics; -q hides it."""
         if not self._quiet:
-            self._say(self.dim(sanitize(text)) + "\n")
+            self._say(self.dim(self._lines(text).removesuffix("\n")) + "\n")
 
     def detail(self, text: str) -> None:
         """Something only -v shows."""
@@ -220,7 +222,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Something that may spoil the result; never hidden."""
-        self._say(f"warning: {sanitize(text)}\n")
+        self._say(self._lines(f"warning: {text}"))
 
     @contextmanager
     def progress(self, title: str, total: float, unit: str = "") -> Iterator[Progress]:
@@ -239,7 +241,7 @@ class Output:
         Raises EOFError at the end, KeyboardInterrupt for Ctrl-C, UsageError for what is not text.
         """
         try:
-            line = input(prompt) + "\n" if self.interactive else sys.stdin.readline()
+            line = typed_line(prompt) + "\n" if self.interactive else sys.stdin.readline()
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input: not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
         if not line:
@@ -266,7 +268,8 @@ class Output:
             self.json_record({**answer, "error": error_fields(error, self.subject)})
             return
         hint = remedy(error, self.subject)
-        self._say(f"error: {one_line(error.message)}\n" + (f"hint: {one_line(hint)}\n" if hint else ""))
+        told = f"error: {one_line(error.message)}" + (f"\nhint: {one_line(hint)}" if hint else "")
+        self._say(self._lines(told))
 
     def bug(self, error: BaseException) -> None:
         """What should not have happened; the traceback only with --debug."""

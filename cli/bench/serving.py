@@ -50,13 +50,17 @@ class ServingFlags:
     requests: Annotated[
         int | None,
         typer.Option(
-            "--requests", min=1, max=100_000, help="With --serve: requests in each run.", show_default="4 per client"
+            "--requests",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="With --serve: requests in each run.",
+            show_default="4 per client",
         ),
     ] = None
     shared: Annotated[
-        str,
-        typer.Option("--shared", metavar="N", help="With --serve: of the -p tokens, how many all prompts begin with."),
-    ] = "0"
+        int, options.count_option("--shared", help="With --serve: of the -p tokens, how many all prompts begin with.")
+    ] = 0
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="With --serve: draw speed and times by load.")
     ] = None
@@ -73,25 +77,24 @@ class ServingFlags:
         """Every combination, the smallest load first. Raises UsageError."""
         from mycli.runtime.diagnostics.serving_load import Load
 
-        (shared,) = options.parse_counts(self.shared)[:1]
-        if not all((*prompts, *replies)) or shared >= min(prompts):
+        if not all((*prompts, *replies)) or self.shared >= min(prompts):
             raise UsageError(
-                f"prompts of {min(prompts)} tokens, {shared} of them shared, and replies of {min(replies)}",
+                f"prompts of {min(prompts)} tokens, {self.shared} of them shared, and replies of {min(replies)}",
                 "a prompt needs a token of its own, and a reply one: choose another -p, -n or --shared",
             )
         if self.rates is not None:
             rates = sorted(_rate(text) for text in self.rates.split(","))
             return [
-                Load(prompt, reply, self.requests or 32, shared, rate=rate)
+                Load(prompt, reply, self.requests or 32, self.shared, rate=rate)
                 for prompt in prompts
                 for reply in replies
                 for rate in rates
             ]
-        clients = sorted(options.parse_counts(self.clients))
+        clients = sorted(options.parse_counts("--clients", self.clients))
         if not clients[0] or clients[-1] > 1024:
             raise UsageError(f"--clients {self.clients}: 1 to 1024", "each client is a connection")
         return [
-            Load(prompt, reply, self.requests or 4 * count, shared, clients=count)
+            Load(prompt, reply, self.requests or 4 * count, self.shared, clients=count)
             for prompt in prompts
             for reply in replies
             for count in clients

@@ -98,6 +98,31 @@ class Conversation:
         return model
 
 
+class SessionFile:
+    """The file that follows a conversation, as long as nobody else writes to it. Made before it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen = self._state()
+
+    def keep(self, conversation: Conversation, model: str) -> None:
+        """Write it. Raises what `Conversation.save` does, and UsageError for what another wrote, which stays."""
+        found = self._state()
+        if found is not None and found != self._seen:
+            message = f"{self.path}: another program has written to it, so this conversation is no longer kept there"
+            raise UsageError(message, "keep it in another file: /save FILE")
+        conversation.save(self.path, model)
+        self._seen = self._state()
+
+    def _state(self) -> tuple[int, int, int] | None:
+        """What is another after each writing; None where there is no file."""
+        try:
+            found = os.stat(self.path.expanduser())
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def _parse(values: Fields) -> tuple[Conversation, str]:
     version = values.integer("schema_version")
     if version != HISTORY_VERSION:

@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mycli.cli.chat.history import Conversation
+from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
 from mycli.cli.generation import describe
 from mycli.cli.load import LoadedEngine
@@ -51,7 +50,7 @@ class Chat:
     markdown: bool = False
     overflow: Overflow = "refuse"
     arguments: dict[str, Any] = field(default_factory=dict)
-    session_file: Path | None = None
+    session_file: SessionFile | None = None
     last: "Completion | None" = None
     finished: bool = False
 
@@ -83,7 +82,7 @@ class Chat:
     def keep(self) -> None:
         """Write the file of the session, so that it never lacks what was said nor holds what was taken back."""
         if self.session_file is not None:
-            self.conversation.save(self.session_file, self.loaded.source.name)
+            self.session_file.keep(self.conversation, self.loaded.source.name)
 
     def tokens(self) -> list[int]:
         """The ids of the conversation as the model is shown it."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.text.input import read_document
 from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.units import counted
 
 FENCE = '"""'
 METER = 40  # columns, fewer on a narrow terminal
@@ -131,7 +132,7 @@ class SlashCommands:
             *((name, str(value)) for name, value in settings.items() if value != ()),
             *((name, "on" if wanted else "off") for name, wanted in self.chat.arguments.items()),
             ("overflow", self.chat.overflow),
-            ("session", str(self.chat.session_file or "not kept")),
+            ("session", str(self.chat.session_file.path) if self.chat.session_file else "not kept"),
             ("turns", str(len(conversation.turns))),
         ]
         self._out.card("Settings", rows)
@@ -157,7 +158,7 @@ class SlashCommands:
             rows.append(("dropped", f"{conversation.hidden} messages"))
         for name, text in conversation.reading:
             count = len(chat.loaded.model.tokenizer.encode(text, add_special=False))
-            rows.append(("read", f"{name}, {count} tokens, part of the next message"))
+            rows.append(("read", f"{name}, {counted(count, 'token')}, part of the next message"))
         self._out.card(f"[{meter}]", rows)
 
     def stats(self, argument: str) -> None:
@@ -169,7 +170,7 @@ class SlashCommands:
         path = self._path("/read", argument)
         text = read_document(path)
         self.chat.conversation.reading.append((path.name, text))
-        self._out.note(f"({path.name}: {len(text)} characters, a part of the next message)")
+        self._out.note(f"({path.name}: {counted(len(text), 'character')}, a part of the next message)")
 
     def retry(self, argument: str) -> None:
         """another reply to the last message"""
@@ -214,8 +215,12 @@ class SlashCommands:
 
     def save(self, argument: str) -> None:
         """FILE: write the conversation"""
-        path = self._path("/save", argument or str(self.chat.session_file or ""))
-        self.chat.conversation.save(path, self.chat.loaded.source.name)
+        kept = self.chat.session_file
+        path = kept.path if kept and not argument else self._path("/save", argument)
+        if kept and path == kept.path:
+            self.chat.keep()
+        else:
+            self.chat.conversation.save(path, self.chat.loaded.source.name)
         self._out.note(f"({len(self.chat.conversation.turns)} messages saved to {path})")
 
     def load(self, argument: str) -> None:

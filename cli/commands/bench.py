@@ -244,7 +244,9 @@ def bench(
     generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
     batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Sequences at a time.")] = "1",
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000, help="Runs of each test.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", metavar="N", min=1, max=1000, help="Runs of each test.")
+    ] = 5,
     output: Annotated[
         str,
         options.word_option("-o", "--output", words=FORMATS, help="How to print."),
@@ -283,7 +285,7 @@ def bench(
         if (depth, batch) != ("0", "1"):
             raise UsageError("-d and -b do not apply to --serve", "--shared and --clients are")
         promises = serving.promises()
-        loads = serving.loads(options.parse_counts(prompt), options.parse_counts(generate))
+        loads = serving.loads(options.parse_counts("-p", prompt), options.parse_counts("-n", generate))
         _check_files(compare, save)
         if serving.plot is not None:
             require_svg(serving.plot)
@@ -311,12 +313,13 @@ def bench(
     if engine.draft is not None:
         if len(models) > 1 or save is not None or compare is not None:
             raise UsageError("--draft measures one model, with and without", "omit --save and --compare")
-        (longest, *_) = options.parse_counts(generate)
+        (longest, *_) = options.parse_counts("-n", generate)
         bench_draft(call, models[0], engine, limit=max(longest, 2), repetitions=repetitions, style=style)
         return
     from mycli.runtime.diagnostics.throughput import grid
 
-    lengths = [options.parse_counts(text) for text in (prompt, generate, depth, batch)]
+    asked = {"-p": prompt, "-n": generate, "-d": depth, "-b": batch}
+    lengths = [options.parse_counts(flag, text) for flag, text in asked.items()]
     if not all(lengths[3]):
         raise UsageError(f"-b {batch}: not a batch size", "count from 1")
     trials = grid(*lengths)

@@ -5,7 +5,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from mycli.cli.chat.history import Conversation, require_conversation
+from mycli.cli.chat.history import Conversation, SessionFile, require_conversation
 from mycli.cli.chat.session import Chat, Overflow, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
@@ -57,7 +57,9 @@ def chat(
         raise UsageError(f"--think {think}: neither on nor off", "--think on")
     drawn.check()
     conversation = Conversation()
+    kept_in = None
     if session is not None:
+        kept_in = SessionFile(session)
         if session.is_file() and session.stat().st_size:
             conversation.load(session)
         require_conversation(session)
@@ -83,7 +85,7 @@ def chat(
         markdown=markdown,
         overflow=full,
         arguments={} if think is None else thinking(template, think == "on"),
-        session_file=session,
+        session_file=kept_in,
     )
     commands = SlashCommands(chat)
     if call.out.interactive:

@@ -184,7 +184,7 @@ def estimate(
     call: Call,
     model: options.Model,
     loading: LoadFlags,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at a time.")] = 1,
     quant: Annotated[
         str | None,
         typer.Option("--quant", metavar="SCHEME", help="Estimate as if quantized: int4-g128, int8-channel, nf4-g64."),
@@ -195,7 +195,9 @@ def estimate(
     gpu: Annotated[int | None, options.size_option("--gpu", help="Estimate as if a GPU had this free: 24GiB.")] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option("--bandwidth", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"),
+        typer.Option(
+            "--bandwidth", metavar="X", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"
+        ),
     ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", min=1, help="Say whether vLLM can split it over N GPUs.", metavar="N")

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.utils.units import counted
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import TokenWindows
@@ -30,7 +31,10 @@ EXAMPLES = [
 
 Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
 Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
-Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.", show_default="held-out.txt of pico")]
+Text = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="UTF-8 text to score.", show_default="held-out.txt of pico"),
+]
 Window = Annotated[int, options.count_option("--ctx", help="Tokens in a window.", show_default="512")]
 Tokens = Annotated[
     int | None, options.count_option("--tokens", help="Stop after this many tokens.", show_default="all")
@@ -70,7 +74,8 @@ def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", te
         return
     columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
     call.out.table(columns, cells, right=range(1, len(columns)))
-    call.out.note(f"{results[0]['windows']} windows of {text.windows.shape[1]} tokens, against {results[0]['kv']}")
+    windows = counted(results[0]["windows"], "window")
+    call.out.note(f"{windows} of {text.windows.shape[1]} tokens, against {results[0]['kv']}")
 
 
 @command

@@ -11,7 +11,7 @@ from mycli.cli.load import adapted
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import counted, human_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.export import Exported
@@ -32,7 +32,7 @@ def export(
         str,
         typer.Option("--to", metavar="gguf[:TYPE]|gptq|awq|mlx|safetensors", help="The layout; TYPE is f16, q8_0, …"),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File (gguf) or folder to make.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="File (gguf) or folder to make.")],
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Round what the layout cannot hold exactly, and say what was lost.")
     ] = False,
@@ -75,6 +75,6 @@ def _show(call: Call, to: str, done: "Exported") -> None:
         rows.append(("loss", "none: every weight keeps its value"))
     else:
         mean = sum(one.error for one in worst) / len(worst)
-        rows.append(("rounded", f"{len(worst)} tensors, relative squared error {mean:.3g} on average"))
+        rows.append(("rounded", f"{counted(len(worst), 'tensor')}, relative squared error {mean:.3g} on average"))
         rows += [("worst", f"{one.name} ({one.kind}) {one.error:.3g}") for one in worst[:_WORST]]
     call.out.card(f"{to}", rows)

@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from mycli.cli.text.progress import stages
 from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import GateError, UsageError
+from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 from mycli.runtime.hub.resolve import resolve
@@ -154,6 +155,14 @@ def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:
     return f"stopped; finished blocks are kept in {kept}; to continue: {again}"
 
 
+def _how_to_use(folder: ModelFolder, name: str) -> str:
+    """For whoever made `name`, quoted, of the model in `folder`."""
+    with suppress(ModelError):  # a template that cannot be read is none to chat with
+        if folder.chat_template() is not None:
+            return f"chat with it: mycli chat {name}"
+    return f"continue a text with it: mycli run {name} PROMPT"
+
+
 @command
 def quantize(
     call: Call,
@@ -163,20 +172,32 @@ def quantize(
     report: Annotated[
         str, typer.Option(metavar="quick|full|none", help="How much held-out text to measure on.")
     ] = "quick",
-    max_kl: Annotated[float | None, typer.Option("--max-kl", help="Exit with 6 if the mean KL is above this.")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", metavar="X", help="Exit with 6 if the mean KL is above this.")
+    ] = None,
     max_fallback: Annotated[
         float,
-        typer.Option("--max-fallback", min=0, max=1, help="Exit with 6 if a larger share of layers was only rounded."),
+        typer.Option(
+            "--max-fallback",
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Exit with 6 if a larger share of layers was only rounded.",
+        ),
     ] = 0.05,
     device: options.Device = "auto",
     threads: options.Threads = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder to make.", show_default="in $MYCLI_HOME")
+        Path | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Folder to make.", show_default="in $MYCLI_HOME"),
     ] = None,
     work_dir: Annotated[
         Path | None,
         typer.Option(
-            "--work-dir", help="Where finished blocks are kept until the end.", show_default="hidden, beside the output"
+            "--work-dir",
+            metavar="FOLDER",
+            help="Where finished blocks are kept until the end.",
+            show_default="hidden, beside the output",
         ),
     ] = None,
     plot: Annotated[
@@ -255,4 +276,4 @@ def quantize(
     _show_outcome(call, outcome, points)
     _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
-        call.out.note(f"chat with it: mycli chat {shlex.quote(target.name)}")
+        call.out.note(_how_to_use(folder, shlex.quote(target.name)))

@@ -18,6 +18,7 @@ from mycli.cli.text.format import speculation
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import Neighbours
 from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.utils.units import counted
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import LoadedModel
@@ -40,9 +41,12 @@ MAX_SAMPLES = 256
 class PromptFlags:
     """What is asked, and where it comes from."""
 
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)] = None
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.", show_default=False)
+    ] = None
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="Read the prompt, or its beginning, from a file.")
+        Path | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt, or its beginning, from a file."),
     ] = None
     encoding_errors: Annotated[
         str,
@@ -204,7 +208,7 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
         for piece in call.out.while_reading(iter(reply), len(ids), generator.loaded.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
-        call.out.note(f"(cut off after {len(reply.tokens)} tokens: -n sets another limit)")
+        call.out.note(f"(cut off after {counted(len(reply.tokens), 'token')}: -n sets another limit)")
     elif reply.finish_reason == "context":
         call.out.note(f"(cut off: the context of {generator.loaded.engine.context} tokens is full)")
     if disturbed := neighbours.note():

@@ -23,7 +23,9 @@ MOST_LISTED = 100
 def search(
     call: Call,
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
-    limit: Annotated[int, typer.Option("--limit", min=1, max=MOST_LISTED, help="Most models to list.")] = 15,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, max=MOST_LISTED, help="Most models to list.")
+    ] = 15,
 ) -> None:
     """Find models on the Hugging Face hub.
 

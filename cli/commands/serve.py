@@ -18,6 +18,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.input_file import read_input
+from mycli.runtime.utils.units import counted
 
 if TYPE_CHECKING:
     from socket import socket
@@ -35,8 +36,10 @@ MAX_KEY_BYTES = 4096
 class AddressFlags:
     """Where the server listens, and who may come."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on; 0: any free one.")
+    ] = 8080
     key_file: Annotated[
         Path | None,
         typer.Option(
@@ -65,11 +68,18 @@ class AddressFlags:
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", min=0, max=3600, help="Seconds that replies have to finish when the server is told to stop."
+            "--grace",
+            metavar="SECONDS",
+            min=0,
+            max=3600,
+            help="Seconds that replies have to finish when the server is told to stop.",
         ),
     ] = 30.0
     waiting: Annotated[
-        int, typer.Option("--max-waiting", min=1, max=100_000, help="Most replies that may wait; more are refused.")
+        int,
+        typer.Option(
+            "--max-waiting", metavar="N", min=1, max=100_000, help="Most replies that may wait; more are refused."
+        ),
     ] = 256
 
     def resolve(self, call: Call) -> ServerSettings:
@@ -120,7 +130,10 @@ def serve(
     model: options.Model,
     address: AddressFlags,
     together: Annotated[
-        int, typer.Option("--max-sequences", min=1, max=4096, help="Replies made at once; they share the cache.")
+        int,
+        typer.Option(
+            "--max-sequences", metavar="N", min=1, max=4096, help="Replies made at once; they share the cache."
+        ),
     ] = 32,
     *,
     other: EngineFlags,
@@ -201,7 +214,7 @@ def _run(
     def drain() -> None:
         service.draining = True
         if worker.underway:
-            call.out.note(f"stopping: {worker.underway} replies are finished first; again to stop at once")
+            call.out.note(f"stopping: {counted(worker.underway, 'reply')} to finish first; again to stop at once")
 
     def ready() -> None:
         room = f"room for {sequences} of {engine.context} tokens"
@@ -215,7 +228,7 @@ def _run(
         if call.out.json_mode:
             call.out.json_record(answer)
         else:
-            call.out.result(f"{url} · {service.name} · {together} replies at once, {room}")
+            call.out.result(f"{url} · {service.name} · {counted(together, 'reply')} at once, {room}")
 
     server = DrainingServer(
         application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all

@@ -26,9 +26,11 @@ def spec_verify(
         Path | None,
         typer.Option("--prompts", metavar="FILE", help="A file of prompts, one per line.", show_default="built in"),
     ] = None,
-    limit: Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Tokens per reply.")] = 32,
-    length: Annotated[int, typer.Option("-k", "--length", min=1, max=64, help="Tokens per draft.")] = 4,
-    draws: Annotated[int, typer.Option("--draws", min=100, help="Draws for the test of the distribution.")] = 20_000,
+    limit: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Tokens per reply.")] = 32,
+    length: Annotated[int, typer.Option("-k", "--length", metavar="N", min=1, max=64, help="Tokens per draft.")] = 4,
+    draws: Annotated[
+        int, typer.Option("--draws", metavar="N", min=100, help="Draws for the test of the distribution.")
+    ] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",
     threads: options.Threads = None,

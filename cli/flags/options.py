@@ -49,12 +49,12 @@ def parse_memory(text: str) -> int:
     return size
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """`512,1k` as integers. Raises UsageError."""
+def parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """`512,1k`, given with `flag`, as integers. Raises UsageError."""
     try:
         return tuple(parse_count(part) for part in text.split(","))
     except typer.BadParameter as error:
-        raise UsageError(str(error.message), "separate counts by commas") from None
+        raise UsageError(f"{flag} {text}: {error.message}", "separate counts by commas") from None
 
 
 def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice") -> Choice:
@@ -117,7 +117,7 @@ Model = Annotated[
 ]
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="One or more models.", show_default=False, autocompletion=complete_model),
+    typer.Argument(metavar="MODEL", help="One or more models.", show_default=False, autocompletion=complete_model),
 ]
 Device = Annotated[
     str,

@@ -73,7 +73,7 @@ class RecipeFlags:
     samples: Annotated[int, options.count_option("--samples", help="Windows to calibrate on.")] = 128
     seq: Annotated[int | None, options.count_option("--seq", help="Tokens in a window.", show_default="512")] = None
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Draws the windows; the same seed gives the same bytes.")
+        int, typer.Option("--seed", metavar="N", min=0, help="Draws the windows; the same seed gives the same bytes.")
     ] = 0
     tune: Annotated[
         bool,

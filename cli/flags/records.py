@@ -90,22 +90,29 @@ class SamplingFlags:
     """How tokens are drawn, as it was typed; None: as the model recommends."""
 
     temperature: Annotated[
-        float | None, typer.Option("-t", "--temperature", help="0 is greedy.", show_default=_OURS)
+        float | None, typer.Option("-t", "--temperature", metavar="X", help="0 is greedy.", show_default=_OURS)
     ] = None
     top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS)
+        int | None,
+        typer.Option("--top-k", metavar="N", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Draw from the likeliest that make up this share.", show_default=_OURS),
+        typer.Option(
+            "--top-p", metavar="X", help="Draw from the likeliest that make up this share.", show_default=_OURS
+        ),
     ] = None
     min_p: Annotated[
-        float | None, typer.Option("--min-p", help="Drop tokens below this share of the likeliest.", show_default=_OURS)
+        float | None,
+        typer.Option("--min-p", metavar="X", help="Drop tokens below this share of the likeliest.", show_default=_OURS),
     ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=_OURS)
+        float | None,
+        typer.Option("--repetition-penalty", metavar="X", help="Above 1 avoids repetition.", show_default=_OURS),
     ] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="random")] = None
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.", show_default="random")
+    ] = None
     logit_bias: Annotated[
         list[str] | None,
         typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
@@ -117,7 +124,12 @@ class SamplingFlags:
 
     def check(self) -> None:
         """Raises UsageError for a value that cannot be, whatever the model recommends: before it is loaded."""
-        self.resolve(GenerationDefaults())
+        try:
+            self.resolve(GenerationDefaults())
+        except UsageError as error:
+            name, _, problem = error.message.partition(" ")
+            option = f"--{name.replace('_', '-')}" if name in vars(self) else name
+            raise error.reworded(f"{option} {problem}") from None
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""

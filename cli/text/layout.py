@@ -46,9 +46,33 @@ def fitting(rows: Sequence[Sequence[str]], order: Sequence[int], columns: int) -
     return sorted(chosen)
 
 
+# A command that a text tells a person to type: as far as its sentence goes on behind it, with a mark or a verb.
+COMMAND = re.compile(
+    r"""
+    \b(?:mycli|hf)[ ] (?: '[^']*' | "[^"]*" | [^'"] )*?
+    (?= [;,:.)]*$ | [;,:.)]+[ ] | [ ]\( | [ ](?:and|or)[ ]
+      | [ ](?:answers|checks|continues|fetches|finds|frees|holds|lists|looks|prints|says|shows|writes)\b )
+    """,
+    re.VERBOSE,
+)
+NARROWEST = 20  # columns in which a text is broken; in fewer the terminal does it
+_INSIDE = "\0"  # a space that no line is broken at
+
+
 def word_wrapped(text: str, columns: int) -> list[str]:
-    """`text` as lines broken between words to fit `columns`; words that are longer, such as paths, stay whole."""
-    return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False) or [""]
+    """`text` as lines broken between words to fit `columns`.
+
+    What is longer stays whole: words such as paths, and commands, which a person may copy and paste.
+    """
+    joined = COMMAND.sub(lambda command: command[0].replace(" ", _INSIDE), text)
+    lines = textwrap.wrap(joined, columns, break_long_words=False, break_on_hyphens=False) or [""]
+    return [line.replace(_INSIDE, " ") for line in lines]
+
+
+def broken(text: str, columns: int) -> str:
+    """The lines of `text` as `word_wrapped` breaks them; as they are where a line has no room for a few words."""
+    lines = text.split("\n")
+    return "\n".join(part for line in lines for part in word_wrapped(line, columns)) if columns >= NARROWEST else text
 
 
 class WordWrap:

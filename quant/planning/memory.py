@@ -16,6 +16,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.units import human_bytes
 
 LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
 BATCH = 4  # windows a step of tuning
@@ -91,7 +92,7 @@ def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None,
 
 
 def _too_little(kind: str, bound: int) -> str:
-    return f"{bound / 2**20:.0f} MiB of {kind} are too little for this model and calibration"
+    return f"{human_bytes(bound)} of {kind} are too little for this model and calibration"
 
 
 def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:

@@ -5,6 +5,7 @@ Knows names of devices and GB/s (10^9 bytes per second). Does not measure, and d
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mycli.runtime.errors import ModelError
@@ -76,15 +77,19 @@ def remembered(folder: Path, device: str) -> float | None:
         return None
 
 
-def remember(folder: Path, device: str, gigabytes_per_second: float) -> None:
-    """Write a measurement of `device` down in `folder`, which is made if missing; other devices' notes stay.
+def remember(folder: Path, device: str, gigabytes_per_second: float) -> float:
+    """The best that is known of `device` with this measurement: the largest of it and of what is noted in `folder`.
 
-    The largest is kept: other work on the machine makes a measurement smaller, nothing makes it larger.
+    Other work on the machine makes a measurement smaller, nothing makes it larger. The best is noted in `folder`, which
+    is made if missing; other devices' notes stay. Where nothing can be written, nothing is.
     """
     try:
         notes = dict(read_object(folder / BANDWIDTH_FILE).values)
     except ModelError:
         notes = {}
-    notes[device] = max(round(gigabytes_per_second, 2), remembered(folder, device) or 0.0)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_atomic(folder / BANDWIDTH_FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)
+    best = max(gigabytes_per_second, remembered(folder, device) or 0.0)
+    notes[device] = round(best, 2)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(folder / BANDWIDTH_FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)
+    return best

@@ -10,13 +10,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from mycli.runtime.device.bandwidth import remember, remembered
+from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics.memory_check import MemoryMeter
@@ -240,12 +239,8 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
 def measure_device(device: torch.device, state: Path, seen: float = 0.0) -> tuple[str, float]:
     """The name of `device` and the GB/s at which it reads: the best that was ever measured or `seen` on it.
 
-    Other work on the machine makes a measurement smaller, nothing makes it larger. It is noted down in the folder
-    `state` for estimates.
+    It is noted down in the folder `state` for estimates.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
-    best = max(measured, seen, remembered(state, name) or 0.0)
-    with suppress(OSError):  # where nothing can be written, nothing is
-        remember(state, name, best)
-    return name, best
+    return name, remember(state, name, max(measured, seen))

@@ -120,7 +120,7 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         more = f" and {len(quantized) - 6} more" if quantized[6:] else ""
         raise ModelError(f"{repo}: no safetensors but GGUF files, each a model", f"give one: {shown}{more}")
     others = sorted(f.name for f in files if f.name.endswith((*_PICKLED, ".gguf", ".safetensors")))
-    held = f"only {others[0]}" if others else "none"
+    held = f"only {others[0]}" if others else "nor in a GGUF file"
     hint = "look for a model in this format with: https://huggingface.co/models?library=safetensors"
     if any(name.endswith(_PICKLED) for name in others):
         held += ", whose format can run code when opened and is never read here"

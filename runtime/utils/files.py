@@ -30,7 +30,7 @@ def disk_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot write {target}: {error.strerror or error}"
         if error.errno in _PATH_ERRORS:
-            raise UsageError(message, "choose another folder for the output") from None
+            raise UsageError(message, "choose another folder") from None
         raise ResourceError(message, _ELSEWHERE) from None
 
 

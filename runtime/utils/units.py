@@ -1,6 +1,12 @@
-"""Amounts of memory in words. Knows no model and no device."""
+"""Amounts in words: of memory, and of whatever is counted. Knows no model and no device."""
 
 GIB = 1 << 30
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`; of a noun in -y, `2 replies`."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count} {noun if count == 1 else several}"
 
 
 def human_bytes(count: float) -> str:
@@ -8,6 +14,8 @@ def human_bytes(count: float) -> str:
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     size, unit = next(((s, u) for s, u in ((1 << 20, "MiB"), (1 << 10, "KiB")) if count >= s), (1, "bytes"))
+    if count == 1:
+        return "1 byte"
     return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
 
 

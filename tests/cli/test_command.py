@@ -54,6 +54,11 @@ ENDS = {
     "D13-denied": ("raise PermissionError(13, 'Permission denied', '/x')", 3, "error: /x: Permission denied"),
     "D13-path-too-long": ("open('x' * 5000)", 3, "File name too long"),
     "D2-disk-full": ("raise OSError(28, 'No space left on device', '/x')", 5, "error: /x: No space left on device"),
+    "D2-disk-read-only": (
+        "raise OSError(30, 'Read-only file system', '/x')",
+        5,
+        "error: /x: Read-only file system",
+    ),
     "D18-pipe": ("raise BrokenPipeError", 141, ""),
 }
 

@@ -18,7 +18,7 @@ from mycli.cli.main import main
 from mycli.cli.output import Output
 from mycli.cli.text.layout import WordWrap, fitting, width
 from mycli.cli.text.progress import reading
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.names import candidates, plain_name
 from mycli.runtime.kernels.cpu.library import build
 from tests.support.command_line import Mycli
@@ -47,6 +47,32 @@ def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPat
     assert all(len(line) <= 40 for line in lines[:-1]) and lines[-1] == f"  folder  {path}"
     assert " ".join(line.strip() for line in lines[1:-1]) == f"/set    {value}"
     assert f"  /set    {value}\n" in piped.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 40, 30])
+def test_what_is_said_is_broken_between_words_and_never_in_a_command(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of errors, hints, warnings, notes and the line below a reply; a pipe has each as one line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    typed = "mycli quantize 'my model, the first; and only' --bits 4 --group 64"
+    error = ModelError(
+        "config.json of a model that nobody has quantized before: hidden_size is missing in it",
+        f"quantize it: {typed}; mycli list shows the models on this machine, or ask for another one",
+    )
+    notes = ("it continues where it was: " + typed, "\nanother program writes to the folder for the time being")
+    shown, piped = Terminal(), io.StringIO()
+    for stream in (shown, piped):
+        out = Output(stdout=stream, stderr=stream, environment={"NO_COLOR": "1"})
+        out.error(error), out.warn(error.message), out.footer(" · ".join(["38 tok"] * 9))
+        for note in notes:
+            out.note(note)
+    lines = shown.getvalue().splitlines()
+    assert sum(typed in line for line in lines) == 2, "whole: where the terminal breaks it, a copy has no line's end"
+    assert all(len(line) <= columns for line in lines if typed not in line)
+    assert any("mycli list" in line for line in lines)
+    assert shown.getvalue().split() == piped.getvalue().split(), "words are not broken"
+    assert len(piped.getvalue().splitlines()) == 7 and "\n\nanother" in shown.getvalue()
 
 
 def test_a_notice_waits_for_the_end_of_the_reply() -> None:
@@ -277,8 +303,18 @@ def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
         (("bench", "pico", "--save", "mine/letter.txt"), "something else"),
         (("bench", "pico", "--save", "nowhere/x.json"), "there is no folder"),
         (("bench", "pico", "nope-nope"), "nope-nope: no model of that name"),
+        (("bench", "pico", "-p", "-1"), "-p -1: '-1' is not a count"),
+        (("bench", "pico", "-n", "1,-2"), "-n 1,-2: '-2' is not a count"),
+        (("bench", "pico", "-d", "-1"), "-d -1: '-1' is not a count"),
+        (("bench", "pico", "-b", "-1"), "-b -1: '-1' is not a count"),
+        (("bench", "pico", "-n", "-1", "--draft", "ngram"), "-n -1: '-1' is not a count"),
+        (("bench", "pico", "--serve", "-p", "-1"), "-p -1: '-1' is not a count"),
+        (("bench", "pico", "--serve", "--clients", "-1"), "--clients -1: '-1' is not a count"),
+        (("bench", "pico", "--serve", "--shared", "-1"), "--shared: '-1' is not a count"),
         (("estimate", "pico", "--gpu", "24"), "has no unit"),
-        (("run", "pico", "Hi", "--top-k", "-1"), "choose between 0 and 2147483648"),
+        (("run", "pico", "Hi", "--top-k", "-1"), "--top-k -1 is out of range\nhint: choose between 0 and 2147483648"),
+        (("chat", "pico", "-t", "-1"), "--temperature -1.0 is out of range"),
+        (("run", "pico", "Hi", "--logit-bias", "-4=2"), "--logit-bias -4=2.0 is out of range"),
         (("chat", "pico", "--ctx", "8k"), "more than the 2048 tokens"),
         (("serve", "pico", "--api-key-file", "none.txt"), "none.txt: no such file"),
         (("export", "pico", "--to", "gguf", "-o", "."), "GGUF is one file"),
@@ -321,7 +357,11 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
 def test_a_name_with_a_space_is_quoted_where_it_is_to_be_typed(mycli: Mycli, tmp_path: Path) -> None:
     shutil.copytree(PICO.parent / "pico-draft", tmp_path / "my model")
     done = mycli("quantize", str(tmp_path / "my model"), "--method", "rtn", "--group", "64", "--report", "none")
-    assert "mycli chat 'my model-rtn-int4-g64'" in done.stderr
+    assert "chat with it: mycli chat 'my model-rtn-int4-g64'" in done.stderr
+    (tmp_path / "my model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "my model" / "chat_template.jinja").unlink(missing_ok=True)
+    again = mycli(*done.args, "--overwrite")
+    assert "continue a text with it: mycli run 'my model-rtn-int4-g64' PROMPT" in again.stderr
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["blocks-are-kept", "nothing-yet"])

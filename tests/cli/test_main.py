@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -27,6 +28,9 @@ def test_every_command_of_the_table_exists_with_help_and_examples(name: str, myc
     assert {"json", "quiet", "verbose", "debug", "offline", "device"} <= option_keys(name).keys()
     page = mycli(*name.split(), "--help")
     assert page.returncode == 0 and "Examples:" in page.stdout and page.stderr == ""
+    values = re.findall(r"^  -.*? (<.*?>)", page.stdout, re.MULTILINE)
+    assert not values, "what an option takes has a name that is no programmer's"
+    assert all(len(line) <= 80 for line in page.stdout.partition("Examples:")[0].splitlines())
 
 
 def test_every_file_of_commands_is_in_the_table() -> None:

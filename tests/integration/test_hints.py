@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.text.layout import COMMAND
 from tests.support.command_line import Mycli
 from tests.support.sources import name, sources, tree
 from tests.support.stored_models import quantized
@@ -75,6 +76,12 @@ def test_every_command_in_the_words_of_the_program_is_one(where: str, line: str)
     known = {spelling for option in parser(command).params for spelling in option.opts} | {"--help"}
     asked = {word for word in rest if re.fullmatch(r"--?[a-z][a-z-]*", word)}
     assert asked <= known, f"{where}: {command} has no {sorted(asked - known)}"
+
+
+def test_a_command_that_is_kept_on_one_line_ends_where_its_prose_goes_on() -> None:
+    """A verb that `COMMAND` does not know would make a whole sentence one word."""
+    kept = [found[0] for _, line in LINES for found in COMMAND.finditer(f"mycli {line.partition('  #')[0]}")]
+    assert len(kept) > 30 and not [command for command in kept if re.search(r" [a-z]{3,}s(?= |$)", command)]
 
 
 def test_there_are_commands_to_look_at() -> None:

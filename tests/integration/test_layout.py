@@ -22,6 +22,7 @@ PIPES = {
     "cli/text/streams.py": "opens those that are closed",
     "cli/batch_file.py": "reads prompts from standard input",
     "cli/text/input.py": "reads the prompt from standard input",
+    "cli/text/line_editing.py": "reads a line from the terminal",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }
 MOST_ROOMS, MOST_FLOORS = 18, 9

@@ -217,7 +217,7 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     outcome = quantize(work, tmp_path / "out", CPU)
     assert outcome.fallbacks == 0
     dead, collapsed = outcome.notes
-    assert "3 layers have inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
+    assert "3 layers with inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
     assert "the model has collapsed" in collapsed
     written = json.loads((tmp_path / "out" / record.CARD_FILE).read_text())
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48

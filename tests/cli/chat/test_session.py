@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.cli.chat.history import Conversation
+from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.chat.session import Chat, thinking
+from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.command import Call
 from mycli.cli.load import LoadedEngine
 from mycli.cli.output import Output
@@ -21,7 +22,7 @@ from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.chat_template import ChatTemplate
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from tests.support.paths import PICO
 
 
@@ -79,7 +80,7 @@ def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
 @pytest.mark.parametrize("way", ["ctrl-c", "damaged"])
 def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """D15 keeps what was said; F5 takes the turn back. Either way the conversation can go on."""
-    chat.session_file = tmp_path / "session.json"
+    chat.session_file = SessionFile(tmp_path / "session.json")
 
     def broken(self: Completion) -> Iterator[str]:
         yield "half "
@@ -94,12 +95,34 @@ def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.Monke
                 chat.answer("What is the capital of Japan?")
     kept = Conversation()
     if way == "ctrl-c":
-        kept.load(chat.session_file)
+        kept.load(chat.session_file.path)
         assert [turn.content for turn in kept.turns] == ["What is the capital of Japan?", "half "]
     else:
-        assert not chat.conversation.turns and not chat.session_file.exists()
+        assert not chat.conversation.turns and not chat.session_file.path.exists()
     chat.answer("What is the capital of Japan?")
     assert chat.conversation.turns[-1].content == "The capital of Japan is Tokyo."
+
+
+def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
+    """What the other has written stays, and it is said, until this conversation is kept elsewhere."""
+    path, other = tmp_path / "session.json", Conversation(turns=[Message("user", "a"), Message("assistant", "b")])
+    commands = SlashCommands(chat)
+    chat.session_file = SessionFile(path)
+    chat.answer("What is the capital of Japan?")
+    chat.answer("What is the capital of France?")
+    other.save(path, "pico")
+    for again in (lambda: chat.answer("What is the capital of Italy?"), lambda: commands.handle("/save")):
+        with pytest.raises(UsageError, match="another program has written to it"):
+            again()
+    kept = Conversation()
+    kept.load(path)
+    assert kept.turns == other.turns and len(chat.conversation.turns) == 6
+    commands.handle(f"/save {tmp_path / 'mine.json'}")
+    path.unlink()
+    chat.keep()
+    for file in (path, tmp_path / "mine.json"):
+        kept.load(file)
+        assert kept.turns == chat.conversation.turns
 
 
 def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:

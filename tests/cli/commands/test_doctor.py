@@ -40,6 +40,19 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state: Path) -> None:
     assert remembered(state, cpu_name()) == 20
 
 
+@pytest.mark.parametrize("busy", ["before-the-checks", "after-them"])
+def test_one_busy_measurement_is_not_the_bandwidth(
+    busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = []
+    check = doctor.check_kernels
+    monkeypatch.setattr(doctor, "check_kernels", lambda *given: checks.append(given) or check(*given))
+    slow = busy == "before-the-checks"
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 12.0 if slow == (not checks) else 36.0)
+    assert call("--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["bandwidth_gb_per_second"] == 36
+
+
 def test_says_why_replies_are_slow_without_a_compiler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,37 @@ def test_a_measured_bandwidth_is_used(state: Path, capsys: pytest.CaptureFixture
     assert found["ceiling_tokens_per_second"][0]["rate"] == pytest.approx(20e9 / (2 * 5_770_496))
 
 
+@pytest.mark.parametrize(("text", "size"), [("24G", 24 << 30), ("24GiB", 24 << 30), ("24GB", 24 * 10**9)])
+def test_a_gpu_of_this_size_has_these_bytes_free(
+    text: str, size: int, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, llama, "--gpu", text)
+    assert (found["bytes"]["free"], found["device"]) == (size, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("24", "has no unit: write 24GiB or 24MiB"), ("0GiB", "is not above zero")]
+)
+@pytest.mark.parametrize("source", ["--gpu", "MYCLI_GPU", "config.toml: gpu"])
+def test_a_size_without_a_unit_or_of_nothing_is_refused(
+    source: str,
+    text: str,
+    problem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if source == "MYCLI_GPU":
+        monkeypatch.setenv(source, text)
+    elif source != "--gpu":
+        (tmp_path / "config" / "mycli").mkdir(parents=True)
+        value = text if text.isdecimal() else f'"{text}"'
+        (tmp_path / "config" / "mycli" / "config.toml").write_text(f"gpu = {value}\n")
+    assert call("pico", *((source, text) if source == "--gpu" else ())) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert f"{source}: " in captured.err and problem in captured.err and not captured.out
+
+
 def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     dense = answer(capsys, llama, "--quant", "int4-g128")
     path = Path(llama) / "config.json"

@@ -74,6 +74,14 @@ def test_dry_run_tells_the_exact_size_and_writes_nothing(home: Path, capsys: pyt
     assert (Path(result["folder"]) / "model.safetensors").stat().st_size == promised + 8 + header
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [("10M", "10 MiB"), ("10MB", "9.54 MiB"), ("0.02G", "20.5 MiB"), ("10k", "10 KiB")]
+)
+def test_a_bound_is_told_as_it_was_given(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "quantize", "pico", "--max-ram", text, "--dry-run")
+    assert code == 5 and out == "" and f"error: {told} of main memory are too little" in err
+
+
 @pytest.mark.parametrize("fault", ["E7-bound-too-small"])
 def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
     home: Path, capsys: pytest.CaptureFixture[str], fault: str

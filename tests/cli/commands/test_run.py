@@ -134,7 +134,7 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "-t", "1e9"), "temperature"),  # F6
         (("Hi", "--seed", "9223372036854775808"), "seed"),  # F9
         (("Hi", "--logit-bias", "99999=1"), "logit_bias"),  # F8
-        (("Hi", "--logit-bias", "5=inf"), "logit_bias"),  # F8
+        (("Hi", "--logit-bias", "5=inf"), "--logit-bias 5=inf is out of range"),  # F8
         (("Hi", "--logit-bias", "5"), "logit-bias"),  # F8
         (("x " * 3000,), "the context has room for"),  # F1
         (("Hi", "--ctx", "8k"), "more than the 2048 tokens"),
@@ -208,7 +208,7 @@ def test_a_reply_that_was_cut_off_says_so(mycli: Mycli, monkeypatch: pytest.Monk
     ("arguments", "code", "message"),
     [
         (("-t", "-1"), 2, "temperature"),
-        (("--top-p", "2"), 2, "top_p"),
+        (("--top-p", "2"), 2, "--top-p 2.0 is out of range"),
         (("--batch", "nowhere.jsonl"), 4, "nowhere.jsonl: no such file"),
         (("-f", "nowhere.txt"), 4, "nowhere.txt: no such file"),
         (("Hi", "--schema", "nowhere.json"), 4, "nowhere.json: no such file"),

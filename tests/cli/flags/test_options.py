@@ -4,6 +4,7 @@ import pytest
 import typer
 
 from mycli.cli.flags.options import parse_count, parse_counts, parse_memory
+from mycli.cli.main import COMMANDS, find_command, program
 from mycli.runtime.errors import UsageError
 
 
@@ -19,9 +20,9 @@ def test_what_is_no_count(text: str) -> None:
 
 
 def test_lists_of_counts() -> None:
-    assert parse_counts("0,512,8k") == (0, 512, 8192)
-    with pytest.raises(UsageError):
-        parse_counts("512,,1")
+    assert parse_counts("-p", "0,512,8k") == (0, 512, 8192)
+    with pytest.raises(UsageError, match="^-p 512,,1: '' is not a count"):
+        parse_counts("-p", "512,,1")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,44 @@ def test_memory(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24XB", "nan", "1e9GiB", "24", "0GiB", "0.0000000001B"])
-def test_what_is_no_memory(text: str) -> None:
-    with pytest.raises(typer.BadParameter):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("24", "has no unit: write 24GiB or 24MiB"),
+        ("10", "has no unit"),
+        ("0GiB", "is not above zero"),
+        ("0.1B", "is not above zero"),
+        *((text, "is not an amount of memory") for text in ("", "GiB", "-1GiB", "24XB", "nan", "1e9GiB")),
+    ],
+)
+def test_what_is_no_memory(text: str, problem: str) -> None:
+    with pytest.raises(typer.BadParameter) as refused:
         parse_memory(text)
+    assert problem in refused.value.message
+
+
+# Every option that takes an amount of memory, wherever it stands: one that lost its parser is missed here.
+SIZES = {
+    "--gpu": {"estimate"},
+    "--max-ram": {"quantize"},
+    "--max-vram": {"quantize"},
+    "--prefix-cache-size": {"chat", "run", "serve"},
+    "--expert-memory": {"bench", "chat", "estimate", "run", "serve"},
+}
+
+
+def test_options_that_take_memory_read_it_as_memory() -> None:
+    found: dict[str, set[str]] = {}
+    parsers = program(frozenset(COMMANDS))
+    for name in COMMANDS:
+        command = find_command(parsers, name)
+        for option in command.params:
+            if option.metavar != "SIZE":
+                continue
+            found.setdefault(option.opts[0], set()).add(name)
+            for text, size in (("24G", 24 << 30), ("24GB", 24 * 10**9), ("800 MiB", 800 << 20)):
+                assert command.make_context(name, ["pico", option.opts[0], text]).params[option.name] == size
+            for text, problem in (("24", "has no unit"), ("10", "has no unit"), ("0GiB", "not above zero")):
+                with pytest.raises(typer.TyperException, match=problem):
+                    command.make_context(name, ["pico", option.opts[0], text])
+    assert found == SIZES

@@ -26,8 +26,8 @@ def test_a_measurement_is_remembered_beside_others(tmp_path: Path) -> None:
     assert remembered(folder, "cpu") is None
     remember(folder, "cpu", 36.204)
     remember(folder, "NVIDIA H200", 4300)
-    remember(folder, "cpu", 37)
-    remember(folder, "cpu", 18)  # while other work took the rest
+    assert remember(folder, "cpu", 37) == 37
+    assert remember(folder, "cpu", 18) == 37, "other work took the rest"
     assert (remembered(folder, "cpu"), remembered(folder, "NVIDIA H200")) == (37, 4300)
     assert remembered(folder, "another") is None
     assert (folder / BANDWIDTH_FILE).stat().st_mode & 0o777 == 0o600

@@ -90,7 +90,7 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     machine(monkeypatch)
     found = place(CONFIG)
     assert (found.device, found.dtype, found.notes) == (torch.device("cuda", 0), torch.bfloat16, ())
-    with pytest.raises(ResourceError, match="there are 1 devices"):
+    with pytest.raises(ResourceError, match="1 GPU visible"):
         place(CONFIG, "cuda:1")
 
 

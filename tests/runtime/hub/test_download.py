@@ -178,7 +178,7 @@ def test_modes_follow_the_umask(server: HubServer, folders: Path) -> None:
     [
         ({"pytorch_model.bin": b"x"}, "only pytorch_model.bin, whose format can run code"),
         ({"model.Q4.gguf": b"GGUF"}, "no safetensors but GGUF files"),
-        ({"README.md": b"x"}, "no weights in model.safetensors or model.safetensors.index.json, none"),
+        ({"README.md": b"x"}, "no weights in model.safetensors or model.safetensors.index.json, nor in a GGUF file"),
     ],
     ids=["A19-bin", "gguf", "nothing"],
 )

@@ -1,10 +1,10 @@
-"""Amounts of memory in words: each has its unit, and two that are compared are told apart."""
+"""Amounts in words: memory has its unit, two that are compared are told apart, and one is not several."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.utils.units import GIB, human_bytes, told_apart
+from mycli.runtime.utils.units import GIB, counted, human_bytes, told_apart
 
 
 def test_memory_has_its_unit() -> None:
@@ -15,6 +15,12 @@ def test_memory_has_its_unit() -> None:
         "7 bytes",
         "0 bytes",
     ]
+    assert human_bytes(1) == "1 byte"
+
+
+def test_what_is_counted_is_one_or_several() -> None:
+    assert [counted(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert [counted(count, "reply") for count in (1, 32)] == ["1 reply", "32 replies"]
 
 
 @pytest.mark.parametrize(
