@@ -23,20 +23,8 @@ struct TableWeight {  // mirrored by build.py
 
 constexpr int CODE_VECTORS = LANE / WIDE;  // that 16 codes fill
 
-// Eight bytes or sixteen, to lanes of 32 bits.
-inline WideInt widened(const uint8_t* at) {
-#if defined(__AVX512F__)
-    return (WideInt)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#elif defined(__AVX2__)
-    return (WideInt)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-#else
-    WideInt all;
-    for (int lane = 0; lane < WIDE; lane++) all[lane] = at[lane];
-    return all;
-#endif
-}
-
 struct FourBits {
+    static constexpr float FACTOR = 1;
     Wide values[CODE_VECTORS];
     explicit FourBits(const TableWeight& t) { memcpy(values, t.values, sizeof values); }
     static constexpr int64_t bytes(int64_t codes) { return codes / 2; }
@@ -77,19 +65,39 @@ struct FourBits {
 #endif
 };
 
-// The mantissa moves to its place in an fp32 and the exponent gets its bias; below the smallest exponent a one is hidden and
-// taken away again, so that no arithmetic meets a subnormal number.
-template <int MANTISSA, int BIAS> struct EightBits {
+// Bits of fp16 as fp32.
+inline Wide from_halves(const uint16_t* at) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#else
+    Wide v;
+    for (int lane = 0; lane < WIDE; lane++) v[lane] = from_f16(at[lane]);
+    return v;
+#endif
+}
+
+// As halves, which processors convert: E5M2 is the upper byte of one; E4M3 has a bit less of an exponent, and a bias of 7 where
+// halves have 15, so that what is made of it is to be multiplied by FACTOR.
+template <int MANTISSA> struct EightBits {
+    static constexpr float FACTOR = MANTISSA == 3 ? 256 : 1;
     explicit EightBits(const TableWeight&) {}
     static constexpr int64_t bytes(int64_t codes) { return codes; }
     void decode(const uint8_t* at, Wide (&w)[CODE_VECTORS]) const {
-        const WideInt least = WideInt{} + ((128 - BIAS) << 23);
-        for (int part = 0; part < CODE_VECTORS; part++) {
-            const WideInt all = widened(at + part * WIDE), size = (all & 0x7f) << (23 - MANTISSA);
-            const Wide normal = (Wide)(size + ((127 - BIAS) << 23)), small = (Wide)(size + least) - (Wide)least;
-            const Wide value = (all & 0x7f) < (1 << MANTISSA) ? small : normal;
-            w[part] = (Wide)((WideInt)value | ((all & 0x80) << 24));
-        }
+        typedef int8_t Bytes __attribute__((vector_size(16)));
+        typedef int16_t Halves __attribute__((vector_size(32)));
+        Bytes codes;
+        memcpy(&codes, at, 16);
+#if defined(__AVX2__)
+        const Halves wide = (Halves)_mm256_cvtepi8_epi16((__m128i)codes);
+#else
+        const Halves wide = __builtin_convertvector(codes, Halves);
+#endif
+        const Halves half = MANTISSA == 3 ? (wide << 7) & int16_t(0xbfff) : wide << 8;
+        uint16_t halves[LANE];
+        memcpy(halves, &half, sizeof half);
+        for (int part = 0; part < CODE_VECTORS; part++) w[part] = from_halves(halves + part * WIDE);
     }
     void arranged(const uint8_t* at, Wide (&w)[CODE_VECTORS]) const { decode(at, w); }
     static V16 arrange(V16 x) { return x; }
@@ -97,8 +105,8 @@ template <int MANTISSA, int BIAS> struct EightBits {
 
 template <class Use> inline void by_kind(const TableWeight& t, Use use) {
     if (t.kind == TABLE_4_BITS) return use(FourBits(t));
-    if (t.kind == TABLE_E4M3) return use(EightBits<3, 7>(t));
-    use(EightBits<2, 15>(t));
+    if (t.kind == TABLE_E4M3) return use(EightBits<3>(t));
+    use(EightBits<2>(t));
 }
 
 inline float scale_at(const TableWeight& t, int64_t index) {
@@ -136,7 +144,7 @@ inline void table_rows(const TableWeight& t, const Codes& codes, int64_t n, cons
             }
         for (int r = 0; r < R; r++) {
             const Wide scale = spread_scale(t, (n + r) * groups + g);
-            for (int m = 0; m < M; m++) all[r][m] = multiply_add(sum[r][m], scale, all[r][m]);
+            for (int m = 0; m < M; m++) all[r][m] = multiply_add(sum[r][m] * Codes::FACTOR, scale, all[r][m]);
         }
     }
     for (int r = 0; r < R; r++)
@@ -180,6 +188,7 @@ inline void table_product(const TableWeight& t, const float* x, int64_t rows, fl
 // Rows first ... first + count of the weight to out [count, inputs] of F32 or BF16, rounded once.
 inline void table_unpack(const TableWeight& t, int64_t first, int64_t count, void* out, int32_t type, int threads) {
     by_kind(t, [&](const auto& codes) {
+        constexpr float FACTOR = std::remove_reference_t<decltype(codes)>::FACTOR;
         const int64_t groups = t.inputs / t.group;
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t row = 0; row < count; row++) {
@@ -189,8 +198,8 @@ inline void table_unpack(const TableWeight& t, int64_t first, int64_t count, voi
                 const Wide scale = spread(scale_at(t, (first + row) * groups + i / t.group));
                 for (int part = 0; part < CODE_VECTORS; part++) {
                     const int64_t at = row * t.inputs + i + part * WIDE;
-                    if (type == BF16) put(static_cast<uint16_t*>(out) + at, w[part] * scale);
-                    else put(static_cast<float*>(out) + at, w[part] * scale);
+                    if (type == BF16) put(static_cast<uint16_t*>(out) + at, w[part] * FACTOR * scale);
+                    else put(static_cast<float*>(out) + at, w[part] * FACTOR * scale);
                 }
             }
         }
