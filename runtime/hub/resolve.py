@@ -81,14 +81,19 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
 
     Raises what `resolve` raises, and ModelError for what is no adapter.
     """
+    layout = f"an adapter is a folder in PEFT's layout, with {ADAPTER_CONFIG}"
     if is_path(name) and (file := Path(name).expanduser()).exists() and not file.is_dir():
         raise ModelError(f"{name}: a file, but an adapter is a folder", f"give its folder: {file.parent}")
     try:
         source = _find(name, offline)
     except NotFoundError as error:
         raise error.reworded(error.message.replace("no model of that name", "no adapter of that name")) from None
+    except ModelError:
+        if not Path(name).is_dir():
+            raise
+        raise ModelError(f"{name}: not a LoRA adapter", layout) from None
     if not is_adapter(source.folder):
-        raise ModelError(f"{name}: not a LoRA adapter: no {ADAPTER_CONFIG}", "an adapter is a folder in PEFT's layout")
+        raise ModelError(f"{name}: not a LoRA adapter", layout)
     return source
 
 

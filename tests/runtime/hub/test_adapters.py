@@ -77,6 +77,10 @@ def test_one_that_is_cut_off_says_what_it_lacks(server: HubServer, files: dict[s
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pico: not a LoRA adapter"):
         resolve_adapter("pico")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="empty: not a LoRA adapter") as caught:
+        resolve_adapter(str(tmp_path / "empty"))
+    assert "adapter_config.json" in str(caught.value.hint)
     file = write_adapter(tmp_path / "a", {}) / "adapter_model.safetensors"
     with pytest.raises(ModelError, match="a file, but an adapter is a folder") as caught:
         resolve_adapter(str(file))
