@@ -5,7 +5,7 @@ that are not named here are ignored, as clients send what other servers understa
 are not done are refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -24,11 +24,34 @@ _CONSTRAINTS = (
     + ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 )
 
+_WORDS: Mapping[str, str] = {  # by pydantic's kinds of mistakes, with the bounds that it names
+    "missing": "is required",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "string_type": "must be a string",
+    "string_unicode": "must be a string of Unicode characters",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have {min_length} or more items",
+    "too_long": "must have at most {max_length} items",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "literal_error": "must be {expected}",
+}
+
 
 def _false_itself(value: Any) -> Any:
     """To Python 0 is False, and so it is to a Literal."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ValueError("Input should be false")
+        raise ValueError("must be false")
     return value
 
 
@@ -52,7 +75,7 @@ def validated(kind: type[_Request], value: Any) -> _Request:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _named(error.errors(include_url=False, include_context=False, include_input=False), value) from None
+        raise _named(error.errors(include_url=False, include_input=False), value) from None
 
 
 def _named(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
@@ -61,15 +84,20 @@ def _named(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
     within = [place for place in places if place[: len(places[0])] == places[0]]
     place = max(within, key=len)
     found = [error for error, where in zip(errors, places, strict=True) if where == place]
-    name, words = ".".join(map(str, place)), dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in found)
+    name, words = ".".join(map(str, place)), dict.fromkeys(map(_said, found))
     if [one for one in found if one["type"] != "none_required"]:
-        cause = " or ".join(words).replace(" or Input should be ", " or ")
+        cause = " or ".join(words).replace(" or must be ", " or ")
     else:
         cause = "is not supported here"
         if name in _CONSTRAINTS:
             cause += "; response_format says what a reply must be"
     code = "missing_required_parameter" if found[0]["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{name or 'body'}: {cause}", code, param=name or None)
+
+
+def _said(error: ErrorDetails) -> str:
+    words = _WORDS.get(error["type"])
+    return error["msg"].removeprefix("Value error, ") if words is None else words.format(**error.get("ctx", {}))
 
 
 def _place(error: ErrorDetails, body: Any) -> tuple[str | int, ...]:

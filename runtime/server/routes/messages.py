@@ -135,7 +135,7 @@ def _arguments(given: CountRequest) -> dict[str, Any]:
 def _ask(given: MessagesRequest) -> ChatAsk:
     choice = given.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
-        raise ApiError(400, "tool_choice.name: Field required", "missing_required_parameter", param="tool_choice.name")
+        raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
     drawn = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
     sampling = Sampling.model_validate({**drawn, "stop": given.stop_sequences or None})
     return ChatAsk(

@@ -119,7 +119,7 @@ def _messages(given: ResponsesRequest) -> list[Message]:
             found.append(Message("tool", content, name=names.get(item.call_id, ""), tool_call_id=item.call_id))
         elif item.type == "message":
             if item.role is None:
-                message = f"{place}.role: Field required"
+                message = f"{place}.role: is required"
                 raise ApiError(400, message, "missing_required_parameter", param=f"{place}.role")
             found.append(Message(item.role, text_of(item.content, f"{place}.content")))
     return found

@@ -39,7 +39,7 @@ def text_of(content: Content, place: str) -> str:
             message = f"{where}.type: {part.type!r} is not supported: this model reads text"
             raise ApiError(400, message, "unsupported_content", param=f"{where}.type")
         if part.text is None:
-            raise ApiError(400, f"{where}.text: Field required", "missing_required_parameter", param=f"{where}.text")
+            raise ApiError(400, f"{where}.text: is required", "missing_required_parameter", param=f"{where}.text")
         texts.append(part.text)
     return "\n".join(texts)
 
