@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (only where Triton is)
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
 from tests.support.decode_models import CASES, WIDE, Case, models  # noqa: E402  (as above)
 
@@ -32,7 +33,13 @@ def folder(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(params=[pytest.param(one, marks=pytest.mark.slow, id=f"sm{one}") for one in CAPABILITIES])
 def interpret(request: pytest.FixtureRequest, folder: Path) -> Callable[..., object]:
     """What `tests.support.triton_interpreter` gives: here the function runs on the emulator."""
-    return lambda function, *arguments: emulate(folder, request.param, function, *arguments)
+
+    def run(function: Callable[..., object], *arguments: object) -> object:
+        if request.param < 90 and any(isinstance(one, Routes) and one.pdl for one in arguments):
+            pytest.skip("launches that wait for the one before are of compute capability 9.0 on")
+        return emulate(folder, request.param, function, *arguments)
+
+    return run
 
 
 def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[float, float, int]:
