@@ -127,9 +127,11 @@ class SamplingFlags:
         try:
             self.resolve(GenerationDefaults())
         except UsageError as error:
-            name, _, problem = error.message.partition(" ")
-            option = f"--{name.replace('_', '-')}" if name in vars(self) else name
-            raise error.reworded(f"{option} {problem}") from None
+            setting = str(error.data.get("setting", ""))
+            if setting not in vars(self):
+                raise
+            option = f"--{setting.replace('_', '-')}"
+            raise error.reworded(option + error.message.removeprefix(setting)) from None
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""

@@ -15,6 +15,11 @@ MAX_BIASES = 1024
 MAX_BIAS = 100
 
 
+def _unfit(setting: str, problem: str, hint: str) -> UsageError:
+    """Of one setting, which the error's data name: whoever knows how it was given may say so instead."""
+    return UsageError(f"{setting} {problem}", hint, data={"setting": setting})
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, penalties 0, but repetition_penalty 1.
@@ -48,17 +53,15 @@ class SamplingParams:
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
-                raise UsageError(f"{name} {value} is out of range", f"choose between {low:.10g} and {high:.10g}")
+                raise _unfit(name, f"{value} is out of range", f"choose between {low:.10g} and {high:.10g}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
-            raise UsageError(f"seed {self.seed} is out of range", "choose a 64-bit integer")
+            raise _unfit("seed", f"{self.seed} is out of range", "choose a 64-bit integer")
         if len(self.logit_bias) > MAX_BIASES:
-            raise UsageError(f"logit_bias has {len(self.logit_bias)} entries", f"give at most {MAX_BIASES}")
+            raise _unfit("logit_bias", f"has {len(self.logit_bias)} entries", f"give at most {MAX_BIASES}")
         for token, bias in self.logit_bias:
             if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:  # false for NaN
-                raise UsageError(
-                    f"logit_bias {token}={bias} is out of range",
-                    f"a token id, and between -{MAX_BIAS} and {MAX_BIAS}",
-                )
+                remedy = f"a token id, and between -{MAX_BIAS} and {MAX_BIAS}"
+                raise _unfit("logit_bias", f"{token}={bias} is out of range", remedy)
 
     def with_given(self, values: Mapping[str, object]) -> "SamplingParams":
         """These settings with those of `values` that are not None. Raises UsageError, as the class does."""

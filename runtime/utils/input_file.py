@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.utils.units import human_bytes
 
 MAX_TEXT_BYTES = 256 << 20  # of a text that is read whole: some sixty million tokens
 
@@ -46,6 +47,5 @@ def read_input(path: Path, limit: int, *, pipes: bool = False) -> bytes:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
     if len(data) > limit:
-        most = f"{limit >> 20} MiB" if limit >> 20 else f"{limit} bytes"
-        raise UsageError(f"{path}: more than {most}", "give a part of it")
+        raise UsageError(f"{path}: more than {human_bytes(limit)}", "give a part of it")
     return data

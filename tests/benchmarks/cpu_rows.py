@@ -22,6 +22,7 @@ from mycli.runtime.device.system import cpu
 from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compile_library, load_library
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 
@@ -41,7 +42,8 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
-    return CpuMatmul(library, PackedWeight(words.to(torch.int32), scales, packing, inputs))
+    weight = PackedWeight(words.to(torch.int32), scales, packing, inputs)
+    return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1") else TableMatmul(library, weight)
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:

@@ -140,10 +140,11 @@ class RoundedInputs:
 
 
 def round_inputs(model: Transformer, block: int) -> None:
-    """Have every product of packed weights round its inputs."""
+    """Have every product of packed weights round its inputs; the head's are of Q8_0, whatever the layers' are."""
     for linear in (part for part in model.modules() if isinstance(part, Linear)):
+        size = 32 if linear is model.head else block
         if all(not isinstance(product, DenseMatmul) for product in linear.matmuls):
-            linear.matmuls = tuple(RoundedInputs(product, block) for product in linear.matmuls)
+            linear.matmuls = tuple(RoundedInputs(product, size) for product in linear.matmuls)
 
 
 def logits_over(model: Transformer, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:

@@ -1,140 +1,20 @@
 """What people met in their first hour with the program, and what it does there now."""
 
-import io
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mycli.cli.chat.slash_commands import complete_path
-from mycli.cli.flags.presets import apply_preset
 from mycli.cli.main import main
-from mycli.cli.output import Output
-from mycli.cli.text.layout import WordWrap, fitting, width
-from mycli.cli.text.progress import reading
-from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.hub.names import candidates, plain_name
 from mycli.runtime.kernels.cpu.library import build
 from tests.support.command_line import Mycli
-from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-# A reply on the screen
-
-
-def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal; a pipe has them whole. A path longer than the line stays whole too."""
-    monkeypatch.setenv("COLUMNS", "40")
-    value, path = "temperature, top_k, top_p, min_p, repetition_penalty, seed", "/tmp/" + "x" * 60
-    shown, piped = Terminal(), io.StringIO()
-    for stream in (shown, piped):
-        Output(stdout=stream, stderr=stream).card("Commands", [("/set", value), ("folder", path)])
-    lines = shown.getvalue().splitlines()
-    assert all(len(line) <= 40 for line in lines[:-1]) and lines[-1] == f"  folder  {path}"
-    assert " ".join(line.strip() for line in lines[1:-1]) == f"/set    {value}"
-    assert f"  /set    {value}\n" in piped.getvalue()
-
-
-@pytest.mark.parametrize("columns", [80, 40, 30])
-def test_what_is_said_is_broken_between_words_and_never_in_a_command(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of errors, hints, warnings, notes and the line below a reply; a pipe has each as one line."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    typed = "mycli quantize 'my model, the first; and only' --bits 4 --group 64"
-    error = ModelError(
-        "config.json of a model that nobody has quantized before: hidden_size is missing in it",
-        f"quantize it: {typed}; mycli list shows the models on this machine, or ask for another one",
-    )
-    notes = ("it continues where it was: " + typed, "\nanother program writes to the folder for the time being")
-    shown, piped = Terminal(), io.StringIO()
-    for stream in (shown, piped):
-        out = Output(stdout=stream, stderr=stream, environment={"NO_COLOR": "1"})
-        out.error(error), out.warn(error.message), out.footer(" · ".join(["38 tok"] * 9))
-        for note in notes:
-            out.note(note)
-    lines = shown.getvalue().splitlines()
-    assert sum(typed in line for line in lines) == 2, "whole: where the terminal breaks it, a copy has no line's end"
-    assert all(len(line) <= columns for line in lines if typed not in line)
-    assert any("mycli list" in line for line in lines)
-    assert shown.getvalue().split() == piped.getvalue().split(), "words are not broken"
-    assert len(piped.getvalue().splitlines()) == 7 and "\n\nanother" in shown.getvalue()
-
-
-def test_a_notice_waits_for_the_end_of_the_reply() -> None:
-    shown = Terminal()
-    out = Output(stdout=shown, stderr=shown, environment={"TERM": "dumb"})
-    with out.reply():
-        out.stream("The capital")
-        out.note("speculation is off")
-        out.stream(" is Tokyo.")
-    assert shown.getvalue() == "The capital is Tokyo.\nspeculation is off\n"
-
-
-def test_a_refused_reply_leaves_no_line() -> None:
-    stdout = io.StringIO()
-    out = Output(stdout=stdout, stderr=io.StringIO())
-    with pytest.raises(UsageError), out.reply():
-        raise UsageError("too long")
-    assert stdout.getvalue() == ""
-
-
-@pytest.mark.parametrize("pieces", [1, 3, 1000], ids=lambda size: f"pieces-of-{size}")
-def test_words_are_not_broken_at_the_edge(pieces: int) -> None:
-    text = "It was a dark and stormy night, and the rain fell in torrents.\n\n" * 2 + "日本語の文章は空白なしで続く"
-    wrap = WordWrap(lambda: 20)
-    shown = "".join(wrap.feed(text[i : i + pieces]) for i in range(0, len(text), pieces)) + wrap.flush()
-    assert all(width(line) <= 20 for line in shown.splitlines())
-    assert shown.replace("\n", "").replace(" ", "") == text.replace("\n", "").replace(" ", "")
-    assert "torrents.\n\n" in shown
-
-
-@pytest.mark.parametrize(
-    "line", ["    indented = code(that, must, keep, its, line)", "| a | table | of | many | cells |"]
-)
-def test_lines_that_mean_something_as_they_are_stay(line: str) -> None:
-    wrap = WordWrap(lambda: 20)
-    assert wrap.feed(line + "\n") + wrap.flush() == line + "\n"
-    fenced = f"```\n{line.strip()}\n```\n"
-    assert wrap.feed(fenced) + wrap.flush() == fenced
-
-
-def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 0.01)
-    stream, counts = io.StringIO(), iter(range(0, 10_000, 10))
-
-    def slow() -> Iterator[str]:
-        while "of 512 tokens" not in stream.getvalue():  # ends only where the line is shown
-            pass
-        yield "a"
-        yield "b"
-
-    assert list(reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
-    assert stream.getvalue().endswith("\r\x1b[K")
-    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
-    silent = io.StringIO()
-    assert list(reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
-
-
-def test_a_narrow_terminal_shows_the_columns_that_matter() -> None:
-    rows = [["model", "size", "t/s"], ["a-long-name", "12.00 GiB", "12.3 ± 0.1"]]
-    assert fitting(rows, (0, 2, 1), 32) == [0, 2] and fitting(rows, (0, 2, 1), 80) == [0, 1, 2]
-    assert fitting(rows, (0, 2, 1), 5) == []
-
 
 # Chat
 
@@ -180,110 +60,6 @@ def test_tab_offers_commands_settings_and_files(tmp_path: Path, monkeypatch: pyt
     assert complete_path("n") == ["night/", "notes.txt"]
     assert complete_path(f"{tmp_path}/no") == [f"{tmp_path}/notes.txt"]
     assert complete_path("nowhere/x") == []
-
-
-# Names
-
-
-@pytest.mark.parametrize(
-    ("typed", "plain"),
-    [
-        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B@main"),
-        ("huggingface.co/org/name/blob/v2/config.json?x=1", "org/name@v2"),
-        ("hf.co/org/name", "org/name"),
-        ("hf://org/name", "org/name"),
-        ("https://huggingface.co/datasets/org/name", "https://huggingface.co/datasets/org/name"),
-        ("https://example.org/org/name", "https://example.org/org/name"),
-        ("org/name@main", "org/name@main"),
-        ("./folder", "./folder"),
-    ],
-)
-def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
-    assert plain_name(typed) == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("llama3", "meta-llama/Llama-3"),
-        ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
-        ("Phi4", "microsoft/phi-4"),
-        ("zzz", None),
-        ("a b", None),
-    ],
-)
-def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
-    found = candidates(name)
-    assert found[0].startswith(first) if first else not found
-    assert len(found) <= 4
-
-
-def test_a_preset_is_a_model_with_settings(mycli: Mycli, environment: dict[str, str]) -> None:
-    path = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text('[preset.leo]\nmodel = "pico"\nmax_tokens = 3\ntemperature = 0\nsystem = "x"\n')
-    preset = json.loads(mycli("run", "leo", "leo", "--json", "--device", "cpu").stdout)
-    typed = json.loads(mycli("run", "pico", "leo", "-n", "3", "-t", "0", "--system", "x", "--json").stdout)
-    assert preset["text"] == typed["text"] and preset["completion_tokens"] == 3
-    assert (
-        json.loads(mycli("run", "leo", "hi", "-n", "2", "--json", "--device", "cpu").stdout)["completion_tokens"] == 2
-    )
-    assert json.loads(mycli("show", "leo", "--json").stdout)["model"] == "pico"
-    path.write_text('[preset.leo]\nmodel = "pico"\ncolour = 1\n')
-    refused = mycli("run", "leo", "hi")
-    assert refused.returncode == 2 and "colour is not an option" in refused.stderr
-
-
-def test_a_prompt_spelled_like_a_preset_is_a_prompt() -> None:
-    def model_of(line: list[str]) -> str | None:
-        return line[1] if len(line) > 1 else None
-
-    presets = {"leo": {"model": "pico", "ctx": "1k"}}
-    assert apply_preset(["run", "pico", "leo"], presets, model_of) == (["run", "pico", "leo"], {})
-    assert apply_preset(["run", "leo", "leo"], presets, model_of) == (["run", "pico", "leo"], {"ctx": "1k"})
-
-
-# The hub
-
-
-@pytest.fixture
-def server(environment: dict[str, str]) -> Iterator[HubServer]:
-    for name in [name for name in environment if name.lower().endswith("_proxy")]:
-        del environment[name]
-    with hub_server() as running:
-        files = {path.name: path.read_bytes() for path in PICO.iterdir()}
-        running.add("org/odd", {**files, "config.json": b'{"model_type": "gpt2"}'})
-        running.add("org/pico", files)
-        environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
-        yield running
-
-
-def test_what_cannot_run_is_not_fetched(server: HubServer, mycli: Mycli) -> None:
-    refused = mycli("pull", "org/odd")
-    assert refused.returncode == 3 and "'gpt2' is not supported" in refused.stderr and "--force" in refused.stderr
-    assert not server.requests("storage:"), "no weights were asked for"
-    assert mycli("pull", "org/odd", "--dry-run").returncode == 3, "as the real run would"
-    assert mycli("pull", "org/odd", "--force").returncode == 0
-    models = json.loads(mycli("list", "--json").stdout)["models"]
-    (odd,) = [one for one in models if one["name"] == "org/odd"]
-    assert not odd["usable"] and odd["problem"].startswith("unsupported: ")
-
-
-def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
-    done = mycli("search", "pico", "--json")
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["models"] == [
-        {
-            "name": "org/pico",
-            "downloads": 7,
-            "parameters": 5_770_496,
-            "model_type": "llama",
-            "gated": False,
-            "supported": True,
-        }
-    ]
-    assert "| org/odd |" in mycli("search", "org/odd").stdout
 
 
 # Refused before the work

@@ -15,12 +15,11 @@ from torch import Tensor
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import CpuMatmul, no_room_for
+from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, no_room_for
 from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.packed_weight import Matmul
 
-_INPUTS = 32
 PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
 
 
@@ -143,8 +142,8 @@ def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
     if len(found) < len(weights) or len({(weight.shape, weight.dtype, weight.requires_grad) for weight in found}) > 1:
         return "takes contiguous weights of one shape", _NONE, []
     outputs, inputs = found[0].shape
-    if {found[0].dtype, dtype} != {torch.bfloat16} or inputs % _INPUTS or found[0].requires_grad:
-        return f"takes bf16 weights without a gradient, of inputs in multiples of {_INPUTS}", _NONE, []
+    if {found[0].dtype, dtype} != {torch.bfloat16} or inputs % DENSE_INPUTS or found[0].requires_grad:
+        return f"takes bf16 weights without a gradient, of inputs in multiples of {DENSE_INPUTS}", _NONE, []
     return "", (outputs, inputs), [weight.data_ptr() for weight in found]
 
 

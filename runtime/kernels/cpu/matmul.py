@@ -21,6 +21,7 @@ from mycli.runtime.quantization.super_blocks import scale_codes
 from mycli.runtime.utils.huge_pages import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # of a block
+DENSE_INPUTS = 32  # of a dense weight: a multiple of these
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
@@ -275,8 +276,8 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
     """
     if x.dtype != weight.dtype or x.dtype not in ROW_TYPES or weight.device.type != "cpu":
         return "takes two of bf16 or of fp32, on the CPU only"
-    if x.shape[1] % _INPUTS or not weight.is_contiguous():
-        return f"takes contiguous weights of inputs in multiples of {_INPUTS}"
+    if x.shape[1] % DENSE_INPUTS or not weight.is_contiguous():
+        return f"takes contiguous weights of inputs in multiples of {DENSE_INPUTS}"
     if x.requires_grad or weight.requires_grad:
         return "has no gradient"
     library = build.native()

@@ -5,6 +5,7 @@ what they were in a file is the layouts'.
 """
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CTableWeight, Native
-from mycli.runtime.kernels.cpu.matmul import dense_product
+from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, multiply_dense
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
@@ -81,11 +82,12 @@ class TableMatmul:
         step = max(1, _PART // self._shape[1])
         y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
         part = torch.empty(min(step, outputs), self._shape[1], dtype=dtype)
+        # Not torch's where ours can: that is slow where bf16 has no instructions.
+        product = functional.linear if self._shape[1] % DENSE_INPUTS else partial(multiply_dense, self._library)
         for first in range(0, outputs, step):
             rows = part[: min(step, outputs - first)]
             self._unpack(first, rows)
-            made = dense_product(given, rows)  # torch's, where bf16 has no instructions, takes four times as long
-            y[:, first : first + step] = functional.linear(given, rows) if isinstance(made, str) else made
+            y[:, first : first + step] = product(given, rows)
         return y
 
     def _unpack(self, first: int, out: Tensor) -> None:

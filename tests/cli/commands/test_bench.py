@@ -11,6 +11,7 @@ import pytest
 from mycli.cli.main import main
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import ExitCode
+from tests.support.busy_device import busy_once
 
 SHORT = ("pico", "-p", "4", "-n", "2", "-r", "2", "--device", "cpu")
 
@@ -68,11 +69,7 @@ def test_one_busy_measurement_is_not_the_ceiling(
     busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is measured on both sides of the tests: one of them may be a busy moment."""
-    runs = []
-    trial = bench.run_trial
-    monkeypatch.setattr(bench, "run_trial", lambda *given, **named: runs.append(given) or trial(*given, **named))
-    slow = busy == "before-the-tests"
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 12.0 if slow == (not runs) else 36.0)
+    busy_once(monkeypatch, bench, "run_trial", busy == "before-the-tests")
     assert call(*SHORT, "--json") == ExitCode.OK
     rows = json.loads(capsys.readouterr().out)["results"]
     assert [row["bandwidth_gb_per_second"] for row in rows] == [36, 36]

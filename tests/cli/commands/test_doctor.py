@@ -14,6 +14,7 @@ from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import ExitCode, ResourceError
 from mycli.runtime.kernels.cpu.library import build as cpu_build
 from mycli.runtime.quantization.scheme import Packing
+from tests.support.busy_device import busy_once
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +45,7 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state: Path) -> None:
 def test_one_busy_measurement_is_not_the_bandwidth(
     busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = []
-    check = doctor.check_kernels
-    monkeypatch.setattr(doctor, "check_kernels", lambda *given: checks.append(given) or check(*given))
-    slow = busy == "before-the-checks"
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 12.0 if slow == (not checks) else 36.0)
+    busy_once(monkeypatch, doctor, "check_kernels", busy == "before-the-checks")
     assert call("--json") == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["bandwidth_gb_per_second"] == 36
 

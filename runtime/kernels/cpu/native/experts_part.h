@@ -63,9 +63,7 @@ struct ExpertsRun {
     }
 
     static void add_bias(const ExpertProduct& product, const Pair& pair, uint16_t* y) {
-        const uint16_t* bias = product.biases[pair.expert];
-        uint16_t* at = y + pair.at * product.outputs;
-        for (int64_t j = 0; bias && j < product.outputs; j += LANE) store16(at + j, load16(at + j) + load16(bias + j));
+        if (const uint16_t* bias = product.biases[pair.expert]) add_row(y + pair.at * product.outputs, bias, product.outputs);
     }
 
     // Both products of the experts in `up` and `down`, and `between` for each of their pairs. False: no memory.
@@ -154,10 +152,7 @@ struct ExpertsRun {
             sum_token<uint16_t>(sum, row);
         });
         if (part.expert_output_norm.gain) rowwise.norm(part.expert_output_norm, made, sum.size, sum.size, made);
-        rowwise.each([&](int64_t row) {
-            for (int64_t i = row * sum.size; shared && i < (row + 1) * sum.size; i += LANE)
-                store16(made + i, load16(made + i) + load16(shared + i));
-        });
+        if (shared) rowwise.each([&](int64_t row) { add_row(made + row * sum.size, shared + row * sum.size, sum.size); });
         rowwise.add(part.sum, x, made, scratch.take(values), out);
         return 0;
     }

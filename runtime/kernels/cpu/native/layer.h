@@ -129,11 +129,7 @@ struct Rowwise {
     // y [rows, outputs]; `spare` as large, for products of several parts. False: no memory.
     bool multiply(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         if (!(at_once(linear) ? multiply_together(linear, x, y) : multiply_parts(linear, x, y, spare))) return false;
-        if (linear.bias)
-            each([&](int64_t row) {
-                uint16_t* at = y + row * linear.outputs;
-                for (int64_t i = 0; i < linear.outputs; i += LANE) store16(at + i, load16(at + i) + load16(linear.bias + i));
-            });
+        if (linear.bias) each([&](int64_t row) { add_row(y + row * linear.outputs, linear.bias, linear.outputs); });
         return true;
     }
 

@@ -73,22 +73,18 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
                     make_integers(x + m * w.inputs, w.inputs, segment, m, integers + (m - start) * w.inputs, units);
                 place_tile(tiling, t, steps, [&](int64_t m) { return integers + m * w.inputs; }, reinterpret_cast<int32_t*>(memory.at));
             }
-        } else {
-#pragma omp for schedule(static)
-            for (int64_t m = 0; m < rows; m++) {
-                make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
-#if AMX
-                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
-#endif
-            }
-        }
-        if (path == Path::WORDS)
             each_panel(w, tiling, 2 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
                 multiply_panel<WordPanel, B>(w, row_block, tiling, first, last, reinterpret_cast<const int32_t*>(memory.at),
                                                 units, total, y, BF16);
             });
+        }
 #if AMX
         if (path == Path::TILES) {
+#pragma omp for schedule(static)
+            for (int64_t m = 0; m < rows; m++) {
+                make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
+                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+            }
             const Tiles tiles((rows + tiling.tiles - 1) / tiling.tiles, tile_width(w), 64);
             each_panel(w, tiling, 2 * w.inputs, TILE_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
                 by_segment(w, [&](auto parts, auto offsets) {

@@ -52,8 +52,8 @@ inline bool invertible(float scale) {
 }
 
 // Levels by that product, which differs from the quotient by less than 2^-22 of it; `away` is how far each was from its level.
-inline Floats quick_level(const Group& g, Floats x, Floats inverse, Floats& away) {
-    const Floats ratio = g.clamped<Floats>(x * inverse), level = (ratio + MAGIC) - MAGIC, least = ratio - level;
+inline Wide quick_level(const Group& g, Wide x, Wide inverse, Wide& away) {
+    const Wide ratio = g.clamped<Wide>(x * inverse), level = (ratio + MAGIC) - MAGIC, least = ratio - level;
     away = larger(least, -least);
     return level;
 }
@@ -61,13 +61,13 @@ inline float near_tie(const Group& g) { return 0.5f - g.half * 0x1p-21f; }  // w
 
 template <int64_t Size> float error_of(const Group& g, float scale) {
     if (!invertible(scale) || g.size % 32) return error_exact<Size>(g, scale);
-    const Floats inverse = spread_lanes(1 / scale), s = spread_lanes(scale);
-    Floats worst = {};
+    const Wide inverse = spread(1 / scale), s = spread(scale);
+    Wide worst = {};
     const float found = sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
         using V = decltype(kind);
-        if constexpr (std::is_same_v<V, Floats>) {
-            Floats away;
-            const Floats x = read<Floats>(g.x + i), lost = quick_level(g, x, inverse, away) * s - x;
+        if constexpr (std::is_same_v<V, Wide>) {
+            Wide away;
+            const Wide x = read<Wide>(g.x + i), lost = quick_level(g, x, inverse, away) * s - x;
             worst = larger(worst, away);
             return weighed<V>(lost * lost, g, i);
         } else {
@@ -118,11 +118,11 @@ template <int64_t Size> float least_squares(const Rounding& r, const Group& g, f
 
 // NaN where a weight is none that a scale could reach.
 float find_scale(const Rounding& r, const Group& g) {
-    Floats largest = {};
-    Ints inside = Ints{} - 1;
+    Wide largest = {};
+    WideInt inside = WideInt{} - 1;
     int64_t i = 0;
-    for (; i + LANES <= g.size; i += LANES) {
-        const Floats x = read<Floats>(g.x + i), magnitude = larger(x, -x);
+    for (; i + WIDE <= g.size; i += WIDE) {
+        const Wide x = read<Wide>(g.x + i), magnitude = larger(x, -x);
         inside &= magnitude <= r.limit;
         largest = larger(largest, magnitude);
     }
@@ -150,14 +150,14 @@ struct Squares {
     Doubles lost[2], all[2];
     double rest_lost, rest_all;
 
-    static void add(Doubles (&sums)[2], Floats v) {
-        const Floats square = v * v;
+    static void add(Doubles (&sums)[2], Wide v) {
+        const Wide square = v * v;
         Half halves[2];
         memcpy(halves, &square, sizeof halves);
         for (int k = 0; k < 2; k++) sums[k] += __builtin_convertvector(halves[k], Doubles);
     }
     static double total(const Doubles (&sums)[2], double rest) {
-        for (int lane = 0; lane < LANES / 2; lane++) rest += sums[0][lane] + sums[1][lane];
+        for (int lane = 0; lane < WIDE / 2; lane++) rest += sums[0][lane] + sums[1][lane];
         return rest;
     }
 };
@@ -167,13 +167,13 @@ void round_group(const Group& group, float scale, uint8_t* codes, Squares& squar
     const Group g = group;  // of its own, which no code that is stored may change, as the compiler sees it
     Squares sums = squares;
     const bool quick = invertible(scale);
-    const Floats s = spread_lanes(scale), inverse = spread_lanes(1 / scale);
+    const Wide s = spread(scale), inverse = spread(1 / scale);
     int64_t i = 0;
-    for (; i + LANES <= g.size; i += LANES) {
-        const Floats x = read<Floats>(g.x + i);
-        Floats away, level;
+    for (; i + WIDE <= g.size; i += WIDE) {
+        const Wide x = read<Wide>(g.x + i);
+        Wide away, level;
         if (quick) level = quick_level(g, x, inverse, away);
-        if (!quick || any(away > near_tie(g))) level = g.level<Floats>(x, s);
+        if (!quick || any(away > near_tie(g))) level = g.level<Wide>(x, s);
         if (codes) put_bytes(codes + i, level + g.half);
         sums.add(sums.lost, level * s - x);
         sums.add(sums.all, x);
@@ -190,9 +190,8 @@ void round_group(const Group& group, float scale, uint8_t* codes, Squares& squar
 bool round_row(const Rounding& r, int64_t row, float* x) {
     const int64_t from = row * r.inputs;
     int64_t done = 0;
-    for (; done + LANES <= r.inputs; done += LANES) {
-        const Floats v = widen(r.weight, from + done, r.weight_type);
-        memcpy(x + done, &v, sizeof v);
+    for (; done + WIDE <= r.inputs; done += WIDE) {
+        put(x + done, wide(r.weight, from + done, r.weight_type));
     }
     for (; done < r.inputs; done++) x[done] = loaded(r.weight, r.weight_type, from + done);
     Squares squares = {};

@@ -25,6 +25,11 @@ inline void store16(uint16_t* at, V16 v) {
 
 inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
 
+// Adds a row of `size` to one.
+inline void add_row(uint16_t* at, const uint16_t* more, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANE) store16(at + i, load16(at + i) + load16(more + i));
+}
+
 inline float number(float x) { return x; }
 inline float number(uint16_t x) { return from_bf16(x); }
 

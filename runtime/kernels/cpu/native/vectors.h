@@ -103,6 +103,14 @@ inline Wide wide(const int8_t* at) {
     return v;
 #endif
 }
+inline Wide wide(const void* from, int64_t index, int32_t type) {  // of a type of packed_layout.h
+    Wide v;
+    for (int i = 0; i < WIDE; i += LANES) {
+        const Floats part = widen(from, index + i, type);
+        memcpy(reinterpret_cast<float*>(&v) + i, &part, sizeof part);
+    }
+    return v;
+}
 inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
     const WideBits word = (WideBits)v, near = word + 0x7fff + ((word >> 16) & 1);
     return __builtin_convertvector((v != v ? word | 0x400000 : near) >> 16, WideHalf);

@@ -59,13 +59,13 @@ template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& 
 
 // Rows of activations as integers in bytes, in memory that is given.
 struct IntegerRows {
-    int64_t rows, inputs, segment;
+    int64_t inputs, segment;
     Bytes bytes;
 
     static int64_t size(int64_t rows, int64_t inputs, int64_t segment) {
         return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / segment * 4);
     }
-    IntegerRows(char* memory, int64_t rows, int64_t inputs, int64_t segment) : rows(rows), inputs(inputs), segment(segment) {
+    IntegerRows(char* memory, int64_t rows, int64_t inputs, int64_t segment) : inputs(inputs), segment(segment) {
         const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / segment * 4);
         const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
                           reinterpret_cast<float*>(memory + room + 2 * notes), inputs / segment, 1};
@@ -157,10 +157,10 @@ public:
         : x(x), inputs(products[0].weight->inputs), segment(segment_of(*products[0].weight)), memory((rows() <= FEW ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
-    bool take(FewBlocks::Turn& turn) { return blocks.take(turn); }
 
-    // Each thread makes all rows for itself: of few that is sooner done than waited for.
-    void multiply_own(int self) {
+    // By all threads of a region, of which this is `self`. Each makes all rows for itself: of few that is sooner done than waited for.
+    void multiply(int self) {
+        if (rows() > FEW) return multiply_shared([](int64_t) {});
         FewBlocks::Turn turn{};
         if (!blocks.take(turn)) return;
         const IntegerRows own = integers(self);
@@ -168,7 +168,7 @@ public:
         blocks.multiply(true, turn, own);
     }
 
-    // By all threads of a region: each makes some rows, which `before` is called for.
+    // As above; each makes some rows, which `before` is called for.
     template <class Before> void multiply_shared(Before before) {
         FewBlocks::Turn turn{};
         const bool taken = blocks.take(turn);  // memory fetches while threads wait
@@ -183,9 +183,8 @@ public:
     }
 };
 
-// Rows x times all weights, which are alike in inputs and segment. False: no memory.
-inline bool multiply_few(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads) {
-    FewStage stage(products, x, threads);
+// Threads that multiply a stage's, and `then` what comes after it. False: no memory.
+template <class Then> bool multiply_stage(FewStage& stage, int threads, Then then) {
     if (!stage.has_memory()) return false;
     int next = 0;
 #pragma omp parallel num_threads(threads)
@@ -193,10 +192,16 @@ inline bool multiply_few(const std::vector<FewProduct>& products, const std::vec
         int self;
 #pragma omp atomic capture
         self = next++;
-        if (x.size() <= FEW) stage.multiply_own(self);
-        else stage.multiply_shared([](int64_t) {});
+        stage.multiply(self);
+        then();
     }
     return true;
+}
+
+// Rows x times all weights, which are alike in inputs and segment. False: no memory.
+inline bool multiply_few(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads) {
+    FewStage stage(products, x, threads);
+    return multiply_stage(stage, threads, [] {});
 }
 
 // As above twice: between(m) makes row m of the second products' from what the first have put out.
@@ -204,18 +209,7 @@ template <class Between>
 bool multiply_few_twice(const std::vector<FewProduct>& first, const std::vector<const uint16_t*>& x, const std::vector<FewProduct>& second,
                         const std::vector<const uint16_t*>& rows, int threads, Between between) {
     FewStage begin(first, x, threads), end(second, rows, threads);
-    if (!begin.has_memory() || !end.has_memory()) return false;
-    int next = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        int self;
-#pragma omp atomic capture
-        self = next++;
-        if (x.size() <= FEW) begin.multiply_own(self);
-        else begin.multiply_shared([](int64_t) {});
-        end.multiply_shared(between);
-    }
-    return true;
+    return end.has_memory() && multiply_stage(begin, threads, [&] { end.multiply_shared(between); });
 }
 #endif
 

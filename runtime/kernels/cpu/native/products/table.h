@@ -65,19 +65,6 @@ struct FourBits {
 #endif
 };
 
-// Bits of fp16 as fp32.
-inline Wide from_halves(const uint16_t* at) {
-#if defined(__AVX512F__)
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-#elif defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#else
-    Wide v;
-    for (int lane = 0; lane < WIDE; lane++) v[lane] = from_f16(at[lane]);
-    return v;
-#endif
-}
-
 // As halves, which processors convert: E5M2 is the upper byte of one; E4M3 has a bit less of an exponent, and a bias of 7 where
 // halves have 15, so that what is made of it is to be multiplied by FACTOR.
 template <int MANTISSA> struct EightBits {
@@ -90,14 +77,14 @@ template <int MANTISSA> struct EightBits {
         Bytes codes;
         memcpy(&codes, at, 16);
 #if defined(__AVX2__)
-        const Halves wide = (Halves)_mm256_cvtepi8_epi16((__m128i)codes);
+        const Halves wider = (Halves)_mm256_cvtepi8_epi16((__m128i)codes);
 #else
-        const Halves wide = __builtin_convertvector(codes, Halves);
+        const Halves wider = __builtin_convertvector(codes, Halves);
 #endif
-        const Halves half = MANTISSA == 3 ? (wide << 7) & int16_t(0xbfff) : wide << 8;
+        const Halves half = MANTISSA == 3 ? (wider << 7) & int16_t(0xbfff) : wider << 8;
         uint16_t halves[LANE];
         memcpy(halves, &half, sizeof half);
-        for (int part = 0; part < CODE_VECTORS; part++) w[part] = from_halves(halves + part * WIDE);
+        for (int part = 0; part < CODE_VECTORS; part++) w[part] = wide(halves, part * WIDE, F16);
     }
     void arranged(const uint8_t* at, Wide (&w)[CODE_VECTORS]) const { decode(at, w); }
     static V16 arrange(V16 x) { return x; }

@@ -1,0 +1,118 @@
+"""What a person sees on a terminal: words whole at its edge, notices after replies, signs of life, columns that fit."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+
+from mycli.cli.output import Output
+from mycli.cli.text.layout import WordWrap, fitting, width
+from mycli.cli.text.progress import reading
+from mycli.runtime.errors import ModelError, UsageError
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; a pipe has them whole. A path longer than the line stays whole too."""
+    monkeypatch.setenv("COLUMNS", "40")
+    value, path = "temperature, top_k, top_p, min_p, repetition_penalty, seed", "/tmp/" + "x" * 60
+    shown, piped = Terminal(), io.StringIO()
+    for stream in (shown, piped):
+        Output(stdout=stream, stderr=stream).card("Commands", [("/set", value), ("folder", path)])
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 40 for line in lines[:-1]) and lines[-1] == f"  folder  {path}"
+    assert " ".join(line.strip() for line in lines[1:-1]) == f"/set    {value}"
+    assert f"  /set    {value}\n" in piped.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 40, 30])
+def test_what_is_said_is_broken_between_words_and_never_in_a_command(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of errors, hints, warnings, notes and the line below a reply; a pipe has each as one line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    typed = "mycli quantize 'my model, the first; and only' --bits 4 --group 64"
+    error = ModelError(
+        "config.json of a model that nobody has quantized before: hidden_size is missing in it",
+        f"quantize it: {typed}; mycli list shows the models on this machine, or ask for another one",
+    )
+    notes = ("it continues where it was: " + typed, "\nanother program writes to the folder for the time being")
+    shown, piped = Terminal(), io.StringIO()
+    for stream in (shown, piped):
+        out = Output(stdout=stream, stderr=stream, environment={"NO_COLOR": "1"})
+        out.error(error), out.warn(error.message), out.footer(" · ".join(["38 tok"] * 9))
+        for note in notes:
+            out.note(note)
+    lines = shown.getvalue().splitlines()
+    assert sum(typed in line for line in lines) == 2, "whole: where the terminal breaks it, a copy has no line's end"
+    assert all(len(line) <= columns for line in lines if typed not in line)
+    assert any("mycli list" in line for line in lines)
+    assert shown.getvalue().split() == piped.getvalue().split(), "words are not broken"
+    assert len(piped.getvalue().splitlines()) == 7 and "\n\nanother" in shown.getvalue()
+
+
+def test_a_notice_waits_for_the_end_of_the_reply() -> None:
+    shown = Terminal()
+    out = Output(stdout=shown, stderr=shown, environment={"TERM": "dumb"})
+    with out.reply():
+        out.stream("The capital")
+        out.note("speculation is off")
+        out.stream(" is Tokyo.")
+    assert shown.getvalue() == "The capital is Tokyo.\nspeculation is off\n"
+
+
+def test_a_refused_reply_leaves_no_line() -> None:
+    stdout = io.StringIO()
+    out = Output(stdout=stdout, stderr=io.StringIO())
+    with pytest.raises(UsageError), out.reply():
+        raise UsageError("too long")
+    assert stdout.getvalue() == ""
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 1000], ids=lambda size: f"pieces-of-{size}")
+def test_words_are_not_broken_at_the_edge(pieces: int) -> None:
+    text = "It was a dark and stormy night, and the rain fell in torrents.\n\n" * 2 + "日本語の文章は空白なしで続く"
+    wrap = WordWrap(lambda: 20)
+    shown = "".join(wrap.feed(text[i : i + pieces]) for i in range(0, len(text), pieces)) + wrap.flush()
+    assert all(width(line) <= 20 for line in shown.splitlines())
+    assert shown.replace("\n", "").replace(" ", "") == text.replace("\n", "").replace(" ", "")
+    assert "torrents.\n\n" in shown
+
+
+@pytest.mark.parametrize(
+    "line", ["    indented = code(that, must, keep, its, line)", "| a | table | of | many | cells |"]
+)
+def test_lines_that_mean_something_as_they_are_stay(line: str) -> None:
+    wrap = WordWrap(lambda: 20)
+    assert wrap.feed(line + "\n") + wrap.flush() == line + "\n"
+    fenced = f"```\n{line.strip()}\n```\n"
+    assert wrap.feed(fenced) + wrap.flush() == fenced
+
+
+def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 0.01)
+    stream, counts = io.StringIO(), iter(range(0, 10_000, 10))
+
+    def slow() -> Iterator[str]:
+        while "of 512 tokens" not in stream.getvalue():  # ends only where the line is shown
+            pass
+        yield "a"
+        yield "b"
+
+    assert list(reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
+    assert stream.getvalue().endswith("\r\x1b[K")
+    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
+    silent = io.StringIO()
+    assert list(reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
+
+
+def test_a_narrow_terminal_shows_the_columns_that_matter() -> None:
+    rows = [["model", "size", "t/s"], ["a-long-name", "12.00 GiB", "12.3 ± 0.1"]]
+    assert fitting(rows, (0, 2, 1), 32) == [0, 2] and fitting(rows, (0, 2, 1), 80) == [0, 1, 2]
+    assert fitting(rows, (0, 2, 1), 5) == []
