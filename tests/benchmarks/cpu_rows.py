@@ -1,7 +1,7 @@
 """Products on the CPU over the number of rows, with every set of instructions that this machine has, beside torch.
 
-    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--dense] [--shape 8192x2048]
-        [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
+    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--dense]
+        [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
 
 Prints 10^9 operations per second (two a weight and row) of the best of `--repeats` calls, every set in turn in each of
 them, so that a busy neighbour hits all. Two weights take turns, so that the first caches do not hold them. A rate that
@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compil
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.scheme import Packing, parse_packing
+from mycli.runtime.quantization.scheme import Codes, Packing, parse_packing
 
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
 
@@ -62,12 +63,16 @@ def main() -> None:
     here = [name for name in isa.SETS if isa.SETS[name].on(cpu().flags)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))
+    parser.add_argument("--codes", choices=get_args(Codes), default="int", help="other than integers, in those groups")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--sets", type=lambda text: text.split(","), default=here)
     parser.add_argument("--repeats", type=int, default=8)
     given = parser.parse_args()
+    packing: Packing = given.packing
+    if given.codes != "int":
+        packing = Packing(8 if given.codes in ("e4m3", "e5m2") else 4, packing.group_size, codes=given.codes)
     outputs, inputs = given.shape
     found = libraries(given.sets, cache_folder())
     weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(2)]
@@ -78,11 +83,10 @@ def main() -> None:
         }
     else:
         products = {
-            name: [packed(one, given.packing, outputs, inputs, seed) for seed in range(2)]
-            for name, one in found.items()
+            name: [packed(one, packing, outputs, inputs, seed) for seed in range(2)] for name, one in found.items()
         }
     products["torch"] = [lambda x, w=w: functional.linear(x, w) for w in weights]
-    print(f"{'dense bf16' if given.dense else given.packing.name} [{outputs}, {inputs}], 10^9 operations per second")
+    print(f"{'dense bf16' if given.dense else packing.name} [{outputs}, {inputs}], 10^9 operations per second")
     print(" rows" + "".join(f"{name:>12}" for name in products))
     for rows in given.rows:
         found_rates = rates(products, torch.randn(rows, inputs).bfloat16(), outputs, given.repeats)
