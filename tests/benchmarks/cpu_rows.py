@@ -1,6 +1,6 @@
 """Products on the CPU over the number of rows, with every set of instructions that this machine has, beside torch.
 
-    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--dense]
+    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K] [--dense]
         [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
 
 Prints 10^9 operations per second (two a weight and row) of the best of `--repeats` calls, every set in turn in each of
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.checkpoint.gguf.types import QUANTIZED
 from mycli.runtime.device.system import cpu
 from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compile_library, load_library
@@ -26,7 +27,9 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Codes, Packing, parse_packing
+from tests.support.packed_weights import super_block_weight
 
+TYPES = {kind.name: kind for kind in QUANTIZED if kind.super_blocks}
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
 
 Product = Callable[[Tensor], Tensor]
@@ -47,6 +50,14 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1") else TableMatmul(library, weight)
 
 
+def super_blocks(library: Native, name: str, outputs: int, inputs: int, seed: int) -> Product:
+    """Random codes and scales of GGUF's type `name`, whose scales are whole numbers of factors."""
+    kind = TYPES[name]
+    shape = outputs, inputs
+    weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
+    return CpuMatmul(library, weight)
+
+
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
     """10^9 operations per second by name."""
     best = dict.fromkeys(products, float("inf"))
@@ -64,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))
     parser.add_argument("--codes", choices=get_args(Codes), default="int", help="other than integers, in those groups")
+    parser.add_argument("--gguf", choices=sorted(TYPES), help="of super-blocks, in those groups")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
@@ -81,12 +93,18 @@ def main() -> None:
         products = {
             name: [lambda x, w=w, one=one: multiply_dense(one, x, w) for w in weights] for name, one in found.items()
         }
+    elif given.gguf:
+        products = {
+            name: [super_blocks(one, given.gguf, outputs, inputs, seed) for seed in range(2)]
+            for name, one in found.items()
+        }
     else:
         products = {
             name: [packed(one, packing, outputs, inputs, seed) for seed in range(2)] for name, one in found.items()
         }
     products["torch"] = [lambda x, w=w: functional.linear(x, w) for w in weights]
-    print(f"{'dense bf16' if given.dense else packing.name} [{outputs}, {inputs}], 10^9 operations per second")
+    kind = "dense bf16" if given.dense else given.gguf or packing.name
+    print(f"{kind} [{outputs}, {inputs}], 10^9 operations per second")
     print(" rows" + "".join(f"{name:>12}" for name in products))
     for rows in given.rows:
         found_rates = rates(products, torch.randn(rows, inputs).bfloat16(), outputs, given.repeats)

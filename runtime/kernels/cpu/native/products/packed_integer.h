@@ -24,10 +24,10 @@ struct Units {
 
 // How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each
 // rounded once. The unit and the shift are of the row's segment.
-inline Floats scaled(Ints sum, Floats scale, float unit, Floats total) {
+inline Floats scaled(Ints sum, Floats scale, Floats unit, Floats total) {
     return fused(__builtin_convertvector(sum, Floats), scale * unit, total);
 }
-inline Floats shifted(Floats offset, float shift, Floats total) { return fused(offset, spread_lanes(shift), total); }
+inline Floats shifted(Floats offset, Floats shift, Floats total) { return fused(offset, shift, total); }
 
 // Integers [SEGMENT] of activations [SEGMENT], rounded to units, which go to place `at`. What is within 1/128 of the segment's
 // largest keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
@@ -172,12 +172,12 @@ template <int B, int M, int SPAN> __attribute__((noinline)) void rows_bytes(cons
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
                     total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), group.scale[part],
-                                            x.units.unit[m * x.units.row + s * x.units.segment], total[part][m]);
+                                            spread_lanes(x.units.unit[m * x.units.row + s * x.units.segment]), total[part][m]);
             if (w.offsets)
                 for (int m = 0; m < M; m++)
                     for (int part = 0; part < PARTS; part++)
                         total[part][m] = shifted(group.offset[part],
-                                                 x.units.shift[m * x.units.row + s * x.units.segment], total[part][m]);
+                                                 spread_lanes(x.units.shift[m * x.units.row + s * x.units.segment]), total[part][m]);
         }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);

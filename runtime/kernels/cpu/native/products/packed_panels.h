@@ -77,7 +77,8 @@ struct WordPanel {
 #endif
         return dot_words(sum, codes, Ints{} + *x);
     }
-    static Floats end(Sum sum, Floats scale, float unit, Floats total) { return scaled(sum, scale, unit, total); }
+    static Floats unit(const float* at) { return spread_lanes(*at); }
+    static Floats end(Sum sum, Floats scale, Floats unit, Floats total) { return scaled(sum, scale, unit, total); }
 };
 
 // fp32: of the units there is the shift, which is the sum of the activations of a segment.
@@ -108,14 +109,15 @@ struct FloatPanel {
 #endif
         return fused((Floats)codes, spread_lanes(value), sum);
     }
-    static Floats end(Sum sum, Floats scale, float, Floats total) { return fused(sum, scale, total); }
+    static Floats unit(const float*) { return Floats{}; }
+    static Floats end(Sum sum, Floats scale, Floats, Floats total) { return fused(sum, scale, total); }
 };
 
 // What a register tile adds up: `segments` of M rows times a panel.
 struct Strip {
     const int32_t *panel, *x;  // x: [steps][M]
     const float *scales, *offsets;  // [segments][PANEL]
-    const float *unit, *shift;  // of the first row and segment, those of the other rows behind them; unit may be null
+    const float *unit, *shift;  // of the first row and segment, those of the other rows behind them
     float* total;  // [M][PANEL]
     int64_t segments, steps, next;  // `steps` of a segment; units of the next segment are `next` further
 };
@@ -138,18 +140,23 @@ template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
                         sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m)
                                           : P::template step<false>(sum[m][v], code[v], x + m);
             }
-            const float *scales = t.scales + s * PANEL + lane, *offsets = t.offsets + s * PANEL + lane;
+            Floats scale[ACROSS], offset[ACROSS];  // stay in registers: reading is what scaling would wait for
+            for (int v = 0; v < ACROSS; v++) {
+                scale[v] = load_vector<Floats>(t.scales + s * PANEL + lane + v * LANES);
+                offset[v] = load_vector<Floats>(t.offsets + s * PANEL + lane + v * LANES);
+            }
             asm("" : "+r"(t.total));  // or the compiler keeps totals elsewhere from segment to segment, which is more work
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++)
+            for (int m = 0; m < M; m++) {
+                const Floats unit = P::unit(t.unit + s * t.next + m), shift = OFFSETS ? spread_lanes(t.shift[s * t.next + m]) : Floats{};
 #pragma GCC unroll 2
                 for (int v = 0; v < ACROSS; v++) {
                     float* total = t.total + m * PANEL + lane + v * LANES;
-                    Floats y = P::end(sum[m][v], load_vector<Floats>(scales + v * LANES), t.unit ? t.unit[s * t.next + m] : 0,
-                                      load_vector<Floats>(total));
-                    if (OFFSETS) y = shifted(load_vector<Floats>(offsets + v * LANES), t.shift[s * t.next + m], y);
+                    Floats y = P::end(sum[m][v], scale[v], unit, load_vector<Floats>(total));
+                    if (OFFSETS) y = shifted(offset[v], shift, y);
                     memcpy(total, &y, sizeof y);
                 }
+            }
         }
     }
 }

@@ -96,8 +96,8 @@ inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t 
         Floats now = load_vector<Floats>(total);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < PARTS; j++) {
-            now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], unit[t.row + j * step], now);
-            if (OFFSETS) now = shifted(t.offset[j], shift[t.row + j * step], now);
+            now = scaled(t.sums[j][0][t.row] * 256 + t.sums[j][1][t.row], t.scale[j], spread_lanes(unit[t.row + j * step]), now);
+            if (OFFSETS) now = shifted(t.offset[j], spread_lanes(shift[t.row + j * step]), now);
         }
         memcpy(total, &now, sizeof now);
     }
