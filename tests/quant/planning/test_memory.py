@@ -83,7 +83,7 @@ NARROW = {**WIDE, "intermediate_size": 1024}
 @pytest.mark.parametrize(
     ("shape", "recipe", "report"),
     [
-        # So many samples that what libraries keep, which differs between processors and from run to run, is a small part.
+        # So many samples that what libraries keep, which differs between processors and runs, is a small part.
         pytest.param(NARROW, {"group": 64, "samples": 256, "seq": 256}, "none", id="solving"),
         pytest.param(
             WIDE, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving-wide", marks=pytest.mark.slow

@@ -19,6 +19,7 @@ BEST = {
     "avx512": SKYLAKE,
     "avx512vnni": ZEN_4,
     "amx": SAPPHIRE_RAPIDS,
+    "dotprod": frozenset(("asimd", "asimddp")),
 }
 
 

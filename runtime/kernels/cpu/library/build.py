@@ -138,7 +138,7 @@ class Native:
     experts_matmul: Callable[..., int]
     experts_route: Callable[..., int]
     experts_sum: Callable[..., int | None]
-    isa: str  # the instructions used for products: one of `isa.SETS`, or "plain"
+    isa: str  # the instructions used for products: one of `isa.SETS` or `isa.ARM_SETS`, or "plain"
     origin: str  # whence it came, for a person
     path: Path
 

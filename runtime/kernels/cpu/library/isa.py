@@ -44,7 +44,7 @@ class InstructionSet:
         return tuple(f"-mno-{_COMPILERS.get(one, one)}" for one in self.leaves if one in flags)
 
 
-# Best first. VNNI without AVX-512 is another instruction, which came later.
+# Of x86-64, best first. VNNI without AVX-512 is another instruction, which came later.
 SETS: Mapping[str, InstructionSet] = {
     "amx": InstructionSet((*_AMX, *_AVX512, "avx512_vnni", "avx512_bf16")),
     "avx512vnni": InstructionSet((*_AVX512, "avx512_vnni"), _AMX),
@@ -52,11 +52,13 @@ SETS: Mapping[str, InstructionSet] = {
     "avxvnni": InstructionSet((*_AVX2, "avx_vnni"), (*_AMX, "avx512f")),
     "avx2": InstructionSet(_AVX2, (*_AMX, "avx512f", "avx_vnni")),
 }
+ARM_SETS: Mapping[str, InstructionSet] = {"dotprod": InstructionSet(("asimddp",))}  # there is nothing to leave out
+_ALL = {**SETS, **ARM_SETS}
 
 
 def best_set(flags: Collection[str]) -> str:
     """The name of the best set of a processor; "plain" where it has none."""
-    return next((name for name, one in SETS.items() if one.on(flags)), "plain")
+    return next((name for name, one in _ALL.items() if one.on(flags)), "plain")
 
 
 def asked(flags: Collection[str], environment: Mapping[str, str] = os.environ) -> str | None:
@@ -67,9 +69,9 @@ def asked(flags: Collection[str], environment: Mapping[str, str] = os.environ) -
     name = environment.get(VARIABLE, "")
     if not name:
         return None
-    here = [one for one in SETS if SETS[one].on(flags)]
+    here = [one for one in _ALL if _ALL[one].on(flags)]
     if name not in here:
-        kind = "this processor does not have it" if name in SETS else "not an instruction set"
+        kind = "this processor does not have it" if name in _ALL else "not an instruction set"
         raise UsageError(f"{VARIABLE}={name}: {kind}", f"here: {', '.join(here) or 'none'}")
     return name
 
@@ -82,7 +84,7 @@ def dots_are_fast(processor: Cpu) -> bool:
 
 def compiler_flags(name: str | None, processor: Cpu) -> tuple[str, ...]:
     """Beside -march=native, for the set `name` on `processor`; None: everything it has."""
-    left = SETS[name].compiler_flags(processor.flags) if name else ()
+    left = _ALL[name].compiler_flags(processor.flags) if name else ()
     return (*left, BF16_DOTS) if dots_are_fast(processor) and "-mno-avx512f" not in left else left
 
 

@@ -69,12 +69,15 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < tiling.tiles; t++) {
                 const int64_t start = tiling.first(t);
-                for (int64_t m = start; m < tiling.first(t + 1); m++)
-                    make_integers(x + m * w.inputs, w.inputs, segment, m, integers + (m - start) * w.inputs, units);
+                for (int64_t m = start; m < tiling.first(t + 1); m++) {
+                    int16_t* row = integers + (m - start) * w.inputs;
+                    make_integers(x + m * w.inputs, w.inputs, segment, m, row, units);
+                    IntegerPanel::arrange(row, w.inputs);
+                }
                 place_tile(tiling, t, steps, [&](int64_t m) { return integers + m * w.inputs; }, reinterpret_cast<int32_t*>(memory.at));
             }
             each_panel(w, tiling, 2 * w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
-                multiply_panel<WordPanel, B>(w, row_block, tiling, first, last, reinterpret_cast<const int32_t*>(memory.at),
+                multiply_panel<IntegerPanel, B>(w, row_block, tiling, first, last, reinterpret_cast<const int32_t*>(memory.at),
                                                 units, total, y, BF16);
             });
         }
@@ -156,6 +159,8 @@ EXPORT const char* packed_isa() {
     return "avxvnni";
 #elif VECTOR == 32
     return "avx2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return "dotprod";
 #else
     return "plain";
 #endif

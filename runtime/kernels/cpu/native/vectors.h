@@ -68,6 +68,9 @@ inline Wide multiply_add(Wide a, Wide b, Wide c) {
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
     return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    for (int i = 0; i < WIDE; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
 #else
     return a * b + c;
 #endif

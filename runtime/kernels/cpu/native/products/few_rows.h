@@ -36,7 +36,7 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
 }
 
 // Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
-#if WIDTH == 64 || (WIDTH && defined(__AVXVNNI__))
+#if WIDTH == 64 || WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
 constexpr int64_t FEW = 4;
 #elif WIDTH
 constexpr int64_t FEW = 2;

@@ -1,4 +1,5 @@
-// Rows of bf16 as 16-bit integers, and few rows of them times a weight: exact sums of bytes with AVX-512 VNNI, AVX-VNNI or AVX2.
+// Rows of bf16 as 16-bit integers, and few rows of them times a weight: exact sums of bytes with AVX-512 VNNI, AVX-VNNI, AVX2 or
+// NEON's dot products.
 
 #pragma once
 
@@ -86,11 +87,18 @@ inline void cut_bytes(const int16_t* v, int64_t count, int8_t* high, int8_t* low
 
 typedef uint16_t U __attribute__((vector_size(WIDTH), aligned(WIDTH)));
 typedef int32_t I __attribute__((vector_size(WIDTH), aligned(WIDTH)));
-constexpr int HALVES = 64 / WIDTH;
+constexpr int HALVES = 64 / WIDTH;  // of a row block
+#if WIDTH == 16
+constexpr bool SIGNED_DOTS = true;  // of NEON, both sides are; of the others codes count from 0, and ZERO is taken from the sums
+#else
+constexpr bool SIGNED_DOTS = false;
+#endif
 
 // sum + numbers * four, for four numbers of codes and four activations of each row.
 template <int B> inline I dot(I sum, U codes, int32_t four) {
-#if WIDTH == 64
+#if WIDTH == 16
+    return (I)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(four));
+#elif WIDTH == 64
     return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__)
     return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
@@ -107,7 +115,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
 #endif
 }
 
-// Numbers of four q of a block in the bytes of a lane, of the rows of one half.
+// Numbers of four q of a block in the bytes of a lane, of the rows of one half; signed ones where dot products are.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
     U code = {};
     each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
@@ -117,7 +125,11 @@ template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* 
         const U moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
         code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
     });
-    return numbers<B>(code);
+    code = numbers<B>(code);
+#if WIDTH == 16
+    code = (U)((int8x16_t)code - int8_t(ZERO<B>));
+#endif
+    return code;
 }
 
 // Integers in bytes: [rows][high, low][stride].
@@ -163,7 +175,8 @@ template <int B, int M, int SPAN> __attribute__((noinline)) void rows_bytes(cons
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                    const I sum = high[m][0] * 256 + low[m][0] - ZERO<B> * x.units.sum[m * x.units.row + s * x.units.segment];
+                    const I sum = high[m][0] * 256 + low[m][0] -
+                                  (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[m * x.units.row + s * x.units.segment]);
                     memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
                 }
             }

@@ -24,11 +24,15 @@
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDTH 64  // bytes of a vector in integer dot products
 #elif defined(__AVX2__)
 #define WIDTH 32
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define WIDTH 16
 #endif
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define VECTOR 64  // bytes of a vector everywhere else
@@ -86,6 +90,10 @@ inline uint16_t to_bf16(float value) {  // to nearest, ties to even; NaN stays N
 inline float from_f16(uint16_t bits) {
 #if defined(__F16C__)
     return _cvtsh_ss(bits);
+#elif defined(__aarch64__)
+    __fp16 half;
+    memcpy(&half, &bits, 2);
+    return half;
 #else
     const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
     uint32_t word = sign | (exponent == 31 ? 0x7f800000u | (fraction << 13) : ((exponent + 112) << 23) | (fraction << 13));
@@ -103,6 +111,11 @@ inline float from_f16(uint16_t bits) {
 inline uint16_t to_f16(float value) {
 #if defined(__F16C__)
     return uint16_t(_cvtss_sh(value, 0));
+#elif defined(__aarch64__)
+    const __fp16 half = __fp16(value);
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
 #else
     uint32_t word;
     memcpy(&word, &value, 4);
@@ -145,6 +158,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif VECTOR == 32
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -175,6 +190,10 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
     if (type == I8) return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte))));
     if (type == BF16) return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words()), 16);
     return (Floats)_mm256_cvtph_ps(words());
+#elif defined(__aarch64__)
+    if (type == I8) return Floats{float(byte[0]), float(byte[1]), float(byte[2]), float(byte[3])};
+    if (type == BF16) return (Floats)vshlq_n_u32(vmovl_u16(vld1_u16(half)), 16);
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
 #else
     Floats to;
     for (int j = 0; j < LANES; j++) to[j] = type == I8 ? float(byte[j]) : type == BF16 ? from_bf16(half[j]) : from_f16(half[j]);

@@ -1,5 +1,6 @@
 // Any number of rows, on any machine: a segment of the weight is unpacked into a panel that stays in the first cache, and
-// multiplied by tiles of rows in registers. Integers of bf16 as words, fp32 as it is.
+// multiplied by tiles of rows in registers. Integers of bf16 as words, or as bytes where their dot products are the faster; fp32 as
+// it is.
 
 #pragma once
 
@@ -7,8 +8,8 @@
 
 namespace {
 
-// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a segment or several: a pair of inputs as words, or one input
-// as a float. A register tile is up to HIGH rows times ACROSS vectors: of 32 vector registers 24 are sums, of 16 at most 12.
+// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a segment or several: a pair of inputs as words, four as bytes,
+// or one input as a float. Activations have WORDS times 4 bytes for a step. A register tile is up to HIGH rows times ACROSS vectors: of 32 vector registers 24 are sums, of 16 at most 12.
 constexpr int ACROSS = 2, HIGH = VECTOR == 64 ? 12 : VECTOR == 32 ? 6 : 4;
 constexpr int PANEL_BLOCKS = VECTOR == 64 ? 2 : 1, PANEL = PANEL_BLOCKS * ROWS;
 constexpr int UNROLL = VECTOR == 64 ? 1 : 2;  // steps of a tile; of few instructions their count is felt
@@ -57,7 +58,7 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 // spread it first, but a load for each vector instead of one: done for every second row, neither is what the core has too few of.
 struct WordPanel {
     typedef Ints Sum;
-    static constexpr int PER_STEP = 2;  // inputs
+    static constexpr int PER_STEP = 2, WORDS = 1;  // inputs
 
     template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
 #pragma GCC unroll 16
@@ -68,7 +69,8 @@ struct WordPanel {
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
-    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x) {
+    static void arrange(int16_t*, int64_t) {}
+    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x, int) {
 #if VECTOR == 64 && defined(__AVX512VNNI__)
         if (READ) {
             asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*x));
@@ -81,10 +83,49 @@ struct WordPanel {
     static Floats end(Sum sum, Floats scale, Floats unit, Floats total) { return scaled(sum, scale, unit, total); }
 };
 
+#if WIDTH == 16
+// Integers cut in two bytes, times signed codes: dot products of bytes do in two what four multiplications of words do.
+struct BytePanel {
+    struct Sum {
+        I high, low;
+    };
+    static constexpr int PER_STEP = 4, WORDS = 2;
+
+    template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
+#pragma GCC unroll 8
+        for (int q = from / 2; q < to / 2; q++, panel += PANEL)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                const U codes = four_of<B>(block, q, part);
+                memcpy(panel + part * LANES, &codes, sizeof codes);
+            }
+    }
+    // A row, in place: of each four inputs the high bytes, then the low ones.
+    static void arrange(int16_t* row, int64_t inputs) {
+        for (int64_t i = 0; i < inputs; i += 16) {
+            int8_t high[16], low[16];
+            cut_bytes(row + i, 16, high, low);
+            for (int q = 0; q < 4; q++) {
+                memcpy(row + i + 4 * q, high + 4 * q, 4);
+                memcpy(row + i + 4 * q + 2, low + 4 * q, 4);
+            }
+        }
+    }
+    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x, int rows) {
+        return {dot<8>(sum.high, (U)codes, x[0]), dot<8>(sum.low, (U)codes, x[rows])};
+    }
+    static Floats unit(const float* at) { return spread_lanes(*at); }
+    static Floats end(Sum sum, Floats scale, Floats unit, Floats total) { return scaled(sum.high * 256 + sum.low, scale, unit, total); }
+};
+typedef BytePanel IntegerPanel;
+#else
+typedef WordPanel IntegerPanel;
+#endif
+
 // fp32: of the units there is the shift, which is the sum of the activations of a segment.
 struct FloatPanel {
     typedef Floats Sum;
-    static constexpr int PER_STEP = 1;
+    static constexpr int PER_STEP = 1, WORDS = 1;
 
     template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
 #pragma GCC unroll 16
@@ -98,7 +139,7 @@ struct FloatPanel {
                 memcpy(panel + PANEL + part * LANES, &odd, sizeof odd);
             }
     }
-    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x) {
+    template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x, int) {
         float value;
         memcpy(&value, x, 4);
 #if VECTOR == 64
@@ -115,7 +156,7 @@ struct FloatPanel {
 
 // What a register tile adds up: `segments` of M rows times a panel.
 struct Strip {
-    const int32_t *panel, *x;  // x: [steps][M]
+    const int32_t *panel, *x;  // x: [steps][WORDS][M]
     const float *scales, *offsets;  // [segments][PANEL]
     const float *unit, *shift;  // of the first row and segment, those of the other rows behind them
     float* total;  // [M][PANEL]
@@ -129,7 +170,7 @@ template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
         for (int64_t s = 0; s < t.segments; s++) {
             typename P::Sum sum[M][ACROSS] = {};
 #pragma GCC unroll UNROLL
-            for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += M) {
+            for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += P::WORDS * M) {
                 Ints code[ACROSS];
 #pragma GCC unroll 2
                 for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Ints>(codes + v * LANES);
@@ -137,8 +178,8 @@ template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
                 for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
                     for (int v = 0; v < ACROSS; v++)
-                        sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m)
-                                          : P::template step<false>(sum[m][v], code[v], x + m);
+                        sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m, M)
+                                          : P::template step<false>(sum[m][v], code[v], x + m, M);
             }
             Floats scale[ACROSS], offset[ACROSS];  // stay in registers: reading is what scaling would wait for
             for (int v = 0; v < ACROSS; v++) {
@@ -218,7 +259,7 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
             }
         for (int64_t t = first, start = row, next; t < last; t++, start = next) {
             next = tiling.first(t + 1);
-            const Strip strip{panel, x + (start * w.inputs + input * (next - start)) / P::PER_STEP, scales[0], offsets[0],
+            const Strip strip{panel, x + (start * w.inputs + input * (next - start)) / P::PER_STEP * P::WORDS, scales[0], offsets[0],
                               units.unit + start + place, units.shift + start + place,
                               total + (start - row) * PANEL, inputs / segment, steps, units.segment};
             w.offsets ? multiply_rows<P, true>(next - start, strip) : multiply_rows<P, false>(next - start, strip);
