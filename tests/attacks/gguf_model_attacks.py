@@ -82,6 +82,13 @@ def _vocabulary(**more: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in more.items()}
 
 
+def _named(architecture: str) -> dict[str, Any]:
+    """The good model's keys under another architecture's name."""
+    llama = {name: value for name, value in METADATA.items() if name.startswith("llama.")}
+    renamed = {f"{architecture}.{name.removeprefix('llama.')}": value for name, value in llama.items()}
+    return {"general.architecture": architecture, **renamed}
+
+
 _BEYOND = "is none of the 272 tokens"
 _LONG = [f"{index:01000d}" for index in range(5000)]
 Attack = tuple[dict[str, Any], dict[str, Stored | None], str]
@@ -117,7 +124,12 @@ MODEL_ATTACKS: dict[str, Attack] = {
     "no-kv-heads": ({"llama.attention.head_count_kv": 0}, {}, "head_count_kv"),
     "heads-of-each-layer": ({"llama.attention.head_count": [2, 0]}, {}, "head_count"),
     "no-layers": ({"llama.block_count": 0}, {}, "block_count"),
-    "layers-2^31": ({"llama.block_count": 1 << 31}, {}, "num_hidden_layers|block_count"),
+    "layers-2^31": ({"llama.block_count": 1 << 31}, {}, "block_count"),
+    "layers-2^31-with-a-list-of-their-kinds": (
+        {**_named("gemma3"), "gemma3.block_count": (1 << 31) - 1},
+        {},
+        "gemma3.block_count",
+    ),
     "layers-of-text": ({"llama.block_count": "1"}, {}, "block_count"),
     "no-width": ({"llama.embedding_length": 0}, {}, "embedding_length"),
     "width-2^31": ({"llama.embedding_length": 1 << 31}, {}, "head_dim|elements|shape"),

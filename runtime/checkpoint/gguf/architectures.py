@@ -15,6 +15,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.utils.json_fields import Fields
 
 _BASE = {
@@ -55,9 +56,9 @@ class GgufModel:
         """`general.architecture`."""
         return self.metadata.text("general.architecture")
 
-    def integer(self, key: str, default: int | None = None, low: int = 0) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 0, high: int = 1 << 31) -> int:
         """An integer under the architecture's name; a list of one value for each layer must hold the same one."""
-        return self._uniform(key).integer(f"{self.architecture}.{key}", default, low)
+        return self._uniform(key).integer(f"{self.architecture}.{key}", default, low, high)
 
     def number(self, key: str, default: float | None = None) -> float:
         """The same for a number."""
@@ -275,7 +276,7 @@ def config_json(model: GgufModel) -> Config:
     config: Config = {
         "model_type": entry.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": model.integer("block_count", low=1),
+        "num_hidden_layers": model.integer("block_count", low=1, high=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": model.integer("attention.head_count_kv", heads, low=1),
         "head_dim": head_dim,
