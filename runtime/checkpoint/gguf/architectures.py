@@ -60,9 +60,9 @@ class GgufModel:
         """An integer under the architecture's name; a list of one value for each layer must hold the same one."""
         return self._uniform(key).integer(f"{self.architecture}.{key}", default, low, high)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, low: float = -1e12) -> float:
         """The same for a number."""
-        return self.metadata.number(f"{self.architecture}.{key}", default, low=-1e12)
+        return self.metadata.number(f"{self.architecture}.{key}", default, low)
 
     def has(self, key: str) -> bool:
         """Whether the architecture's key is there."""
@@ -143,7 +143,7 @@ def _llama3_scaling(model: GgufModel, head_dim: int, theta: float) -> Config:
     """The parameters behind stored frequency factors: a file holds the factors, not what they were made from."""
     stored = model.floats(ROPE_FREQS)
     factor = max(stored, default=1.0)
-    for original in (1 << power for power in range(3, 24)):
+    for original in (1 << power for power in range(3, 24)) if factor > 0 else ():
         made = llama3_factors(head_dim, theta, factor, 1.0, 4.0, original)
         if len(made) == len(stored) and all(map(partial(math.isclose, rel_tol=1e-4), made, stored)):
             scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -155,7 +155,7 @@ def _llama3_scaling(model: GgufModel, head_dim: int, theta: float) -> Config:
 
 
 def _rope(model: GgufModel, head_dim: int) -> Config:
-    theta = model.number("rope.freq_base", 10000.0)
+    theta = model.number("rope.freq_base", 10000.0, low=1e-6)
     rope: Config = {"rope_type": "default", "rope_theta": theta}
     kind = model.text("rope.scaling.type", "none")
     if kind == "linear":
@@ -270,7 +270,7 @@ def config_json(model: GgufModel) -> Config:
     if embedding is None or len(embedding.shape) != 2:
         raise model.metadata.fail("general.architecture", "is given, but there is no matrix token_embd.weight")
     heads, hidden = model.integer("attention.head_count", low=1), model.integer("embedding_length", low=1)
-    head_dim = model.integer("attention.key_length", hidden // heads)
+    head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
     if model.integer("attention.value_length", head_dim) != head_dim:
         raise model.metadata.fail(f"{model.architecture}.attention.value_length", "differs from key_length")
     config: Config = {

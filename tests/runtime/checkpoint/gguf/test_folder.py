@@ -197,7 +197,7 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
 # Beside those of tests/attacks/gguf_model_attacks.py.
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
-    "too-many-layers": ({"llama.block_count": 5000}, "num_hidden_layers"),
+    "too-many-layers": ({"llama.block_count": 5000}, "block_count"),
     "one-layer-more": ({"llama.block_count": 7}, "missing"),
     "one-layer-less": ({"llama.block_count": 5}, "not part of the model"),
     "heads-that-do-not-divide": ({"llama.attention.head_count_kv": 3}, "divide"),
