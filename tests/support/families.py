@@ -28,6 +28,8 @@ def enliven(model: transformers.PreTrainedModel) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+            if name.endswith("bias"):  # that corrects a choice of experts
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
