@@ -12,7 +12,6 @@ REFUSED: dict[str, str] = {
     "falcon_h1": _RECURRENT,
     "falcon_mamba": _RECURRENT,
     "gemma3n": "its residual stream is several streams (AltUp), with a low-rank path beside each layer (Laurel)",
-    "glm4_moe": _EXPERTS,
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _BOTH,
     "hunyuan_v1_moe": _EXPERTS,

@@ -6,6 +6,14 @@ from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS
 
 EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
+ROUTED8 = {
+    **IDS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 EVERY_OTHER = {
     **EXPERTS8,
     "num_hidden_layers": 4,
@@ -107,5 +115,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe-tied-biases": (
         "granitemoe",
         {**IDS, **MULTIPLIERS, "num_local_experts": 4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm4_moe-8top3-scaled": (
+        "glm4_moe",
+        {**ROUTED8, "head_dim": 24, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "attention_bias": True},
+    ),
+    "glm4_moe-groups-norms-two-shared-tied": (
+        "glm4_moe",
+        {
+            **ROUTED8,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
