@@ -8,7 +8,6 @@ _BOTH = "some of its layers are recurrent, and they choose among experts"
 REFUSED: dict[str, str] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "ernie4_5_moe": _EXPERTS,
     "falcon_h1": _RECURRENT,
     "falcon_mamba": _RECURRENT,
     "gemma3n": "its residual stream is several streams (AltUp), with a low-rank path beside each layer (Laurel)",

@@ -133,4 +133,24 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ernie4_5_moe-8top3-tied": (
+        "ernie4_5_moe",
+        {**IDS, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
+    ),
+    "ernie4_5_moe-every-other-none-shared-untied": (
+        "ernie4_5_moe",
+        {
+            **IDS,
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "moe_num_experts": 6,
+            "moe_k": 1,
+            "moe_intermediate_size": 96,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
