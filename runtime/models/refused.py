@@ -13,7 +13,6 @@ REFUSED: dict[str, str] = {
     "gemma3n": "its residual stream is several streams (AltUp), with a low-rank path beside each layer (Laurel)",
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _BOTH,
-    "hunyuan_v1_moe": _EXPERTS,
     "jamba": _BOTH,
     "lfm2_moe": "some of its layers are short convolutions, and they choose among experts",
     "llama4": "its layers choose among experts, and some attend in chunks",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS
+from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, scaled
 
 EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
@@ -151,6 +151,19 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_end_index": 3,
             "moe_layer_interval": 2,
             "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_moe-8top2": ("hunyuan_v1_moe", {**IDS, "head_dim": 24, "num_experts": 8, "moe_topk": 2}),
+    "hunyuan_v1_moe-alpha-tied-biases": (
+        "hunyuan_v1_moe",
+        {
+            **IDS,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_topk": [1, 1, 1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            **scaled("dynamic", factor=1.0, alpha=1000.0),
         },
     ),
 }
