@@ -14,7 +14,6 @@ REFUSED: dict[str, str] = {
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _BOTH,
     "jamba": _BOTH,
-    "lfm2_moe": "some of its layers are short convolutions, and they choose among experts",
     "llama4": "its layers choose among experts, and some attend in chunks",
     "mamba": _RECURRENT,
     "mamba2": _RECURRENT,
