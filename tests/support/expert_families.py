@@ -166,4 +166,19 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             **scaled("dynamic", factor=1.0, alpha=1000.0),
         },
     ),
+    "minimax_m2-8top2-half-turned": (
+        "minimax_m2",
+        {**IDS, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "minimax_m2-top1-mha-tied": (
+        "minimax_m2",
+        {
+            **IDS,
+            "head_dim": 24,
+            "num_key_value_heads": 4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
