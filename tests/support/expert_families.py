@@ -181,4 +181,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "dots1-8top2": ("dots1", {**ROUTED8, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "head_dim": 16}),
+    "dots1-window7-tied-biases": (
+        "dots1",
+        {
+            **ROUTED8,
+            "head_dim": 24,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
