@@ -195,4 +195,15 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "solar_open-8top2": ("solar_open", {**ROUTED8, "head_dim": 16, "routed_scaling_factor": 1.5}),
+    "solar_open-three-shared-tied-biases": (
+        "solar_open",
+        {
+            **ROUTED8,
+            "head_dim": 24,
+            "n_shared_experts": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
