@@ -199,6 +199,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "cwm",
         {**IDS, "bos_token_id": 3, "head_dim": 24, "sliding_window": 16, "tie_word_embeddings": True},
     ),
+    "cohere-mha-tied": ("cohere", {**IDS, "num_key_value_heads": 4, "logit_scale": 0.25}),
+    "cohere-gqa-untied-biases": (
+        "cohere",
+        {**IDS, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
+    ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (
         "qwen3",
