@@ -204,6 +204,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere",
         {**IDS, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "glm-half-turned": ("glm", {**IDS, "head_dim": 16}),
+    "glm-tied-hd24-no-bias": (
+        "glm",
+        {**IDS, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1},
+    ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (
         "qwen3",
