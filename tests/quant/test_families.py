@@ -25,9 +25,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.engines import whole
-from tests.support.families import CASES, make, packed_weights
+from tests.support.families import CASES, experts_of, make, packed_weights, weights_of
 from tests.support.grids import chosen
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -107,15 +106,6 @@ def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTra
     return reference
 
 
-def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, str, str]]]:
-    """Names of gate, up and down of each expert, by the number of its layer."""
-    mixtures = {spec.index: spec.mlp for spec in folder.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)}
-    return {
-        str(index): {place: (*(each.name for each in one.linears),) for place, one in enumerate(mixture.experts)}
-        for index, mixture in mixtures.items()
-    }
-
-
 def hooked_inputs(
     reference: transformers.PreTrainedModel, tokens: Tensor, names: dict[str, dict[int, tuple[str, str, str]]]
 ) -> dict[str, Tensor]:
@@ -147,18 +137,6 @@ def hooked_inputs(
         reference(tokens)
     for hook in hooks:
         hook.remove()
-    return found
-
-
-def weights_of(
-    reference: transformers.PreTrainedModel, names: dict[str, dict[int, tuple[str, str, str]]]
-) -> dict[str, Tensor]:
-    """The weights of all linears as transformers has read them, by name; those of all experts are one tensor there."""
-    modules = dict(reference.named_modules())
-    found = {name: module.weight for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    for name, module in modules.items():
-        for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
-            found |= zip(linears, (*module.gate_up_proj[expert].chunk(2), module.down_proj[expert]), strict=True)
     return found
 
 

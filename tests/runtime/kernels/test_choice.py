@@ -1,6 +1,7 @@
 """How scores choose experts, against transformers' own routers, by both codes that run on the CPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.experts import native_route
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import ExpertChoice, ScoreName
 
 EXPERTS, TOKENS = 24, 50
+ROUTES = {"plain": reference.route, "native": native_route}
 Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of scores and a correction: what is chosen, and weights
 
 
@@ -86,7 +88,7 @@ CHOICES: dict[str, tuple[Callable[[ExpertChoice], Router], ExpertChoice]] = {
 }
 
 
-@pytest.mark.parametrize("code", ["plain", "native"])
+@pytest.mark.parametrize("code", ROUTES)
 @pytest.mark.parametrize("case", CHOICES)
 def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
     """With the same weights, in scores of any size; the correction decides for most tokens."""
@@ -97,7 +99,7 @@ def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
     scores = torch.randn(TOKENS, EXPERTS, generator=generator) * torch.logspace(-2, 1, TOKENS).unsqueeze(1)
     correction = torch.randn(EXPERTS, generator=generator) / 4
     chosen, weights = theirs(choice)(scores, correction)
-    route = (reference.route if code == "plain" else native_route)(scores, choice, correction)
+    route = ROUTES[code](scores, choice, correction)
     assert isinstance(route, Route)
     experts = torch.tensor(route.hit).repeat_interleave(route.starts.diff())[route.places.long()]
     found, wanted = torch.zeros(2, TOKENS, EXPERTS).unbind()
@@ -107,6 +109,26 @@ def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-7)
     uncorrected = reference.route(scores, choice)
     assert not torch.equal(uncorrected.tokens, route.tokens)
+
+
+@pytest.mark.parametrize("code", ROUTES)
+@pytest.mark.parametrize("groups", [1, 4], ids=["whole", "groups"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoreName, groups: int, code: str) -> None:
+    """Larger than families have them, so that they show; the experts of a token stay the same."""
+    if code == "native" and isinstance(native(), str):
+        pytest.skip(f"no native code here: {native()}")
+    given = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2))
+    values = given.softmax(-1) if scores == "softmax" else given.sigmoid()
+    usual = ExpertChoice(3, normalized=True, scores=scores, groups=groups, top_groups=2)
+    plain = reference.route(given, replace(usual, normalized=False))
+    route = ROUTES[code](given, replace(usual, margin=0.5, scale=3.0), None)
+    assert isinstance(route, Route)
+    assert torch.equal(route.tokens, plain.tokens) and torch.equal(route.places, plain.places)
+    sums = plain.weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(route.weights, 3.0 * plain.weights / (sums + 0.5))
+    experts = torch.tensor(plain.hit).repeat_interleave(plain.starts.diff())[plain.places.long()]
+    torch.testing.assert_close(plain.weights, values.gather(1, experts))
 
 
 @pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
