@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.quantization.packed_weight import Matmul
 
 _T = TypeVar("_T")
@@ -78,3 +79,13 @@ class Route:
     def of(self, expert: int) -> Tensor:
         """int32 [n]: the tokens of an expert, maybe none."""
         return self.tokens[self.slices.get(expert, slice(0, 0))]
+
+
+def in_groups(values: Tensor, choice: ExpertChoice) -> Tensor:
+    """`values` [tokens, experts], those of groups that take no part being less than any."""
+    if choice.groups == 1:
+        return values
+    grouped = values.view(len(values), choice.groups, -1)
+    best = grouped.topk(2).values.sum(-1).topk(choice.top_groups).indices
+    takes_part = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=values.device).scatter(1, best, True)
+    return grouped.masked_fill(~takes_part.unsqueeze(2), -torch.inf).view_as(values)

@@ -3,13 +3,14 @@
 A family says how many there are, how they are chosen and what their tensors are called. Does not import torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.decoder_layer import decoder_layer
-from mycli.runtime.models.experts_spec import ExpertsSpec, SharedExpertSpec, StackSpec
+from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
+from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, Shape
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -28,48 +29,57 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str | None = "shared_expert_gate"  # None: what it makes is added as it is
+    correction: str | None = None
+    correction_rows: tuple[int, ...] = ()  # what its shape says before the experts
+
+    def corrected(self, block: str, count: int) -> tuple[str, Shape] | None:
+        """As `ExpertsSpec.correction`, of `count` experts."""
+        return None if self.correction is None else (f"{block}.{self.correction}", (*self.correction_rows, count))
+
     stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
     stacked_down: str = "experts.down_proj"
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts of width `size`, of which a token goes through `top_k`; `shared`: the width of one that all go through.
+    """Experts of width `size`, of which tokens choose; `shared`: the width of one that all go through.
 
-    `dense`: layers that have an MLP instead. The rest is as in `ExpertsSpec`.
+    `dense`: layers that have an MLP instead. `base` declares the layers whose MLP the experts replace.
     """
 
     count: int
-    top_k: int
+    choice: ExpertChoice
     size: int
-    normalized: bool
     names: ExpertNames = ExpertNames()
     dense: frozenset[int] = frozenset()
     shared: int = 0
+    base: "Callable[[ModelConfig, int], LayerSpec]" = decoder_layer
 
     def __call__(self, config: "ModelConfig", index: int) -> LayerSpec:
-        """A layer of the Llama kind with these experts; as `ModelConfig.declare`."""
-        return self.put_into(decoder_layer(config, index), config)
+        """A layer of the kind of `base` with these experts; as `ModelConfig.declare`."""
+        return self.put_into(self.base(config, index), config)
 
     def put_into(self, layer: LayerSpec, config: "ModelConfig") -> LayerSpec:
         """`layer` with the experts in place of its MLP, unless it is one of the `dense`."""
         if layer.index in self.dense:
             return layer
-        block = f"model.layers.{layer.index}.{self.names.block}".rstrip(".")
+        names, block = self.names, f"model.layers.{layer.index}.{self.names.block}".rstrip(".")
         shared = None
         if self.shared:
-            mlp = self._mlp(f"{block}.shared_expert", self.shared, config)
-            shared = SharedExpertSpec(mlp, LinearSpec(f"{block}.shared_expert_gate", 1, config.hidden_size))
+            gate = LinearSpec(f"{block}.{names.shared_gate}", 1, config.hidden_size) if names.shared_gate else None
+            shared = SharedExpertSpec(self._mlp(f"{block}.{names.shared}", self.shared, config), gate)
         experts = ExpertsSpec(
             norm=layer.mlp.norm,
-            router=LinearSpec(f"{block}.{self.names.router}", self.count, config.hidden_size),
+            router=LinearSpec(f"{block}.{names.router}", self.count, config.hidden_size),
             experts=tuple(self._mlp(f"{block}.experts.{each}", self.size, config) for each in range(self.count)),
-            top_k=self.top_k,
-            normalized=self.normalized,
+            choice=self.choice,
             stacks=self._stacks(block),
             shared=shared,
             output_norm=layer.mlp.output_norm,
             residual=layer.mlp.residual,
+            correction=names.corrected(block, self.count),
         )
         return replace(layer, mlp=experts)
 
@@ -86,6 +96,27 @@ class Mixture:
         names, hidden = self.names, config.hidden_size
         gate_up = LinearSpec(f"{prefix}.{names.gate}", size, hidden), LinearSpec(f"{prefix}.{names.up}", size, hidden)
         return MlpSpec(size, None, gate_up, LinearSpec(f"{prefix}.{names.down}", hidden, size), None, config.activation)
+
+
+def read_choice(raw: Fields, count: int, top_k: int) -> ExpertChoice:
+    """How one of `count` experts is chosen by the keys that DeepSeek-V3's kin write: sigmoids, groups, a factor.
+
+    Raises ModelError for groups that are not of the same size, of fewer than two experts, or that hold too few.
+    """
+    groups = raw.integer("n_group", 1, high=count)
+    top_groups = raw.integer("topk_group", 1, high=groups)
+    if count % groups or groups > 1 and count < 2 * groups:
+        raise raw.fail("n_group", f"= {groups} does not divide {count} experts into groups of two or more")
+    if top_k > top_groups * (count // groups):
+        raise raw.fail("topk_group", f"= {top_groups} of {groups} groups hold fewer than {top_k} experts")
+    return ExpertChoice(
+        top_k,
+        raw.boolean("norm_topk_prob", True),
+        "sigmoid",
+        groups,
+        top_groups,
+        scale=raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
+    )
 
 
 def read_counts(

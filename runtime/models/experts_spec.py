@@ -3,10 +3,13 @@
 Knows names and shapes of tensors. Does not know families, nor how tokens are routed. Does not import torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from mycli.runtime.models.part_spec import ActivationName, LinearSpec, MadeBy, MlpSpec, NormSpec, OutputRows
+from mycli.runtime.models.part_spec import ActivationName, LinearSpec, MadeBy, MlpSpec, NormSpec, OutputRows, Shape
+
+ScoreName = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,31 @@ class SharedExpertSpec:
 
 
 @dataclass(frozen=True)
-class ExpertsSpec:
-    """A mixture of experts (arXiv 1701.06538): MLPs alike in shape, of which each token goes through `top_k`.
+class ExpertChoice:
+    """How a token's scores choose `top_k` experts, and what weights these get.
 
-    The `router` scores the experts for a token; the highest `top_k` are chosen, and what they make is summed with
-    weights from a softmax over all scores, or, where `normalized`, over those of the chosen. Router and gate decide,
-    and are never stored quantized. `stacks`: tensors that hold those of all experts.
+    Scores become values, by a softmax over all of them or each by its `sigmoid`; the highest are chosen. What a
+    correction adds to values counts for the choice alone. Of `groups` of neighbours, equally many in each, those
+    `top_groups` take part whose two highest values sum highest. Weights are the values of the chosen, where
+    `normalized` over their sum and `margin`, times `scale`.
+    """
+
+    top_k: int
+    normalized: bool
+    scores: ScoreName = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    margin: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts (arXiv 1701.06538): MLPs alike in shape, of which each token goes through a few.
+
+    The `router` scores the experts for a token, `choice` says what follows; `correction` names a tensor, one value for
+    each expert, and has its shape. Router and gate decide, and are never stored quantized. `stacks`: tensors that hold
+    those of all experts.
 
     All read what `norm` makes, unless there is none: then the router, the experts and the shared one read the stream
     through norms of their own, `router_norm`, `expert_norm` and the shared MLP's; `expert_output_norm` is of what the
@@ -42,8 +64,7 @@ class ExpertsSpec:
     norm: NormSpec | None
     router: LinearSpec
     experts: tuple[MlpSpec, ...]
-    top_k: int
-    normalized: bool
+    choice: ExpertChoice
     stacks: tuple[StackSpec, ...] = ()
     shared: SharedExpertSpec | None = None
     output_norm: NormSpec | None = None
@@ -52,6 +73,12 @@ class ExpertsSpec:
     expert_norm: NormSpec | None = None
     expert_output_norm: NormSpec | None = None
     scales: str | None = None
+    correction: tuple[str, Shape] | None = None
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token goes through."""
+        return self.choice.top_k
 
     @property
     def size(self) -> int:
@@ -84,6 +111,13 @@ class ExpertsSpec:
         mlps = {} if self.shared is None else {"shared": self.shared.mlp}
         mlps |= {f"experts.{index}": expert for index, expert in enumerate(self.experts)}
         return {f"{name}.{own}": linears for name, mlp in mlps.items() for own, linears in mlp.products().items()}
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Names and shapes of what is no norm and no linear."""
+        if self.scales is not None:
+            yield self.scales, (len(self.experts),)
+        if self.correction is not None:
+            yield self.correction
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
         """As `PartSpec.inner_norms`."""

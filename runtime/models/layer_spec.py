@@ -123,7 +123,7 @@ class LayerSpec:
                     yield f"{linear.name}.bias", (linear.out_features,)
         if self.recurrent is None and self.attention.sinks is not None:
             yield self.attention.sinks, (self.attention.heads,)
-        if isinstance(self.mlp, ExpertsSpec) and self.mlp.scales is not None:
-            yield self.mlp.scales, (len(self.mlp.experts),)
+        if isinstance(self.mlp, ExpertsSpec):
+            yield from self.mlp.tensors()
         if self.scalar is not None:
             yield self.scalar, (1,)

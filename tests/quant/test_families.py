@@ -26,16 +26,16 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
-from tests.support.families import CASES, make, packed_weights
+from tests.support.families import CASES, experts_of, make, packed_weights, weights_of
 from tests.support.grids import chosen
 from tests.support.models import CPU
-from tests.support.paths import PICO, ROOT
+from tests.support.paths import PICO
 from tests.support.prediction import make_with_head
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
 TOKENS = 24
-KINDS = (
+NAMED = (
     "llama-gqa4:2-hd16",
     "mistral-window7",
     "qwen2-biases",
@@ -72,6 +72,9 @@ KINDS = (
     "qwen3_next-8top3",
     "lfm2-untied-biases",
 )
+# Of a family that none of these is of, the last of its cases; but gpt_oss's experts are not quantized again.
+LAST = {model_type: case for case, (model_type, _) in CASES.items()}
+KINDS = (*NAMED, *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", *(CASES[case][0] for case in NAMED)})))
 # Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
 # scale of scores and multipliers, no gate. What is odd about norms is for AWQ, which folds scales into them.
 COPIED = (
@@ -92,8 +95,6 @@ ALIKE = ("mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8to
 # transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
 STACKED = ("granitemoe-8top2", "gemma4-8top2", "qwen3_5_moe-8top3")
 
-MIXTRAL_NAMES = ("block_sparse_moe", "w1", "w3", "w2")
-
 
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
     """With pico's tokenizer, so that it can be calibrated on text."""
@@ -105,23 +106,23 @@ def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTra
     return reference
 
 
-def hooked_inputs(reference: transformers.PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
+def hooked_inputs(
+    reference: transformers.PreTrainedModel, tokens: Tensor, names: dict[str, dict[int, tuple[str, str, str]]]
+) -> dict[str, Tensor]:
     """What each linear of transformers' model gets, by its name: [windows, tokens, K], or [n, K] of an expert.
 
-    Experts are one module there: as its own code has it, those that a token chose, in the order of the tokens.
+    Experts are one module there: as its own code has it, those that a token chose, in the order of the tokens. They
+    are called by their `names`.
     """
     found: dict[str, Tensor] = {}
     modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
-    names = MIXTRAL_NAMES if reference.config.model_type == "mixtral" else ("mlp", "gate_proj", "up_proj", "down_proj")
 
     def observe(name: str, module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
         x, chosen, _ = given
-        prefix = name.replace(".mlp.", f".{names[0]}.")
-        for expert in range(module.num_experts):
+        for expert, linears in names[name.split(".")[2]].items():
             rows = x[(chosen == expert).any(-1)]
             gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
-            for own, of in zip(names[1:], (rows, rows, module.act_fn(gate) * up), strict=True):
-                found[f"{prefix}.{expert}.{own}"] = of
+            found.update(zip(linears, (rows, rows, module.act_fn(gate) * up), strict=True))
 
     experts = {name: each for name, each in reference.named_modules() if name.endswith(".experts")}
     hooks = [
@@ -137,19 +138,6 @@ def hooked_inputs(reference: transformers.PreTrainedModel, tokens: Tensor) -> di
     for hook in hooks:
         hook.remove()
     return found
-
-
-def weight_of(reference: transformers.PreTrainedModel, name: str) -> Tensor:
-    """The weight of a linear as transformers has read it; those of all experts are one tensor there."""
-    if ".experts." not in name:
-        return reference.get_submodule(name).weight
-    renamed = name.replace(".block_sparse_moe.", ".mlp.") if reference.config.model_type == "mixtral" else name
-    prefix, _, rest = renamed.partition(".experts.")
-    expert, own = rest.split(".")
-    experts = reference.get_submodule(f"{prefix}.experts")
-    if own in ("down_proj", "w2"):
-        return experts.down_proj[int(expert)]
-    return experts.gate_up_proj[int(expert)].chunk(2)[own in ("up_proj", "w3")]
 
 
 def unpacked(copy: Path, folder: Path) -> Path:
@@ -181,8 +169,9 @@ def unpacked(copy: Path, folder: Path) -> Path:
 def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tmp_path: Path) -> None:
     reference = random_model(tmp_path, case)
     tokens = torch.randint(0, 4096, (3, TOKENS), generator=torch.Generator().manual_seed(1))
-    expected = hooked_inputs(reference, tokens)
-    model = StreamedModel(ModelFolder.open(tmp_path), CPU)
+    folder = ModelFolder.open(tmp_path)
+    expected = hooked_inputs(reference, tokens, experts_of(folder))
+    model = StreamedModel(folder, CPU)
     stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
     sides = model.sides(tokens)
     for index in range(model.config.layers):
@@ -228,12 +217,6 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert done.left_out and ModelFolder.open(done.path).predictor is None
 
 
-def test_every_family_is_among_the_kinds() -> None:
-    """But the one whose experts are not quantized again, which is said."""
-    families = {path.stem for path in (ROOT / "runtime" / "models" / "families").glob("*.py")} - {"__init__"}
-    assert {CASES[case][0] for case in KINDS} == families - {"gpt_oss"}
-
-
 @pytest.mark.parametrize(
     ("case", "method", "bits"),
     chosen([(case, method, bits) for case in KINDS for method in ("gptq", "awq") for bits in LOST], quick=COPIED),
@@ -252,8 +235,9 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, b
     ours = whole(model, tokens)
     with torch.no_grad():
         logits, original = theirs(tokens).logits, reference(tokens).logits  # which unpacks theirs
+    read_by_them = weights_of(theirs, experts_of(ModelFolder.open(tmp_path / "copy")))
     for name, weight in packed_weights(model).items():
-        assert torch.equal(weight, weight_of(theirs, name)), name
+        assert torch.equal(weight, read_by_them[name]), name
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations
     lost = (ours - original).norm() / original.norm()
     if any(spec.kept for spec in model.config.layer_specs):  # where experts score alike, rounding makes tokens change

@@ -5,7 +5,12 @@ Each of both takes all names and has an `interpret` of its own.
 
 from tests.runtime.kernels.test_triton_attention import test_attend
 from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
-from tests.runtime.kernels.test_triton_experts import test_products_of_experts, test_routes, test_weighted_sums
+from tests.runtime.kernels.test_triton_experts import (
+    test_choices_of_experts,
+    test_products_of_experts,
+    test_routes,
+    test_weighted_sums,
+)
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
     test_call_rounds_once_and_repeats_itself,
@@ -26,6 +31,7 @@ __all__ = [
     "test_attend",
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",
+    "test_choices_of_experts",
     "test_embed",
     "test_nan_stays_in_its_row",
     "test_product",

@@ -4,6 +4,8 @@ from typing import Any
 
 from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, longrope, ministral_rope, scaled
 
+HELIUM = {**IDS, "hidden_size": 64, "head_dim": 16}  # all heads together are as wide as the stream
+
 # id -> (model_type, what differs from SMALL)
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4:2-hd16": ("llama", {}),
@@ -198,6 +200,21 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm-tied-window16": (
         "cwm",
         {**IDS, "bos_token_id": 3, "head_dim": 24, "sliding_window": 16, "tie_word_embeddings": True},
+    ),
+    "cohere-mha-tied": ("cohere", {**IDS, "num_key_value_heads": 4, "logit_scale": 0.25}),
+    "cohere-gqa-untied-biases": (
+        "cohere",
+        {**IDS, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "glm-half-turned": ("glm", {**IDS, "head_dim": 16}),
+    "glm-tied-hd24-no-bias": (
+        "glm",
+        {**IDS, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1},
+    ),
+    "helium-mha": ("helium", {**HELIUM, "num_key_value_heads": 4}),
+    "helium-tied-biases": (
+        "helium",
+        {**HELIUM, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
     "qwen3-qk-norm-hd32": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biases-yarn": (

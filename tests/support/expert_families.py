@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS
+from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, scaled
 
 EXPERTS8 = {**IDS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+ROUTED8 = {
+    **IDS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 EVERY_OTHER = {
     **EXPERTS8,
@@ -107,5 +115,95 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe-tied-biases": (
         "granitemoe",
         {**IDS, **MULTIPLIERS, "num_local_experts": 4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm4_moe-8top3-scaled": (
+        "glm4_moe",
+        {**ROUTED8, "head_dim": 24, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "attention_bias": True},
+    ),
+    "glm4_moe-groups-norms-two-shared-tied": (
+        "glm4_moe",
+        {
+            **ROUTED8,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5_moe-8top3-tied": (
+        "ernie4_5_moe",
+        {**IDS, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
+    ),
+    "ernie4_5_moe-every-other-none-shared-untied": (
+        "ernie4_5_moe",
+        {
+            **IDS,
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "moe_num_experts": 6,
+            "moe_k": 1,
+            "moe_intermediate_size": 96,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_moe-8top2": ("hunyuan_v1_moe", {**IDS, "head_dim": 24, "num_experts": 8, "moe_topk": 2}),
+    "hunyuan_v1_moe-alpha-tied-biases": (
+        "hunyuan_v1_moe",
+        {
+            **IDS,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_topk": [1, 1, 1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            **scaled("dynamic", factor=1.0, alpha=1000.0),
+        },
+    ),
+    "minimax_m2-8top2-half-turned": (
+        "minimax_m2",
+        {**IDS, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "minimax_m2-top1-mha-tied": (
+        "minimax_m2",
+        {
+            **IDS,
+            "head_dim": 24,
+            "num_key_value_heads": 4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dots1-8top2": ("dots1", {**ROUTED8, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "head_dim": 16}),
+    "dots1-window7-tied-biases": (
+        "dots1",
+        {
+            **ROUTED8,
+            "head_dim": 24,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "solar_open-8top2": ("solar_open", {**ROUTED8, "head_dim": 16, "routed_scaling_factor": 1.5}),
+    "solar_open-three-shared-tied-biases": (
+        "solar_open",
+        {
+            **ROUTED8,
+            "head_dim": 24,
+            "n_shared_experts": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }

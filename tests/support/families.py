@@ -7,7 +7,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.dense_families import DENSE
 from tests.support.expert_families import EXPERTS
 from tests.support.family_parts import SMALL
@@ -28,6 +30,8 @@ def enliven(model: transformers.PreTrainedModel) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+            if name.endswith("bias"):  # that corrects a choice of experts
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
@@ -50,4 +54,25 @@ def packed_weights(model: Transformer) -> dict[str, Tensor]:
         for linear in block.products.values():
             parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
             found |= {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
+    return found
+
+
+def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, str, str]]]:
+    """Names of gate, up and down of each expert, by the number of its layer."""
+    mixtures = {spec.index: spec.mlp for spec in folder.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)}
+    return {
+        str(index): {place: (*(each.name for each in one.linears),) for place, one in enumerate(mixture.experts)}
+        for index, mixture in mixtures.items()
+    }
+
+
+def weights_of(
+    reference: transformers.PreTrainedModel, names: dict[str, dict[int, tuple[str, str, str]]]
+) -> dict[str, Tensor]:
+    """The weights of all linears as transformers has read them, by name; those of all experts are one tensor there."""
+    modules = dict(reference.named_modules())
+    found = {name: module.weight for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    for name, module in modules.items():
+        for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
+            found |= zip(linears, (*module.gate_up_proj[expert].chunk(2), module.down_proj[expert]), strict=True)
     return found

@@ -22,6 +22,13 @@ DELTA_EXPERTS = {
     "shared_expert_intermediate_size": 64,
 }
 
+LFM2_EXPERTS = {
+    **IDS,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+
 # id -> (model_type, what differs from SMALL)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5-delta": ("qwen3_5_text", {**IDS, **DELTA, "num_hidden_layers": 4}),
@@ -80,6 +87,26 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "conv", "conv"],
             "tie_word_embeddings": False,
             "num_key_value_heads": 4,
+        },
+    ),
+    "lfm2_moe-8top3-tied": (
+        "lfm2_moe",
+        {**LFM2_EXPERTS, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    ),
+    "lfm2_moe-uncorrected-biases-untied": (
+        "lfm2_moe",
+        {
+            **LFM2_EXPERTS,
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "num_dense_layers": 0,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "use_expert_bias": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
         },
     ),
 }

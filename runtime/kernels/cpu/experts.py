@@ -7,7 +7,7 @@ neither the pairs beside it nor their number. Each function returns the reason w
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, no_room_for
 from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.routed import Route
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.quantization.packed_weight import Matmul
 
 PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
@@ -33,13 +34,31 @@ class _Routed(ctypes.Structure):
     ]
 
 
+class CChoice(ctypes.Structure):
+    """`Choice` of experts.h."""
+
+    _fields_ = [
+        ("correction", c_void_p),
+        *((name, c_int64) for name in ("top", "groups", "top_groups")),
+        *((name, c_float) for name in ("margin", "scale")),
+        *((name, c_int32) for name in ("normalized", "sigmoid")),
+    ]
+
+
+def c_choice(choice: ExpertChoice, correction: Tensor | None) -> CChoice:
+    """As native code has it; it does not hold the `correction` fp32 [experts]."""
+    address = None if correction is None else correction.data_ptr()
+    sizes = choice.top_k, choice.groups, choice.top_groups
+    return CChoice(address, *sizes, choice.margin, choice.scale, choice.normalized, choice.scores == "sigmoid")
+
+
 class _Routing(ctypes.Structure):
     """`Routing` of experts.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("scores", "weights", "chosen", "places", "pairs", "hit", "starts")),
-        *((name, c_int64) for name in ("tokens", "experts", "top")),
-        ("normalized", c_int32),
+        *((name, c_int64) for name in ("tokens", "experts")),
+        ("choice", CChoice),
     ]
 
 
@@ -53,21 +72,21 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
-def native_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
-    """As `reference.route`; of equal scores the first is higher."""
+def native_route(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route | str:
+    """As `reference.route`; of equal values the first is higher."""
     if scores.device.type != "cpu" or scores.requires_grad:
         return "runs on the CPU, without a gradient"
     library = build.native()
     if isinstance(library, str):
         return library
     given = scores.float().contiguous()
-    tokens, experts = given.shape
+    (tokens, experts), top_k = given.shape, choice.top_k
     weights = torch.empty(tokens, top_k)
     chosen, places = (torch.empty(tokens, top_k, dtype=torch.int32) for _ in range(2))
     pairs, hit = torch.empty(tokens * top_k, dtype=torch.int32), torch.empty(experts, dtype=torch.int32)
     starts = torch.empty(experts + 1, dtype=torch.int32)
     pointers = (tensor.data_ptr() for tensor in (given, weights, chosen, places, pairs, hit, starts))
-    task = _Routing(*pointers, tokens, experts, top_k, normalized)
+    task = _Routing(*pointers, tokens, experts, c_choice(choice, correction))
     hits = library.experts_route(ctypes.byref(task), threads_for(tokens))
     return Route(hit[:hits].tolist(), starts[: hits + 1], pairs, places, weights)
 

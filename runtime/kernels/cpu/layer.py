@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ResourceError
+from mycli.runtime.kernels.cpu.experts import CChoice
 from mycli.runtime.kernels.cpu.library.build import Native
 
 MOST_PARTS = 3  # of a product
@@ -140,7 +141,8 @@ class CExpertsPart(ctypes.Structure):
         *((name, CGain) for name in ("shared_norm", "shared_output_norm")),
         *(("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
         *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum), ("scales", c_void_p)),
-        *((name, c_int64) for name in ("experts", "top", "size", "gate_type", "normalized")),
+        ("choice", CChoice),
+        *((name, c_int64) for name in ("experts", "size", "gate_type")),
         ("fetch", _FETCH),
     ]
 

@@ -21,6 +21,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import most_packed_rows
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.quantization.packed_weight import Matmul
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tenso
     return first.multiply(first.prepare(x, tile), x.dtype, Pairs(table, starts, tokens, count))
 
 
-def route_tokens(scores: Tensor, top_k: int, normalized: bool) -> Route:
-    """As `reference.route`, of equal scores the first is higher; `hit` are all experts. Two launches."""
+def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route:
+    """As `reference.route` without groups, of equal values the first is higher; `hit` are all experts. Two launches."""
     from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel
 
-    tokens, experts = scores.shape
+    (tokens, experts), top_k = scores.shape, choice.top_k
     if scores.stride(1) != 1 or not 0 < top_k <= experts:
         raise ValueError(f"{top_k} of scores {tuple(scores.shape)} with strides {scores.stride()}")
 
@@ -113,7 +114,10 @@ def route_tokens(scores: Tensor, top_k: int, normalized: bool) -> Route:
     pairs, starts = whole(tokens * top_k), whole(experts + 1)
     weights = torch.empty((tokens, top_k), device=scores.device)
     choose_kernel[(tokens,)](
-        scores, chosen, weights, scores.stride(0), experts, top_k, EXPERTS=_power(experts), NORMALIZED=normalized
+        *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, choice.margin, choice.scale),
+        EXPERTS=_power(experts),
+        NORMALIZED=choice.normalized,
+        SIGMOID=choice.scores == "sigmoid",
     )
     block = min(_PAIRS, max(32, _power(tokens * top_k)))
     place_kernel[(experts,)](chosen, starts, pairs, places, tokens * top_k, top_k, BLOCK=block)
@@ -132,9 +136,11 @@ def sum_weighted(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def triton_route(scores: Tensor, top_k: int, normalized: bool) -> Route | str:
+def triton_route(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route | str:
     """`route_tokens` on a GPU."""
-    return _why_not(scores) or route_tokens(scores.contiguous(), top_k, normalized)
+    if choice.groups > 1:
+        return "does not choose among groups of experts"
+    return _why_not(scores) or route_tokens(scores.contiguous(), choice, correction)
 
 
 def triton_routed_product(
@@ -183,8 +189,9 @@ def small_route_agrees(device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
     scores = torch.stack([torch.randperm(9, generator=generator) for _ in range(5)]).float()
     x = torch.randn(10, 40, generator=generator)
-    wanted = reference.route(scores, 2, True)
-    found = route_tokens(scores.to(device), 2, True)
+    choice = ExpertChoice(2, normalized=True)
+    wanted = reference.route(scores, choice)
+    found = route_tokens(scores.to(device), choice)
     made = sum_weighted(x.to(device), found.places, found.weights).cpu()
     same = torch.equal(found.places.cpu(), wanted.places) and torch.equal(found.tokens.cpu(), wanted.tokens)
     return same and torch.allclose(made, reference.weighted_sum(x, wanted.places, wanted.weights), atol=1e-5)

@@ -15,40 +15,51 @@ _LEAST = tl.constexpr(-(1 << 63))
 @triton.jit
 def choose_kernel(
     scores,  # [tokens, experts], rows `stride` apart
+    correction,  # fp32 [experts], or None
     chosen,  # int32 [tokens, top_k]
     weights,  # fp32 [tokens, top_k]
     stride,
     experts,
     top_k,
+    margin,
+    scale,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
-    """Grid (tokens). The top_k highest scores, and a softmax over all scores or, if NORMALIZED, over those.
+    """Grid (tokens). What `ExpertChoice` of `models.experts_spec` says, without groups.
 
-    A key holds a score in the order of its bits, so that NaN has a place too, and below it the expert: of equal scores
-    the first is higher, and no expert is chosen twice.
+    A key holds what is compared in the order of its bits, so that NaN has a place too, and below it the expert: of
+    equals the first is higher, and no expert is chosen twice. Scores alone tell which values of a softmax are highest.
     """
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     known = expert < experts
     score = tl.load(scores + token.to(tl.int64) * stride + expert, mask=known, other=0.0).to(tl.float32)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # of two zeros neither is the higher
+    top = tl.max(tl.where(known, score, float("-inf")), 0)
+    if SIGMOID:
+        value = tl.where(known, 1.0 / (1.0 + tl.exp(-score)), 0.0)
+        total = 1.0
+    else:
+        value = tl.where(known, tl.exp(score - top), 0.0)
+        total = tl.sum(value, 0)
+    compared = score
+    if correction is not None:
+        compared = value / total + tl.load(correction + expert, mask=known, other=0.0)
+    bits = tl.where(compared == 0.0, 0.0, compared).to(tl.int32, bitcast=True)  # of two zeros neither is the higher
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(known, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LEAST)
-    top = tl.max(tl.where(known, score, float("-inf")), 0)
-    power = tl.where(known, tl.exp(score - top), 0.0)
-    total = tl.sum(power, 0)
     if NORMALIZED:
         rest = key
-        total = 0.0
+        total = margin * total  # of values that are not over the sum of all yet
         for _ in tl.range(top_k):
             best = tl.max(rest, 0)
-            total += tl.sum(tl.where(rest == best, power, 0.0), 0)
+            total += tl.sum(tl.where(rest == best, value, 0.0), 0)
             rest = tl.where(rest == best, _LEAST, rest)
     for rank in tl.range(top_k):
         best = tl.max(key, 0)
         mine = key == best
         tl.store(chosen + token * top_k + rank, tl.sum(tl.where(mine, expert, 0), 0))
-        tl.store(weights + token * top_k + rank, tl.sum(tl.where(mine, power, 0.0), 0) / total)
+        tl.store(weights + token * top_k + rank, tl.sum(tl.where(mine, value, 0.0), 0) / total * scale)
         key = tl.where(mine, _LEAST, key)
 
 

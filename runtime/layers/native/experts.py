@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS
+from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
 from mycli.runtime.kernels.cpu.layer import CExpertProduct, CExpertsPart, CFeed, CLinear, Fetch
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
@@ -24,8 +24,8 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 class ExpertModules:
     """What a layer's experts are made of; `shared`: gate and up, and down, of one that all tokens go through.
 
-    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales`: fp32 [experts];
-    `fetch`: what makes experts ready, where not all are in memory.
+    `norms`: in the order of `ExpertsSpec.inner_norms`, that of a shared expert or None; `scales` and
+    `correction`: fp32 [experts]; `fetch`: what makes experts ready, where not all are in memory.
     """
 
     norms: tuple[RMSNorm | None, ...]
@@ -35,6 +35,7 @@ class ExpertModules:
     shared: tuple[Linear, Linear] | None
     shared_gate: Linear | None
     scales: Tensor | None
+    correction: Tensor | None
     fetch: Fetch | None = None
 
 
@@ -98,11 +99,10 @@ def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpe
         CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
         c_sum(around),
         None if own.scales is None else own.scales.data_ptr(),
+        c_choice(spec.choice, own.correction),
         len(spec.experts),
-        spec.top_k,
         vectors(spec.size, "an expert"),
         gate_type(spec),
-        spec.normalized,
     )
     if own.fetch is not None:
         part.fetch, part.fetcher = own.fetch.function, own.fetch

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertsSpec, SharedExpertSpec
+from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, SharedExpertSpec
 from mycli.runtime.models.families import gemma2
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_sliding_rope
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
@@ -139,7 +139,7 @@ def _mixture(raw: Fields, layers: int) -> Mixture | None:
     if not raw.boolean("enable_moe_block", False):
         return None
     count, top_k = read_counts(raw, "num_experts", layers, usual=(128, 8), chosen="top_k_experts")
-    return Mixture(count, top_k, raw.integer("moe_intermediate_size", 704), normalized=True, names=_NAMES)
+    return Mixture(count, ExpertChoice(top_k, normalized=True), raw.integer("moe_intermediate_size", 704), _NAMES)
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -11,7 +11,7 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_counts
-from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
+from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, StackSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
@@ -64,7 +64,7 @@ class GptOssLayers:
             for ending in _ENDINGS
         )
         router = LinearSpec(f"{block}.router", self.count, hidden, bias=True)
-        return ExpertsSpec(mlp.norm, router, experts, self.top_k, normalized=True, stacks=tuple(stacks))
+        return ExpertsSpec(mlp.norm, router, experts, ExpertChoice(self.top_k, normalized=True), stacks=tuple(stacks))
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.families import granite
 from mycli.runtime.utils.json_fields import Fields
 
@@ -22,4 +23,6 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Granite config.json with experts."""
     config = granite.read_granite(raw, EXPERT_KEYS)
     count, top_k = read_counts(raw, "num_local_experts", config.layers, usual=(8, 2))
-    return replace(config, declare=Mixture(count, top_k, config.intermediate_size, normalized=True, names=_NAMES))
+    return replace(
+        config, declare=Mixture(count, ExpertChoice(top_k, normalized=True), config.intermediate_size, _NAMES)
+    )

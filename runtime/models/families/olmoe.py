@@ -9,6 +9,7 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -36,7 +37,7 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of an OLMoE config.json."""
     fields = hf_config.common(hf_config.with_defaults(raw, rms_norm_eps=1e-5), handled=EXPERT_KEYS)
     count, top_k = read_counts(raw, "num_experts", fields["layers"], usual=(64, 8))
-    mixture = Mixture(count, top_k, fields["intermediate_size"], raw.boolean("norm_topk_prob", False))
+    mixture = Mixture(count, ExpertChoice(top_k, raw.boolean("norm_topk_prob", False)), fields["intermediate_size"])
     clip = raw.number("clip_qkv", low=0.0) if raw.has("clip_qkv") else None
     bias = raw.boolean("attention_bias", False)
     return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=OlmoeLayers(mixture, clip))

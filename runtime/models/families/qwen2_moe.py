@@ -4,6 +4,7 @@ through, behind a gate."""
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.families.qwen2 import windows
 from mycli.runtime.models.families.qwen3_moe import dense_layers
 from mycli.runtime.utils.json_fields import Fields
@@ -15,9 +16,8 @@ def read(raw: Fields) -> ModelConfig:
     count, top_k = read_counts(raw, "num_experts", fields["layers"], usual=(60, 4))
     mixture = Mixture(
         count,
-        top_k,
+        ExpertChoice(top_k, raw.boolean("norm_topk_prob", False)),
         size=raw.integer("moe_intermediate_size", 1408),
-        normalized=raw.boolean("norm_topk_prob", False),
         dense=dense_layers(raw, fields["layers"]),
         shared=raw.integer("shared_expert_intermediate_size", 5632),
     )

@@ -7,6 +7,7 @@ The files hold all experts of a layer in one tensor.
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.models.experts import Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.families.qwen3_5_text import read_delta, with_delta_defaults
 from mycli.runtime.utils.json_fields import Fields
 
@@ -17,4 +18,4 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(with_delta_defaults(raw), intermediate_size=size)  # which no layer has
     count, top_k = read_counts(raw, "num_experts", layers, usual=(256, 8))
     shared = raw.integer("shared_expert_intermediate_size", 512)
-    return read_delta(raw, Mixture(count, top_k, size, normalized=True, shared=shared))
+    return read_delta(raw, Mixture(count, ExpertChoice(top_k, normalized=True), size, shared=shared))

@@ -3,6 +3,7 @@
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.families.qwen2 import windows
 from mycli.runtime.utils.json_fields import Fields
 
@@ -20,9 +21,8 @@ def read(raw: Fields) -> ModelConfig:
     count, top_k = read_counts(raw, key, fields["layers"], usual=(128, 8))
     mixture = Mixture(
         count,
-        top_k,
+        ExpertChoice(top_k, raw.boolean("norm_topk_prob", False)),
         size=raw.integer("moe_intermediate_size", 768),
-        normalized=raw.boolean("norm_topk_prob", False),
         dense=dense_layers(raw, fields["layers"]),
     )
     bias = raw.boolean("attention_bias", False)

@@ -3,6 +3,7 @@ gates as one, key head by key head; and experts beside one that all tokens go th
 
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.models.experts import Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.families.qwen3_5_text import read_delta, with_delta_defaults
 from mycli.runtime.models.families.qwen3_moe import dense_layers
 from mycli.runtime.utils.json_fields import Fields
@@ -14,9 +15,8 @@ def read(raw: Fields) -> ModelConfig:
     count, top_k = read_counts(raw, "num_experts", layers, usual=(512, 10))
     mixture = Mixture(
         count,
-        top_k,
+        ExpertChoice(top_k, raw.boolean("norm_topk_prob", True)),
         size=raw.integer("moe_intermediate_size", 512),
-        normalized=raw.boolean("norm_topk_prob", True),
         dense=dense_layers(raw, layers),
         shared=raw.integer("shared_expert_intermediate_size", 512),
     )

@@ -32,8 +32,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIZES = (80, 1, 1, 7, 1)  # of passes: beyond what a native part takes, single tokens, and a few
 MIXTURES = [
     case
-    for case, (model_type, _) in CASES.items()
-    if "moe" in model_type or model_type in ("mixtral", "gpt_oss", "qwen3_next") or case.startswith("gemma4-8top2")
+    for case, (_, changes) in CASES.items()
+    if any("experts" in key for key in changes) and case != "gemma4-experts-told-lent-double-untied"
 ]
 WIDE = {
     **SMALL,

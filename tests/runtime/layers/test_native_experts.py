@@ -27,7 +27,8 @@ def compiled() -> None:
 
 
 # Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
-# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights.
+# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights;
+# a shared one without a gate, a correction of sigmoids or of a softmax, groups, a factor of all weights.
 EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
     "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
@@ -35,6 +36,9 @@ EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "granitemoe-8top2": ({}, ["experts"] * 3),
     "gemma4-8top2": ({"head_dim": 32, "global_head_dim": 64}, ["experts"] * 3),
     "gpt_oss-window7-gqa4:2": ({**HEAD, "num_local_experts": 16}, ["experts"] * 4),
+    "glm4_moe-groups-norms-two-shared-tied": ({"head_dim": 64}, ["mlp", "experts", "experts"]),
+    "ernie4_5_moe-8top3-tied": (HEAD, ["mlp", "experts", "experts"]),
+    "dots1-8top2": (HEAD, ["experts"] * 3),
 }
 
 

@@ -98,6 +98,15 @@ def test_every_family_has_a_published_model() -> None:
         ("CWM-32B", 64, 2 * 8 * 128 * 2),
         ("Qwen3-30B-A3B", 48, 2 * 4 * 128 * 2),
         ("gpt-oss-20b", 24, 2 * 8 * 64 * 2),
+        ("GLM-4.5-Air", 46, 2 * 8 * 128 * 2),
+        ("ERNIE-4.5-21B-A3B", 28, 2 * 4 * 128 * 2),
+        ("Hunyuan-A13B", 32, 2 * 8 * 128 * 2),
+        ("MiniMax-M2", 62, 2 * 8 * 128 * 2),
+        ("dots.llm1", 62, 2 * 32 * 128 * 2),
+        ("Solar-Open-100B", 48, 2 * 8 * 128 * 2),
+        ("Command-R", 40, 2 * 64 * 128 * 2),
+        ("GLM-4-9B", 40, 2 * 2 * 128 * 2),
+        ("helium-1-preview-2b", 24, 2 * 20 * 128 * 2),
     ],
 )
 def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
@@ -154,6 +163,7 @@ def _beside(config: ModelConfig) -> int:
     "name, state",
     [
         ("LFM2-1.2B", 10 * 2 * 2048),
+        ("LFM2-8B-A1B", 18 * 2 * 2048),
         ("Qwen3.5-9B", 24 * (32 * 128 * 128 + 3 * 8192)),
         ("Qwen3.5-27B", 48 * (48 * 128 * 128 + 3 * 10240)),
         ("Qwen3.5-35B-A3B", 30 * (32 * 128 * 128 + 3 * 8192)),

@@ -6,7 +6,8 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig, families, parse_config
-from mycli.runtime.models.part_spec import NormSpec, OutputRows
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import MlpSpec, NormSpec, OutputRows, RopeSpec
 from mycli.runtime.models.refused import REFUSED
 from mycli.runtime.utils.json_fields import Fields
 
@@ -75,6 +76,27 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "of layer 0",
     ),
     "gemma4-odd-head": ("gemma4_text", {"global_head_dim": 33}, "33 is odd"),
+    "groups-uneven": ("glm4_moe", {"n_routed_experts": 8, "n_group": 3}, "n_group = 3 does not divide 8"),
+    "groups-of-one": ("dots1", {"n_routed_experts": 8, "n_group": 8, "topk_group": 8}, "groups of two or more"),
+    "groups-too-few": (
+        "solar_open",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4},
+        "topk_group = 1 of 4 groups hold fewer than 3",
+    ),
+    "factor-zero": ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
+    "dense-beyond": ("glm4_moe", {"first_k_dense_replace": 5}, "first_k_dense_replace"),
+    "experts-turned-in-part": ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "ernie-head-bias": ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+    "ernie-margin": ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min"),
+    "hunyuan-by-layer": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 2, 1, 1]}, "moe_topk differs between"),
+    "hunyuan-widths": (
+        "hunyuan_v1_moe",
+        {"num_experts": 8, "moe_intermediate_size": [32] * 4},
+        "moe_intermediate_size = 32 is not supported",
+    ),
+    "hunyuan-lent": ("hunyuan_v1_moe", {"num_experts": 8, "use_cla": True}, "use_cla"),
+    "minimax-turned-beyond": ("minimax_m2", {"rotary_dim": 256}, "rotary_dim"),
+    "command-r-plus": ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     "granite-zero": ("granite", {"logits_scaling": 0}, "logits_scaling"),
     "multiplier-elsewhere": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),
     "cohere-scale-zero": ("cohere2", {"logit_scale": 0.0}, "logit_scale"),
@@ -123,6 +145,16 @@ def test_absent_fields_are_the_family_s() -> None:
     assert parse("ministral3").rope.query_beta == 0.1
     assert parse("phi3", rope_scaling={**LONG, "type": "su"}).rope.kind == "longrope", "its name of before"
     assert parse("arcee").activation == "relu2" and not parse("arcee").layer(0).mlp.gated
+    air = parse("glm4_moe")
+    assert air.rotation(0) == RopeSpec(10000.0, 8, air.rope) and isinstance(air.layer(0).mlp, MlpSpec)
+    assert "model.layers.4.eh_proj.weight".startswith(air.unread), "of the layer behind the last"
+    ernie = parse("ernie4_5_moe").layer(1).mlp
+    assert isinstance(ernie, ExpertsSpec) and (len(ernie.experts), ernie.top_k) == (64, 6)
+    assert ernie.shared is not None and ernie.shared.gate is None and ernie.shared.mlp.size == 2 * 1536
+    assert parse("lfm2_moe").recurrent is False and isinstance(parse("lfm2_moe").layer(2).mlp, ExpertsSpec)
+    assert parse("minimax_m2").rope_theta == 5e6 and parse("minimax_m2", rotary_dim=64).rotary_dim == 64
+    assert parse("dots1", max_window_layers=3).windows == (None, None, None, 4096)
+    assert parse("dots1", max_window_layers=3, sliding_window=None).windows == ()
     four = parse("gemma4_text", num_hidden_layers=6)
     assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]
     assert four.rotation(5) == four.distinct_rotations[1] and four.rope.share == 0.25

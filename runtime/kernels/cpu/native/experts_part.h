@@ -27,7 +27,8 @@ struct ExpertsPart {
     Linear shared_gate;  // of one output, or none
     Sum sum;
     const float* scales;  // [experts], of the weights, or null
-    int64_t experts, top, size, gate_type, normalized;
+    Choice choice;
+    int64_t experts, size, gate_type;
     Fetch fetch;  // null: all experts are in memory
 };
 
@@ -37,17 +38,17 @@ struct ExpertsRun {
 
     // Which experts rows [rows, hidden] choose, into `r`, whose arrays it takes of `scratch`; how many have pairs, or -1: no memory.
     int64_t choose(const uint16_t* x, Scratch& scratch, Routing& r) const {
-        const int64_t rows = rowwise.rows, count = rows * part.experts, pairs = rows * part.top;
+        const int64_t rows = rowwise.rows, count = rows * part.experts, pairs = rows * part.choice.top;
         uint16_t *rounded = scratch.take(count), *spare = scratch.take(count);
         const auto words = [&](int64_t size) { return reinterpret_cast<int32_t*>(scratch.take(2 * size)); };
         float* scores = reinterpret_cast<float*>(words(count));
         r = {scores, reinterpret_cast<float*>(words(pairs)), words(pairs), words(pairs), words(pairs), words(part.experts),
-             words(part.experts + 1), rows, part.experts, part.top, int32_t(part.normalized)};
+             words(part.experts + 1), rows, part.experts, part.choice};
         if (!rowwise.multiply(part.router, x, rounded, spare)) return -1;
         rowwise.each([&](int64_t row) {
             for (int64_t i = row * part.experts; i < (row + 1) * part.experts; i++) scores[i] = from_bf16(rounded[i]);
             choose_experts(r, row);
-            for (int64_t i = row * part.top; part.scales && i < (row + 1) * part.top; i++) r.weights[i] *= part.scales[r.chosen[i]];
+            for (int64_t i = row * r.choice.top; part.scales && i < (row + 1) * r.choice.top; i++) r.weights[i] *= part.scales[r.chosen[i]];
         });
         return sort_pairs(r);
     }
@@ -58,7 +59,7 @@ struct ExpertsRun {
     // The products of `product` of the experts at places of `weights`: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs].
     Routed routed(const ExpertProduct& product, const Routing& r, const std::vector<const void*>& weights, const int32_t* tokens,
                   const uint16_t* x, uint16_t* y) const {
-        return {weights.data(), r.starts, tokens, x, y, int64_t(weights.size()), tokens ? rowwise.rows : rowwise.rows * part.top,
+        return {weights.data(), r.starts, tokens, x, y, int64_t(weights.size()), tokens ? rowwise.rows : rowwise.rows * part.choice.top,
                 product.inputs, product.outputs, BF16, int32_t(product.stored)};
     }
 
@@ -134,7 +135,7 @@ struct ExpertsRun {
 
     // 0: done; 1: no memory; 3: an expert could not be fetched.
     int run(const uint16_t* x, uint16_t* out) const {
-        const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.top;
+        const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.choice.top;
         Scratch scratch(8 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
                         pairs * (part.gate_up.outputs + part.size + part.down.outputs));
         if (!scratch.at) return 1;
@@ -147,7 +148,7 @@ struct ExpertsRun {
         uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
         uint16_t *each = scratch.take(pairs * part.down.outputs), *made = scratch.take(values);
         if (const int failed = feed_all(r, hits, normed(part.expert_norm, entering, scratch), both, activated, each)) return failed;
-        const WeightedSum sum{each, r.places, r.weights, made, rows, part.top, part.sum.hidden, BF16};
+        const WeightedSum sum{each, r.places, r.weights, made, rows, part.choice.top, part.sum.hidden, BF16};
         rowwise.each([&](int64_t row) {
             sum_token<uint16_t>(sum, row);
         });

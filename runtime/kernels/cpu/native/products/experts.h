@@ -126,7 +126,14 @@ inline bool multiply_routed(const Routed& r, int threads) {
     return true;
 }
 
-struct Routing {  // mirrored by build.py
+struct Choice {  // mirrored by experts.py, and said by experts_spec.py
+    const float* correction;  // [experts], or null
+    int64_t top, groups, top_groups;
+    float margin, scale;
+    int32_t normalized, sigmoid;
+};
+
+struct Routing {  // mirrored by experts.py
     const float* scores;  // [tokens, experts]
     float* weights;  // [tokens, top]
     int32_t* chosen;  // [tokens, top], highest score first
@@ -134,43 +141,90 @@ struct Routing {  // mirrored by build.py
     int32_t* pairs;  // [tokens * top]: the token of each pair
     int32_t* hit;  // the experts that have pairs, in order
     int32_t* starts;  // of their pairs, and behind the last
-    int64_t tokens, experts, top;
-    int32_t normalized;
+    int64_t tokens, experts;
+    Choice choice;
 };
 
-// The `top` highest of a row of scores, the first of equals first, and their weights. NaN is never higher than anything.
-inline void choose_experts(const Routing& r, int64_t token) {
-    const float* score = r.scores + token * r.experts;
-    int32_t* chosen = r.chosen + token * r.top;
-    float* weight = r.weights + token * r.top;
-    for (int64_t j = 0; j < r.top; j++) {
+// The `top` highest of `count` values, the first of equals first. NaN is never higher than anything.
+inline void find_highest(const float* value, int64_t count, int64_t top, int32_t* found) {
+    for (int64_t j = 0; j < top; j++) {
         int32_t best = -1;
-        for (int32_t e = 0; e < r.experts; e++)
-            if ((best < 0 || score[e] > score[best]) && std::find(chosen, chosen + j, e) == chosen + j) best = e;
-        chosen[j] = best;
+        for (int32_t i = 0; i < count; i++)
+            if ((best < 0 || value[i] > value[best]) && std::find(found, found + j, i) == found + j) best = i;
+        found[j] = best;
     }
+}
+
+// Values [experts] of groups that take no part become less than any.
+inline void leave_groups(const Choice& choice, std::vector<float>& values) {
+    const int64_t size = int64_t(values.size()) / choice.groups;
+    std::vector<float> sums(size_t(choice.groups), 0.0f);
+    std::vector<int32_t> found(size_t(std::max<int64_t>(choice.top_groups, 2)));
+    for (int64_t g = 0; g < choice.groups; g++) {
+        const float* own = values.data() + g * size;
+        find_highest(own, size, 2, found.data());
+        sums[size_t(g)] = own[found[0]] + own[found[1]];
+    }
+    find_highest(sums.data(), choice.groups, choice.top_groups, found.data());
+    for (int64_t g = 0; g < choice.groups; g++)
+        if (std::find(found.begin(), found.begin() + choice.top_groups, int32_t(g)) == found.begin() + choice.top_groups)
+            std::fill_n(values.data() + g * size, size, -INFINITY);
+}
+
+// Of a softmax that nothing corrects the scores themselves tell which are highest, and few of them need an exponential.
+inline void choose_by_scores(const Routing& r, const float* score, int32_t* chosen, float* weight) {
+    const int64_t top = r.choice.top;
+    find_highest(score, r.experts, top, chosen);
     float total = 0;
-    for (int64_t j = 0; j < r.top; j++) total += weight[j] = std::exp(score[chosen[j]] - score[chosen[0]]);
-    if (!r.normalized) {
+    for (int64_t j = 0; j < top; j++) total += weight[j] = std::exp(score[chosen[j]] - score[chosen[0]]);
+    if (!r.choice.normalized) {
         total = 0;
         for (int64_t e = 0; e < r.experts; e++) total += std::exp(score[e] - score[chosen[0]]);
     }
-    for (int64_t j = 0; j < r.top; j++) weight[j] /= total;
+    for (int64_t j = 0; j < top; j++) weight[j] = weight[j] / total * r.choice.scale;
+}
+
+inline void choose_by_values(const Routing& r, const float* score, int32_t* chosen, float* weight) {
+    const Choice& choice = r.choice;
+    std::vector<float> value(size_t(r.experts));
+    float highest = -INFINITY, sum = 0;
+    for (int64_t e = 0; e < r.experts; e++) highest = std::max(highest, score[e]);
+    for (size_t e = 0; e < value.size(); e++) {
+        value[e] = choice.sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - highest);
+        sum += value[e];
+    }
+    for (float& each : value) each = choice.sigmoid ? each : each / sum;
+    std::vector<float> corrected(value);
+    for (size_t e = 0; choice.correction && e < value.size(); e++) corrected[e] += choice.correction[e];
+    if (choice.groups > 1) leave_groups(choice, corrected);
+    find_highest(corrected.data(), r.experts, choice.top, chosen);
+    float total = 0;
+    for (int64_t j = 0; j < choice.top; j++) total += weight[j] = value[size_t(chosen[j])];
+    total = choice.normalized ? total + choice.margin : 1;
+    for (int64_t j = 0; j < choice.top; j++) weight[j] = weight[j] / total * choice.scale;
+}
+
+// The experts of a token, the highest first, and their weights.
+inline void choose_experts(const Routing& r, int64_t token) {
+    const Choice& choice = r.choice;
+    const bool plain = !choice.sigmoid && !choice.correction && choice.groups == 1 && choice.margin == 0;
+    const float* score = r.scores + token * r.experts;
+    (plain ? choose_by_scores : choose_by_values)(r, score, r.chosen + token * choice.top, r.weights + token * choice.top);
 }
 
 // Counting sort of the pairs by expert, tokens in order; returns how many experts have pairs.
 inline int64_t sort_pairs(const Routing& r) {
     std::vector<int32_t> next(size_t(r.experts) + 1, 0);
-    for (int64_t i = 0; i < r.tokens * r.top; i++) next[size_t(r.chosen[i]) + 1]++;
+    for (int64_t i = 0; i < r.tokens * r.choice.top; i++) next[size_t(r.chosen[i]) + 1]++;
     int64_t hits = 0;
     for (int64_t e = 0; e < r.experts; e++) {
         if (next[size_t(e) + 1]) r.hit[hits] = int32_t(e), r.starts[hits++] = next[size_t(e)];
         next[size_t(e) + 1] += next[size_t(e)];
     }
-    r.starts[hits] = int32_t(r.tokens * r.top);
-    for (int64_t i = 0; i < r.tokens * r.top; i++) {
+    r.starts[hits] = int32_t(r.tokens * r.choice.top);
+    for (int64_t i = 0; i < r.tokens * r.choice.top; i++) {
         const int32_t place = next[size_t(r.chosen[i])]++;
-        r.places[i] = place, r.pairs[place] = int32_t(i / r.top);
+        r.places[i] = place, r.pairs[place] = int32_t(i / r.choice.top);
     }
     return hits;
 }

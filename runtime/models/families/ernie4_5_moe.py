@@ -1,0 +1,56 @@
+"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B): ERNIE 4.5's attention, and in all but the first layers experts, chosen
+by a corrected softmax, and one that all tokens go through.
+
+Files may hold a head that predicts a token further, which is not read.
+"""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.experts import ExpertNames, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.utils.json_fields import Fields
+
+_NAMES = ExpertNames(
+    shared="shared_experts",
+    shared_gate=None,
+    correction="moe_statics.e_score_correction_bias",
+    correction_rows=(1,),
+)
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Llama's, beside the head that nothing reads."""
+    return replace(decoder_layer(config, index), unread=("model.mtp_",))
+
+
+def _dense(raw: Fields, layers: int) -> frozenset[int]:
+    """The layers that have an MLP: those before the first with experts, behind the last, and between."""
+    first, interval = raw.integer("moe_layer_start_index", 1, low=0), raw.integer("moe_layer_interval", 1)
+    last = raw.integer("moe_layer_end_index", -1, low=-1)
+    last = layers - 1 if last == -1 else last
+    return frozenset(index for index in range(layers) if not first <= index <= last or (index + 1) % interval)
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of an ERNIE 4.5 config.json with experts."""
+    raw = hf_config.with_defaults(raw, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    if raw.boolean("use_bias", False):
+        raise raw.fail("use_bias", "= true is not supported: the head would have a bias", UNSUPPORTED_HINT)
+    fields = hf_config.common(raw)
+    count, top_k = read_counts(raw, "moe_num_experts", fields["layers"], usual=(64, 6), chosen="moe_k")
+    size = raw.integer("moe_intermediate_size", 1536)
+    mixture = Mixture(
+        count,
+        ExpertChoice(top_k, normalized=True, margin=raw.number("moe_norm_min", 1e-12, high=1e-6)),
+        size,
+        _NAMES,
+        dense=_dense(raw, fields["layers"]),
+        shared=size * raw.integer("moe_num_shared_experts", 2, low=0, high=count),
+        base=layer,
+    )
+    return ModelConfig(**fields, interleaved=True, declare=mixture)

@@ -1,0 +1,20 @@
+"""GLM-4-9B of 2024 and GLM-Edge: GLM-4-0414 without norms behind the parts."""
+
+from dataclasses import replace
+
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.families import glm4
+from mycli.runtime.models.hf_config import with_defaults
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.utils.json_fields import Fields
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """GLM-4's with one norm before each part."""
+    four = glm4.layer(config, index)
+    return replace(four, mixer=replace(four.attention, output_norm=None), mlp=replace(four.dense_mlp, output_norm=None))
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of a GLM config.json."""
+    return replace(glm4.read(with_defaults(raw, rms_norm_eps=1.5625e-07)), declare=layer)

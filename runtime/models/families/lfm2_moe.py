@@ -1,0 +1,35 @@
+"""LFM2 with experts (8B-A1B, 24B-A2B): LFM2's layers, and in all but the first experts, chosen by corrected sigmoids,
+weighted among those that are chosen."""
+
+from dataclasses import replace
+
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
+from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.families import lfm2
+from mycli.runtime.utils.json_fields import Fields
+
+_NAMES = ExpertNames("feed_forward", gate="w1", up="w3", down="w2")
+_MARGIN = 1e-6
+
+
+def read(raw: Fields) -> ModelConfig:
+    """The ModelConfig of an LFM2 config.json with experts."""
+    dense = {key: value for key, value in raw.values.items() if key not in EXPERT_KEYS}
+    config = lfm2.read(Fields({**dense, "block_auto_adjust_ff_dim": False}, raw.source))
+    count, top_k = read_counts(raw, "num_experts", config.layers, usual=(32, 4))
+    mixture = Mixture(
+        count,
+        ExpertChoice(
+            top_k,
+            raw.boolean("norm_topk_prob", True),
+            "sigmoid",
+            margin=_MARGIN,
+            scale=raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
+        ),
+        raw.integer("moe_intermediate_size", 1792),
+        replace(_NAMES, correction="expert_bias") if raw.boolean("use_expert_bias", True) else _NAMES,
+        dense=frozenset(range(raw.integer("num_dense_layers", 2, low=0, high=config.layers))),
+        base=config.declare,
+    )
+    return replace(config, declare=mixture)
