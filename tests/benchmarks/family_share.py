@@ -58,6 +58,13 @@ MIXTURE = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+ROUTED = {
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "first_k_dense_replace": 1,
+}
 NARROW = {"sliding_window": 512}
 # What differs from `SHAPE`, by model_type, behind which a `-` may say which of its kinds it is.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -138,13 +145,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe_text": {**DELTA, **MIXTURE},
     "qwen3_next": {**DELTA, **MIXTURE},
     "lfm2": {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
+    "lfm2_moe": {**MIXTURE, "num_dense_layers": 2, "conv_L_cache": 3},
+    "glm4_moe": ROUTED,
+    "dots1": {**ROUTED, "norm_topk_prob": True},
+    "solar_open": ROUTED,
+    "ernie4_5_moe": {"moe_num_experts": 32, "moe_k": 4, "moe_intermediate_size": 512, "moe_num_shared_experts": 1},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "intermediate_size": 1024},
+    "minimax_m2": {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 512, "rotary_dim": 32},
+    "cohere": {},
+    "glm": {},
+    "helium": {},
 }
 
 
 def shape(family: str, layers: int) -> ModelConfig:
     """A config of `family` with so many layers."""
     fields = {**SHAPE, **FAMILIES[family], "model_type": family.partition("-")[0], "num_hidden_layers": layers}
-    if family == "lfm2":
+    if family.startswith("lfm2"):
         fields["layer_types"] = ["full_attention" if index % 3 == 2 else "conv" for index in range(layers)]
     return parse_config(Fields(fields, "a random shape"))
 
