@@ -33,13 +33,12 @@ class ExpertNames:
     shared_gate: str | None = "shared_expert_gate"  # None: what it makes is added as it is
     correction: str | None = None
     correction_rows: tuple[int, ...] = ()  # what its shape says before the experts
+    stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
+    stacked_down: str = "experts.down_proj"
 
     def corrected(self, block: str, count: int) -> tuple[str, Shape] | None:
         """As `ExpertsSpec.correction`, of `count` experts."""
         return None if self.correction is None else (f"{block}.{self.correction}", (*self.correction_rows, count))
-
-    stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
-    stacked_down: str = "experts.down_proj"
 
 
 @dataclass(frozen=True)
