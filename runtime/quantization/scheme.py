@@ -55,10 +55,10 @@ class Packing:
         """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several, each
         scale by itself.
 
-        None where they do not multiply it: a group that is no multiple of 32 would end within one of their steps.
+        None where they do not multiply it: a group that is no multiple of 16 would end within one of their steps.
         """
         group = self.group_size
-        fitting = [size for size in sorted(GROUP_SIZES, reverse=True) if group is not None and group % size == 0]
+        fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:
             return None
         bits = self.bits if self.bits in BITS else 8

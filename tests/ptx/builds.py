@@ -22,7 +22,7 @@ from mycli.runtime.kernels.triton.product import tiles as triton_tiles
 from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
-from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k
+from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
 from mycli.runtime.kernels.triton.residual import Normed, add_epilogue, embed_kernel
 from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
@@ -121,7 +121,7 @@ def multiply_builds(capability: int) -> Iterator[Build]:
                 yield _multiply(capability, packing, shape)
 
 
-FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4
+FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4, groups of 16
     Packing(4, 128, offsets=True),
     Packing(4, 32, offsets=True),
     Packing(8, None, codes="e4m3"),
@@ -130,6 +130,9 @@ FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4
     Packing(4, 32, codes="e2m1"),
     Packing(4, 64, codes="nf4"),
     Packing(4, 64, codes="fp4"),
+    Packing(8, 16),
+    Packing(4, 16, offsets=True),
+    Packing(4, 16, codes="e2m1"),
 )
 
 
@@ -154,7 +157,7 @@ def _dequantize(packing: Packing) -> Build:
             "WARPS": warps,
         },
         warps=warps,
-        weights=layout_of(packing).chunk_n * warps * tile_k(packing),
+        weights=layout_of(packing).chunk_n * warps * unpacked_k(packing),
     )
 
 
@@ -163,6 +166,7 @@ def matmul_builds(capability: int) -> Iterator[Build]:
     yield from multiply_builds(capability)
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))
+    yield _dequantize(Packing(8, 16))
     into = {"x": "*bf16", "into": _OPERAND, "k": "i32", "x_stride": "i32"}
     yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_kept",))
     sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}

@@ -14,6 +14,7 @@ from tests.runtime.kernels.test_triton_experts import (
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
     test_call_rounds_once_and_repeats_itself,
+    test_groups_of_16,
     test_nan_stays_in_its_row,
     test_product,
     test_product_of_foreign_layouts,
@@ -33,6 +34,7 @@ __all__ = [
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",
     "test_embed",
+    "test_groups_of_16",
     "test_nan_stays_in_its_row",
     "test_product",
     "test_product_of_foreign_layouts",

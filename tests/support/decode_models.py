@@ -40,6 +40,7 @@ SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim":
 class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     bits: int = 4
+    group: int = 32
     packed_head: bool = False
     sequences: int = 1
     new: int = 1
@@ -50,13 +51,14 @@ class Case:
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.changes.items())
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
-        return f"int{self.bits}-{self.sequences}x{self.new}{flags}-{options}"
+        group = "" if self.group == 32 else f"-g{self.group}"
+        return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
 
 
-def packed(rows: int, columns: int, bits: int, generator: torch.Generator) -> PackedWeight:
+def packed(rows: int, columns: int, bits: int, group: int, generator: torch.Generator) -> PackedWeight:
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
-    scales = torch.rand(rows, columns // 32, generator=generator) * columns**-0.5 * 2 ** (3 - bits) + 1e-3
-    return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, 32), columns)
+    scales = torch.rand(rows, columns // group, generator=generator) * columns**-0.5 * 2 ** (3 - bits) + 1e-3
+    return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, group), columns)
 
 
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
@@ -73,7 +75,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
                 (1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)).half().to(device)
             )
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
-            weight = packed(ours.out_features, ours.in_features, case.bits, drawing)
+            weight = packed(ours.out_features, ours.in_features, case.bits, case.group, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
@@ -94,10 +96,12 @@ CASES = [
     Case(SEVEN, bias=True, int8=True, new=5),
     Case({"layers": 1}, packed_head=True, new=4, sequences=3),
     Case({**SEVEN, "layers": 2}, int4=True, new=2, sequences=2),
+    Case({"layers": 1}, bits=8, group=16, packed_head=True, new=2),
 ]
 # What else a pass over many rows is: several blocks of rows, and lots of tokens that attend apart.
 WIDE = [
     Case({"layers": 1}, bits=3, sequences=33),
     Case(SEVEN, bias=True, int8=True, new=20),
+    Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
 ]

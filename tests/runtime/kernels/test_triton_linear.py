@@ -90,6 +90,28 @@ FOREIGN = [
     Case(Packing(4, 64, codes="fp4"), rows=2, k=128, scale=torch.float32),
     Case(Packing(4, None, codes="nf4"), rows=12, k=128, capability=(8, 0)),
 ]
+SIXTEENS = [
+    *(
+        Case(Packing(bits, 16), rows=rows, n=40, k=160, dtype=dtype, capability=capability)
+        for bits, rows, dtype, capability in (
+            (4, 1, torch.bfloat16, (9, 0)),
+            (8, 3, torch.float16, (8, 0)),
+            (3, 8, torch.bfloat16, (9, 0)),
+            (2, 2, torch.float16, (12, 0)),
+            (4, 12, torch.bfloat16, (9, 0)),
+            (8, 12, torch.float16, (9, 0)),
+            (3, 20, torch.bfloat16, (9, 0)),
+            (2, 33, torch.float16, (9, 0)),
+            (4, 20, torch.bfloat16, (8, 0)),
+        )
+    ),
+    Case(Packing(4, 16, codes="e2m1"), k=144, scale=torch.float32),  # NVFP4
+    Case(Packing(4, 16, codes="e2m1"), rows=12, k=144, scale=torch.float32),
+    Case(Packing(6, 16), rows=2, k=256, scale=torch.float32),  # Q6_K
+    Case(Packing(2, 16, offsets=True), rows=3, k=272, scale=torch.float32),  # Q2_K
+    Case(Packing(4, 16, offsets=True), rows=9, k=48, processors=8),
+    Case(Packing(4, 48), rows=2, k=96),
+]
 CALLED = [
     Case(Packing(4, 128), rows=2, n=40),
     Case(Packing(8, 128), rows=2, n=40, k=1024, processors=8, dtype=torch.float16),
@@ -150,6 +172,14 @@ def test_product_of_foreign_layouts(case: Case, interpret: Interpret) -> None:
     rounded = 2**-11 if case.packing.codes == "nf4" else 0.0  # its values, to fp16
     assert unrounded < 1e-4 + rounded
     assert dense <= rounded + ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
+
+
+@pytest.mark.parametrize("case", SIXTEENS, ids=str)
+def test_groups_of_16(case: Case, interpret: Interpret) -> None:
+    """Two of them are unpacked at once, and multiplied apart."""
+    unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
+    assert unrounded < 1e-4
+    assert dense <= ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
 
 
 def called(case: Case) -> tuple[float, bool]:
@@ -257,8 +287,8 @@ def test_on_a_gpu(
 @pytest.mark.parametrize(
     ("packing", "reason"),
     [
-        (Packing(4, 16, codes="e2m1"), "multiples of 32, not e2m1-g16"),
-        (Packing(6, 16), "multiples of 32, not int6-g16"),
+        (Packing(4, 8, codes="e2m1"), "multiples of 16, not e2m1-g8"),
+        (Packing(6, 24), "multiples of 16, not int6-g24"),
         (Packing(5, 32, "gguf", offsets=True, scale_dtype="float16"), None),
         (Packing(4, 128, "gptq", offsets=True, permuted=True), None),
         (Packing(8, None, codes="e4m3"), None),

@@ -11,13 +11,14 @@ from mycli.runtime.kernels.triton.product.weight_layout import (
     repack,
     repack_scales,
     tile_k,
+    unpacked_k,
 )
 from mycli.runtime.quantization.packed_weight import unpack
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from tests.support.random_tensors import weight
 from tests.support.weight_layout import codes_from_layout, scales_from_layout
 
-PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, None)]
+PACKINGS = [Packing(bits, group) for bits in BITS for group in (16, *GROUP_SIZES, None)]
 
 
 @given(
@@ -55,20 +56,24 @@ def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
 def test_a_lane_holds_the_operand_registers_of_an_mma(packing: Packing) -> None:
-    """mma.m16n8k16: lane 4g + t holds rows g and g + 8, columns 2t, 2t + 1 and 8 more; here 8t .. 8t + 7 of 32."""
-    layout = layout_of(packing)
+    """mma.m16n8k16: lane 4g + t holds rows g and g + 8, columns 2t, 2t + 1 and 8 more; here 8t .. 8t + 7 of 32.
+
+    Of groups of 16 it is 4t .. 4t + 3 of each.
+    """
+    layout, wide = layout_of(packing), 4 if packing.group_size == 16 else 8
     seen: dict[int, set[tuple[int, int]]] = {}
     for lane in (0, 5, 31):
         repacked = torch.zeros((1, 1, layout.words, 32, 8), dtype=torch.int16)
         repacked[:, :, :, lane] = -1
         codes = codes_from_layout(repacked.view(1, 1, layout.words, 256), packing, layout.chunk_n, layout.chunk_k)
         seen[lane] = {(int(row), int(column)) for row, column in codes.nonzero()}
-        rows, columns = {row % 8 for row, _ in seen[lane]}, {column % 32 // 8 for _, column in seen[lane]}
+        rows, columns = {row % 8 for row, _ in seen[lane]}, {column // wide % 4 for _, column in seen[lane]}
         assert rows == {lane // 4} and columns == {lane % 4}
         assert len(seen[lane]) == layout.chunk_n * layout.chunk_k // 32
 
 
-def test_a_group_is_whole_tiles() -> None:
+def test_what_is_unpacked_at_once_is_whole_chunks_and_groups() -> None:
     for packing in PACKINGS:
-        assert tile_k(packing) % layout_of(packing).chunk_k == 0
-        assert padded_k(packing, 1) == tile_k(packing)
+        step = unpacked_k(packing)
+        assert step % layout_of(packing).chunk_k == 0 and step % tile_k(packing) == 0
+        assert padded_k(packing, 1) == step

@@ -25,9 +25,11 @@ class Operand(NamedTuple):
 
 
 @triton.jit
-def natural_column(place, PERMUTED: tl.constexpr):
-    """Which column of a row lies at a place of `values`, and back: the MMA's order swaps bits of the place."""
-    if PERMUTED:  # (k half, lane % 4, pair of pairs, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
+def natural_column(place, TILE_K: tl.constexpr, PERMUTED: tl.constexpr):
+    """Which column of a row lies at a place of `values`: the MMA's order permutes bits of the place."""
+    if PERMUTED and TILE_K == 16:  # (k half, lane % 4, even or odd) in place of (lane % 4, k half, even or odd)
+        return place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+    elif PERMUTED:  # (k half, lane % 4, pair of pairs, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
         return place // 32 * 32 + place // 4 % 4 * 8 + place // 2 % 2 * 4 + place // 16 % 2 * 2 + place % 2
     else:
         return place
@@ -43,7 +45,8 @@ def some_tiles(row, tile, ROWS: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def columns_of(tile, into):
     """Which columns of a row lie in tiles [tiles at hand], in the order of `into.data`: [tiles at hand, TILE_K]."""
-    return tile[:, None] * into.TILE_K + natural_column(tl.arange(0, into.TILE_K), into.PERMUTED)[None, :]
+    place = tl.arange(0, into.TILE_K)
+    return tile[:, None] * into.TILE_K + natural_column(place, into.TILE_K, into.PERMUTED)[None, :]
 
 
 @triton.jit

@@ -6,7 +6,8 @@ What the unpacking leaves in (bias, power of two) is taken off once per group:
 
     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
 
-with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Activations are fp16,
+with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Groups of 16 are
+unpacked two at a time, and are an MMA each. Activations are fp16,
 scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums
 over K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that
 runs the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
@@ -53,7 +54,7 @@ def _load_weights(
     CODES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order.
+    """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order; TILE_K as many as are unpacked.
 
     The permutations only rename registers: read them as (chunk, lane / 4 = 8, lane % 4 = 4, 8 fields, fields apart).
     """
@@ -83,6 +84,17 @@ def _load_weights(
         else:
             w = w.permute(0, 10, 9, 1, 8, 3, 2, 5, 11, 4, 6, 7)
     return w.reshape(BLOCK_N, TILE_K)
+
+
+@triton.jit
+def _two_groups(w, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr):
+    """The two groups of 16 in a step of 32 columns, fp16 [BLOCK_N, 16] each, with columns as the MMA takes them.
+
+    One thread has columns 4t .. 4t + 3 of each. wgmma numbers them (k half, t, pair), the older MMA as they lie.
+    """
+    w = w.reshape(BLOCK_N, 2, 4, 2, 2)  # (k half, t, group, pair)
+    w = w.permute(0, 1, 2, 4, 3) if PERMUTED else w.permute(0, 2, 1, 4, 3)
+    return tl.split(w.reshape(BLOCK_N, 16, 2))
 
 
 @triton.jit
@@ -162,6 +174,7 @@ def multiply_kernel(
         columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
         x_columns = columns
     x_rows = x + x_columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
+    x_steps = x + x_columns[:, None] * k_kept + tl.arange(0, 32)[None, :]
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
@@ -197,10 +210,27 @@ def multiply_kernel(
             pairs = _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL)
         for turn in tl.static_range(UNROLL):
             now = tile + turn
-            w = _load_weights(codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM)
-            xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
-            if not PERMUTED:
-                xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(BLOCK_M, TILE_K)
+            if TILE_K >= 32:
+                w = _load_weights(
+                    codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM
+                )
+                xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
+                if not PERMUTED:
+                    xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5)
+                    xt = xt.reshape(BLOCK_M, TILE_K)
+            elif turn % 2 == 0:
+                both = _load_weights(
+                    codes, chunks, k_chunks, now // 2, BITS, BLOCK_N, 32, REPEATS, CHUNK_K, WARPS, CODES, ASM
+                )
+                w, w_next = _two_groups(both, BLOCK_N, PERMUTED)
+                if PERMUTED:
+                    xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
+                    xt_next = tl.load(x_rows + (now + 1) * TILE_K, mask=columns[:, None] < last, other=0.0)
+                else:
+                    xt = tl.load(x_steps + now * TILE_K, mask=columns[:, None] < last, other=0.0)
+                    xt, xt_next = tl.split(xt.reshape(BLOCK_M, 2, 16).permute(0, 2, 1))
+            else:
+                w, xt = w_next, xt_next
             acc = tl.dot(w, xt.trans())
             x_scale, x_sum = tl.split(pairs[turn])
             part_sum = acc * x_scale[None, :]
@@ -234,6 +264,28 @@ def multiply_kernel(
         run_epilogue(epilogue, y, rows, n, BLOCK_N, BLOCK_M)
 
 
+@triton.jit
+def _spread(
+    scales,
+    tile,
+    n_kept,
+    blocks,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):
+    """Scales or offsets of the columns of a step: fp32 [BLOCK_N, 1], or [BLOCK_N, STEP] of two groups."""
+    if TILE_K == STEP:
+        words = load_scales(scales, 0 if CHANNEL else tile, n_kept, blocks, BLOCK_N, SCALE)
+        return to_scales(words, BLOCK_N, SCALE)[:, None]
+    else:
+        first = to_scales(load_scales(scales, 2 * tile, n_kept, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
+        second = to_scales(load_scales(scales, 2 * tile + 1, n_kept, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
+        return tl.where(tl.arange(0, STEP)[None, :] < TILE_K, first[:, None], second[:, None])
+
+
 @triton.jit(do_not_specialize=["first"])
 def dequantize_kernel(
     codes,
@@ -257,23 +309,24 @@ def dequantize_kernel(
     UNIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (blocks of n, tiles of K). y = value(u) * s + offset, rounded once."""
+    """Grid (blocks of n, tiles of K, or pairs of them of 16). y = value(u) * s + offset, rounded once."""
+    STEP: tl.constexpr = TILE_K if TILE_K >= 32 else 32
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
     chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
     blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     w = _load_weights(
-        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM
+        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, STEP, REPEATS, CHUNK_K, WARPS, CODES, ASM
     )
-    w = w.reshape(BLOCK_N, TILE_K // 32, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, TILE_K)
-    group, kept_blocks = 0 if CHANNEL else tile, tl.minimum(blocks, n_kept // 16 - 1)
-    words = load_scales(scales, group, n_kept, kept_blocks, BLOCK_N, SCALE)
+    w = w.reshape(BLOCK_N, STEP // 32, 2, 4, 2, 2)  # (step, k half, t, pair of pairs, pair)
+    w = w.permute(0, 1, 4, 3, 2, 5) if TILE_K == 16 else w.permute(0, 1, 3, 4, 2, 5)
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
-    signed = (w.to(tl.float32) - bias[:, None]) * factor[:, None]
+    signed = (w.reshape(BLOCK_N, STEP).to(tl.float32) - bias[:, None]) * factor[:, None]
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
-    column = tile * TILE_K + tl.arange(0, TILE_K)
+    column = tile * STEP + tl.arange(0, STEP)
     place = y + (row - first).to(tl.int64)[:, None] * k + column[None, :]
-    dense = signed * to_scales(words, BLOCK_N, SCALE)[:, None]
+    kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
+    dense = signed * _spread(scales, tile, n_kept, kept_blocks, BLOCK_N, STEP, TILE_K, SCALE, CHANNEL)
     if offsets is not None:
-        dense += load_scales(offsets, group, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None]
+        dense += _spread(offsets, tile, n_kept, kept_blocks, BLOCK_N, STEP, TILE_K, "fp32", CHANNEL)
     tl.store(place, dense.to(y.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < k))

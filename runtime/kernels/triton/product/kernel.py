@@ -78,7 +78,7 @@ class TritonKernel:
             return f"takes bf16 or fp16 activations, not {dtype}"
         taken = multiplied(packing)
         if taken is None:
-            return f"takes groups of multiples of 32, not {packing.name}"
+            return f"takes groups of multiples of 16, not {packing.name}"
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_PACKED:
             return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"

@@ -22,6 +22,7 @@ from mycli.runtime.kernels.triton.product.weight_layout import (
     repack,
     repack_scales,
     tile_k,
+    unpacked_k,
 )
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -257,7 +258,7 @@ class TritonMatmul:
         warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
         y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
-        dequantize_kernel[(-(-(last - first) // block), self._k_kept // self._tile_k)](
+        dequantize_kernel[(-(-(last - first) // block), self._k_kept // unpacked_k(self.packing))](
             self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_kept, self._k_kept,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
         )  # fmt: skip

@@ -8,7 +8,8 @@ A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes
     column = ([32-column step], lane % 4, pair of pairs, k half, even or odd)
 and the codes that differ only in (field row, k half) share one 16-bit field; the rest are 8 such fields a lane, whose
 first axis is the step or, where a group has only 32 columns, the repeat. The k halves are those of an MMA's operand:
-columns 8 apart there, 2 apart in memory, so that a thread reads its activations as 16 contiguous bytes too.
+columns 8 apart there, 2 apart in memory, so that a thread reads its activations as 16 contiguous bytes too. With groups
+of 16, where a step is two of them, a column is (group, lane % 4, k half, even or odd): each group is an MMA of its own.
 The rows that share a field lie at different bits of it and thus come out scaled by a power of two; that power depends
 on the row alone, so the kernel folds it into the row's scale and never touches the activations for it.
 """
@@ -30,7 +31,8 @@ _ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
 class Layout:
     """Where the codes of one width lie. `fields[row][k_half]` is (word, shift) of the code at bit 0 of its field.
 
-    A word of None is the split field of 3-bit codes: bit 15 of each of the 3 words. `narrow`: the step is a repeat.
+    A word of None is the split field of 3-bit codes: bit 15 of each of the 3 words. `narrow`: the step is a repeat;
+    `halved`: it is two groups.
     """
 
     bits: int
@@ -38,6 +40,7 @@ class Layout:
     chunk_k: int
     fields: tuple[tuple[tuple[int | None, int], ...], ...]
     narrow: bool = False
+    halved: bool = False
 
     @property
     def repeats(self) -> int:
@@ -75,9 +78,9 @@ _WIDE = {
 
 
 def layout_of(packing: Packing) -> Layout:
-    """The layout for a packing: with groups of 32, chunks must not be wider than a group."""
-    wide = _WIDE[packing.bits]
-    if packing.group_size != 32 or wide.chunk_k == 32:
+    """The layout for a packing: with groups of up to 32, chunks must not be wider than a step."""
+    wide = replace(_WIDE[packing.bits], halved=packing.group_size == 16)
+    if packing.group_size not in (16, 32) or wide.chunk_k == 32:
         return wide
     return replace(wide, chunk_k=32, narrow=True)
 
@@ -87,19 +90,28 @@ def tile_k(packing: Packing) -> int:
     return packing.group_size or 128
 
 
+def unpacked_k(packing: Packing) -> int:
+    """Columns that the kernels unpack at once: a tile, or two of 16."""
+    return max(32, tile_k(packing))
+
+
 def padded_k(packing: Packing, in_features: int) -> int:
     """Columns kept: whole tiles, and whole chunks."""
-    multiple = max(tile_k(packing), layout_of(packing).chunk_k)
+    multiple = max(unpacked_k(packing), layout_of(packing).chunk_k)
     return -(-in_features // multiple) * multiple
 
 
 def layout_axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and their order kept."""
+    """Sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and their order kept.
+
+    Where steps are `halved`, the pair of pairs, which is the group, comes before t.
+    """
     repeat, step = (2, 1) if layout.narrow else (1, layout.chunk_k // 32)
-    sizes = (-1, repeat, len(layout.fields), 8, 0, step, 4, 2, 2, 2)
+    t, pairs, both = (7, 6, (2, 4)) if layout.halved else (6, 7, (4, 2))
+    sizes = (-1, repeat, len(layout.fields), 8, 0, step, *both, 2, 2)
     if layout.bits == 8:  # the k half is an axis of its own: the first of the 8 fields
-        return sizes, (0, 4, 2, 5, 3, 6, 1, 8, 7, 9)
-    return sizes, (0, 4, 2, 8, 3, 6, 1, 5, 7, 9)
+        return sizes, (0, 4, 2, 5, 3, t, 1, 8, pairs, 9)
+    return sizes, (0, 4, 2, 8, 3, t, 1, 5, pairs, 9)
 
 
 def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
