@@ -1,4 +1,4 @@
-"""The loop over the columns of one block, which each wait for those before them: on a GPU one launch, elsewhere torch.
+"""The loop over the columns of one block, which each wait for those before them: one launch on a GPU, one call on a CPU.
 
 The rows of a matrix do not know of each other, so a launch has one program for every few rows. What a block leaves to
 the columns after it is the business of the solvers. `columns_triton` is the same loop as device code.
@@ -6,6 +6,8 @@ the columns after it is the business of the solvers. `columns_triton` is the sam
 
 import torch
 from torch import Tensor
+
+from mycli.runtime.kernels.cpu.rounding import native_columns
 
 BLOCK = 128  # columns
 
@@ -27,6 +29,14 @@ def solve_block(
         from mycli.quant.rounding.columns_triton import launch
 
         return launch(residual, matrix, scales, codes, half)
+    solved = native_columns(residual, matrix, scales, codes, half)
+    return solve_plainly(residual, matrix, scales, codes, half) if isinstance(solved, str) else solved
+
+
+def solve_plainly(
+    residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
+) -> tuple[Tensor, Tensor]:
+    """As `solve_block`, in plain torch: where there is no native code, and its twin."""
     found = torch.empty(residual.shape, dtype=torch.uint8)
     shifts = torch.zeros_like(residual)
     for index in range(len(residual)):

@@ -16,17 +16,20 @@ def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, swee
     diagonal above zero."""
     wanted = weight.float()
     for _ in range(sweeps):
-        solved = refit_scales(wanted, move_codes(wanted, solved, grid, hessian), grid, hessian)
+        solved, pull = move_codes(wanted, solved, grid, hessian)
+        solved = refit_scales(solved, pull, grid, hessian)
     return solved
 
 
-def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> Quantized:
-    """Each code in turn becomes the best one while all others stay; weight fp32 [N, K]."""
+def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> tuple[Quantized, Tensor]:
+    """Each code in turn becomes the best one while all others stay; weight fp32 [N, K].
+
+    Also how much the output would gain then by a shift of each weight: H (W - W')^T, fp32 [K, N].
+    """
     columns = weight.shape[1]
     scales = solved.scales.float().T.contiguous()
     group_of = torch.arange(columns, device=weight.device) // (columns // len(scales))
     codes = solved.codes.T.contiguous()
-    # How much the output would gain by a shift of each weight: H (W - W')^T, [K, N].
     pull = hessian @ (weight - dequantize_codes(solved, grid)).T
     for start in range(0, columns, BLOCK):
         block = slice(start, min(start + BLOCK, columns))
@@ -34,35 +37,36 @@ def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -
             pull[block], hessian[block, block], scales[group_of[block]], codes[block], grid.half
         )
         pull.addmm_(hessian[:, block], moved, alpha=-1)
-    return Quantized(codes.T.contiguous(), solved.scales)
+    return Quantized(codes.T.contiguous(), solved.scales), pull
 
 
-def refit_scales(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> Quantized:
+def refit_scales(solved: Quantized, pull: Tensor, grid: Grid, hessian: Tensor) -> Quantized:
     """The scales of least error for these codes, rounded to their dtype; a row that would lose by it keeps its own.
 
-    weight fp32 [N, K].
+    pull fp32 [K, N], as `move_codes` has it for `solved`.
     """
-    rows, columns = weight.shape
+    columns, rows = pull.shape
     groups = solved.scales.shape[1]
+    size = columns // groups
     levels = (solved.codes.float() - grid.half).T.contiguous()  # [K, N]
-    # Error of a row: s^T A s - 2 b^T s + c for its scales s.
-    quadratic = torch.empty(rows, groups, groups, device=weight.device)
-    for group, part in enumerate(torch.arange(columns, device=weight.device).chunk(groups)):
-        seen = hessian[:, part] @ levels[part]
-        quadratic[:, group] = seen.mul_(levels).view(groups, -1, rows).sum(1).T
-    linear = (hessian @ weight.T).mul_(levels).view(groups, -1, rows).sum(1).T.contiguous()
+    # A shift d of the scales of a row changes its error by d^T A d - 2 g^T d. A is symmetric: half of it is computed.
+    quadratic = torch.empty(groups, groups, rows, device=pull.device)
+    for group in range(groups):
+        start = group * size
+        seen = hessian[start:, start : start + size] @ levels[start : start + size]
+        sums = seen.mul_(levels[start:]).view(groups - group, size, rows).sum(1)
+        quadratic[group, group:], quadratic[group:, group] = sums, sums
+    quadratic = quadratic.permute(2, 0, 1).contiguous()
+    gradient = levels.mul_(pull).view(groups, size, rows).sum(1).T
     old = solved.scales.float()
     # Relative to the old scales the numbers are of one size; a group of zeros only has nothing to solve: ridge.
     scaled = quadratic * old.unsqueeze(1) * old.unsqueeze(2)
     diagonal = scaled.diagonal(dim1=1, dim2=2)
     diagonal.add_(1e-6 * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny)
-    gradient = (linear - torch.einsum("ngh,nh->ng", quadratic, old)) * old
     factors, failed = torch.linalg.cholesky_ex(scaled)
-    step = torch.cholesky_solve(gradient.unsqueeze(2), factors).squeeze(2)
+    step = torch.cholesky_solve((gradient * old).unsqueeze(2), factors).squeeze(2)
     new = storable(old * (1 + step), grid)
-
-    def error(scales: Tensor) -> Tensor:
-        return torch.einsum("ng,ngh,nh->n", scales, quadratic, scales) - 2 * (linear * scales).sum(1)
-
-    better = (failed == 0) & torch.isfinite(new).all(1) & (error(new) < error(old))
+    shift = new - old
+    gained = 2 * (gradient * shift).sum(1) - torch.einsum("ng,ngh,nh->n", shift, quadratic, shift)
+    better = (failed == 0) & torch.isfinite(new).all(1) & (gained > 0)
     return Quantized(solved.codes, torch.where(better.unsqueeze(1), new, old).to(solved.scales.dtype))

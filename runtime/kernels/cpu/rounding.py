@@ -1,7 +1,7 @@
 """Rounding weights to a symmetric grid, and packing codes into words, on the CPU by our own code.
 
-The code is quantize_cpu.cpp: the same bits as the plain torch that it stands for, several times as fast. Each function
-returns the reason where this code cannot. Knows tensors and numbers; how scales are searched is said by its caller.
+The code is quantize_cpu.cpp: the same bits as the plain torch that it stands for, several times as fast; but columns in
+turn, whose sums torch takes in an order of its own. Each function returns the reason where this code cannot. Knows tensors and numbers; how scales are searched is said by its caller.
 """
 
 import ctypes
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CRounding
+from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CColumns, CRounding
 from mycli.runtime.quantization.packed_weight import pack
 
 _GIVEN, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp
 _VECTOR = 8  # fewer weights in a group are summed in another order
 _MOST = 1 << 20  # and more
 _BAD_WEIGHT = 2
+_COLUMNS = 128  # `MOST_COLUMNS` there
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,31 @@ def native_round(
     if status == _BAD_WEIGHT:
         return "a weight is not finite, or beyond the limit"
     return "no memory for a row" if status else None
+
+
+def native_columns(
+    residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
+) -> tuple[Tensor, Tensor] | str:
+    """As `quant.rounding.columns.solve_block`, of up to 128 columns."""
+    given = (residual, scales) if codes is None else (residual, scales, codes)
+    if not all(each.is_cpu and each.is_contiguous() for each in given) or len(residual) > _COLUMNS:
+        return f"takes contiguous tensors on the CPU, of up to {_COLUMNS} columns"
+    library = build.native()
+    if isinstance(library, str):
+        return library
+    turned = matrix.T.contiguous()
+    found, shifts = torch.empty(residual.shape, dtype=torch.uint8), torch.empty_like(residual)
+    task = CColumns(
+        *(each.data_ptr() for each in (residual, turned, scales)),
+        before=None if codes is None else codes.data_ptr(),
+        codes=found.data_ptr(),
+        shifts=shifts.data_ptr(),
+        columns=residual.shape[0],
+        rows=residual.shape[1],
+        half=half,
+    )
+    library.solve_columns(ctypes.byref(task), torch.get_num_threads())
+    return found, shifts
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The loop over a block's columns: its definition in fp64, and the device code in Triton's interpreter."""
+"""The loop over a block's columns: its definition in fp64, native, plain, and as device code in Triton's interpreter."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.columns import BLOCK, solve_block
+from mycli.quant.rounding.columns import BLOCK, solve_block, solve_plainly
 from tests.support.columns import SHAPES, agree, problem
 from tests.support.triton_interpreter import Interpret, interpret  # noqa: F401  (reason: a fixture)
 
@@ -34,7 +34,8 @@ def definition(
 def test_the_loop_is_its_definition(half: int, move: bool) -> None:
     for count, rows in SHAPES:
         given = problem(count, rows, half, move)
-        agree(solve_block(*given), definition(*given))
+        for solve in (solve_block, solve_plainly):
+            agree(solve(*given), definition(*given))
 
 
 def device_code(count: int, rows: int, half: int, move: bool) -> tuple[Any, Any]:

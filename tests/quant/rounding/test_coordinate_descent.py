@@ -29,7 +29,9 @@ def test_each_code_is_the_best_while_the_others_stay(bits: int) -> None:
         lost = wanted - levels * wide
         best = (levels[:, column] + (lost @ second[:, column]) / second[column, column] / wide[:, column]).round()
         levels[:, column] = best.clamp(-grid.half, grid.half - 1)
-    moved = move_codes(weight, solved, grid, hessian)
+    moved, pull = move_codes(weight, solved, grid, hessian)
+    wanted_pull = second @ (wanted - dequantize_codes(moved, grid).double()).T
+    assert torch.allclose(pull.double(), wanted_pull, rtol=1e-3, atol=1e-4 * float(wanted_pull.abs().max()))
     assert (moved.codes.double() - grid.half == levels).double().mean() >= 0.999
     assert torch.equal(moved.scales, solved.scales)
     assert output_error(weight, moved, grid, hessian) < output_error(weight, solved, grid, hessian)
@@ -38,7 +40,7 @@ def test_each_code_is_the_best_while_the_others_stay(bits: int) -> None:
 @pytest.mark.parametrize("group", [32, None])
 def test_scales_are_those_of_least_squares(group: int | None) -> None:
     weight, hessian, grid, solved = start(3, group=group)
-    fitted = refit_scales(weight, solved, grid, hessian)
+    fitted = refit_scales(solved, hessian @ (weight - dequantize_codes(solved, grid)).T, grid, hessian)
     assert torch.equal(fitted.codes, solved.codes) and fitted.scales.dtype == torch.bfloat16
     root = torch.linalg.cholesky(hessian.double())  # ||(W - W') X|| = ||(W - W') root||
     levels = (solved.codes.double() - grid.half).view(24, solved.scales.shape[1], -1)

@@ -1,4 +1,4 @@
-"""Rounding and packing by native code, bit by bit against the plain torch of `quant.rounding.grid`."""
+"""Rounding, columns and packing by native code, bit by bit against plain torch."""
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from mycli.quant.rounding.grid import Grid, Quantized, round_to_nearest
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native, native
-from mycli.runtime.kernels.cpu.rounding import native_round, pack_codes
+from mycli.runtime.kernels.cpu.rounding import native_columns, native_round, pack_codes
 from mycli.runtime.quantization.packed_weight import pack, unpack
 from mycli.runtime.quantization.scheme import BITS, Packing
+from tests.support.columns import problem
 
 SHAPES = ((40, 256, 32), (40, 256, 64), (7, 1024, 128), (5, 544, None), (3, 4864, None), (1, 27, None), (0, 64, 32))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,37 @@ def test_the_bits_are_torchs(library: Native, shape: tuple[int, int, int | None]
             assert torch.equal(ours.scales, theirs.scales), bits
             assert torch.equal(ours.codes, theirs.codes), bits
             assert error == pytest.approx(expected, rel=1e-12)
+
+
+@needs_native
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+def test_columns_are_summed_in_turn(vectors: Native, move: bool) -> None:
+    """So that no set of instructions rounds otherwise, nor another place of a row."""
+    residual, matrix, scales, codes, half = problem(128, 150, 8, move)
+    found = native_columns(residual, matrix, scales, codes, half)
+    assert not isinstance(found, str)
+    shifts = torch.empty_like(residual)
+    for i in range(128):
+        left = residual[i]
+        for j in range(i):
+            left = left - matrix[j, i] * shifts[j]
+        old = torch.zeros(150) if codes is None else codes[i].float() - half
+        ratio = left / scales[i] if codes is None else left / matrix[i, i] / scales[i] + old
+        level = ratio.round().clamp(-half, half - 1)
+        shifts[i] = (left - level * scales[i]) / matrix[i, i] if codes is None else (level - old) * scales[i]
+        assert torch.equal(found[0][i], (level + half).to(torch.uint8))
+    assert torch.equal(found[1], shifts)
+    last = slice(149, 150)
+    moved = None if codes is None else codes[:, last].contiguous()
+    alone = native_columns(residual[:, last].contiguous(), matrix, scales[:, last].contiguous(), moved, half)
+    assert not isinstance(alone, str)
+    assert torch.equal(alone[0], found[0][:, last]) and torch.equal(alone[1], found[1][:, last])
+
+
+def test_columns_that_are_too_many_or_lie_otherwise_are_left() -> None:
+    given = torch.ones(129, 3), torch.eye(129), torch.ones(129, 3)
+    assert "128 columns" in native_columns(*given, None, 8)
+    assert "contiguous" in native_columns(torch.ones(3, 5).T, torch.eye(5), torch.ones(5, 3), None, 8)
 
 
 @needs_native

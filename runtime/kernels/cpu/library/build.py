@@ -108,6 +108,16 @@ class CRounding(ctypes.Structure):
     ]
 
 
+class CColumns(ctypes.Structure):
+    """`Columns` of quantize_cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("residual", "matrix", "scales", "before", "codes", "shifts")),
+        *((name, c_int64) for name in ("columns", "rows")),
+        ("half", c_float),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
     """The functions of the C++ sources, where they are described; addresses are `data_ptr()`."""
@@ -135,6 +145,7 @@ class Native:
     table_dequantize: Callable[..., int | None]
     round_weight: Callable[..., int]
     pack_codes: Callable[..., int | None]
+    solve_columns: Callable[..., int | None]
     experts_matmul: Callable[..., int]
     experts_route: Callable[..., int]
     experts_sum: Callable[..., int | None]
@@ -177,6 +188,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),
         round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
         pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
+        solve_columns=function("solve_columns", None, ctypes.POINTER(CColumns), c_int),
         experts_matmul=function("experts_matmul", c_int, c_void_p, c_int),
         experts_route=function("experts_route", c_int64, c_void_p, c_int),
         experts_sum=function("experts_sum", None, c_void_p, c_int),

@@ -214,6 +214,62 @@ bool round_row(const Rounding& r, int64_t row, float* x) {
     return true;
 }
 
+struct Columns {  // mirrored by build.py
+    const float* residual;  // [columns, rows], as are scales, before, codes and shifts
+    const float* matrix;    // [columns, columns], transposed
+    const float* scales;
+    const uint8_t* before;  // the codes to be moved, or null
+    uint8_t* codes;
+    float* shifts;
+    int64_t columns, rows;
+    float half;
+};
+constexpr int64_t MOST_COLUMNS = 128, VECTORS = 4, TILE = VECTORS * WIDE, SOON = 6;
+
+// Up to TILE rows from `first`; shifts of all columns stay in the first cache.
+void solve_rows(const Columns& c, int64_t first) {
+    alignas(64) float shifts[MOST_COLUMNS][TILE];
+    const int64_t count = std::min(TILE, c.rows - first);
+    for (int64_t i = 0; i < c.columns; i++) {
+        const int64_t place = i * c.rows + first;
+        const float *matrix = c.matrix + i * c.columns, pivot = matrix[i];
+        for (int64_t line = 0, ahead = place + SOON * c.rows; line < count && i + SOON < c.columns; line += 16) {
+            __builtin_prefetch(c.residual + ahead + line);
+            __builtin_prefetch(c.scales + ahead + line);
+            __builtin_prefetch(c.shifts + ahead + line, 1);
+            if (!line) __builtin_prefetch(c.codes + ahead, 1);
+            if (!line && c.before) __builtin_prefetch(c.before + ahead);
+        }
+        alignas(64) float left[TILE] = {}, scales[TILE];
+        alignas(64) uint8_t codes[TILE] = {};
+        std::fill(scales, scales + TILE, 1.0f);
+        memcpy(left, c.residual + place, size_t(count) * 4);
+        memcpy(scales, c.scales + place, size_t(count) * 4);
+        if (c.before) memcpy(codes, c.before + place, size_t(count));
+        Wide value[VECTORS];
+        for (int64_t v = 0; v < VECTORS; v++) value[v] = read<Wide>(left + v * WIDE);
+        for (int64_t j = 0; j < i; j++)
+            for (int64_t v = 0; v < VECTORS; v++) value[v] -= spread(matrix[j]) * read<Wide>(shifts[j] + v * WIDE);
+        for (int64_t v = 0; v < VECTORS; v++) {
+            const Group g{nullptr, nullptr, 0, c.half};
+            const Wide scale = read<Wide>(scales + v * WIDE);
+            Wide level, shift;
+            if (c.before) {
+                const Wide old = from_bytes(codes + v * WIDE) - c.half;
+                level = (g.clamped<Wide>(value[v] / pivot / scale + old) + MAGIC) - MAGIC;
+                shift = (level - old) * scale;
+            } else {
+                level = g.level<Wide>(value[v], scale);
+                shift = (value[v] - level * scale) / pivot;
+            }
+            put(shifts[i] + v * WIDE, shift);
+            put_bytes(codes + v * WIDE, level + c.half);
+        }
+        memcpy(c.codes + place, codes, size_t(count));
+        memcpy(c.shifts + place, shifts[i], size_t(count) * 4);
+    }
+}
+
 // Eight codes, a byte each, to the low 8 * bits bits: neighbours join, then pairs, then fours.
 inline uint64_t squeezed(uint64_t codes, int bits) {
     constexpr uint64_t ONE = 0x00ff00ff00ff00ff, TWO = 0x0000ffff0000ffff, FOUR = 0x00000000ffffffff;
@@ -239,6 +295,12 @@ EXPORT int round_weight(const Rounding* r, int threads) {
         free(x);
     }
     return failed;
+}
+
+// As quant/rounding/columns.py says, for up to MOST_COLUMNS; each sum in the order of the columns, so that no machine differs.
+EXPORT void solve_columns(const Columns* c, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < c->rows; first += TILE) solve_rows(*c, first);
 }
 
 // Codes [rows, inputs] to words [rows, words], little end first, as runtime/quantization/packed_weight.py says.

@@ -50,6 +50,13 @@ inline void put_bytes(uint8_t* to, Wide values) {
 #endif
 }
 
+inline Wide from_bytes(const uint8_t* from) {
+    typedef uint8_t Bytes __attribute__((vector_size(WIDE)));
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Wide);
+}
+
 // The sum of term(i, V()) over n numbers, V holding those from i on, in torch's order: vectors of 8 lanes in turn to four
 // sums, those summed 16 at a time and again 16 of these, then the four, then lane after lane.
 template <class Term> inline float sum_as_torch(int64_t n, Term term) {
