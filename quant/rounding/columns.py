@@ -1,4 +1,4 @@
-"""The loop over the columns of one block, which each wait for those before them: one launch on a GPU, one call on a CPU.
+"""The loop over the columns of one block, each waiting for those before it: one launch on a GPU, one call on a CPU.
 
 The rows of a matrix do not know of each other, so a launch has one program for every few rows. What a block leaves to
 the columns after it is the business of the solvers. `columns_triton` is the same loop as device code.

@@ -1,7 +1,8 @@
 """Rounding weights to a symmetric grid, and packing codes into words, on the CPU by our own code.
 
 The code is quantize_cpu.cpp: the same bits as the plain torch that it stands for, several times as fast; but columns in
-turn, whose sums torch takes in an order of its own. Each function returns the reason where this code cannot. Knows tensors and numbers; how scales are searched is said by its caller.
+turn, whose sums torch takes in an order of its own. Each function returns the reason where this code cannot. Knows
+tensors and numbers; how scales are searched is said by its caller.
 """
 
 import ctypes

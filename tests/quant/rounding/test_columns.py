@@ -1,4 +1,4 @@
-"""The loop over a block's columns: its definition in fp64, native, plain, and as device code in Triton's interpreter."""
+"""The loop over a block's columns: its definition in fp64, native, plain, and Triton's in the interpreter."""
 
 from typing import Any
 
