@@ -181,13 +181,14 @@ def expert_builds(capability: int) -> Iterator[Build]:
         packed, how = Packing(*packing), " of experts" if tokens else " of experts as they lie"
         shape = triton_tiles.tile(chip, packed, rows)
         yield _multiply(capability, packed, shape, how, routed=Routed(*of, tokens, "i32", 128))
+    pdl = {"PDL": capability >= 90}
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
     given = {**whole, **sizes, "margin": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
     for how, scored in ((" by softmax", {"correction": None}), (" by sigmoid", {"correction": "*fp32"})):
-        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None}
+        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None} | pdl
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
-    yield Build("place pairs", place_kernel, given, {"BLOCK": 1024}, unaligned=("pairs", "top_k"))
+    yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
 
 
