@@ -7,24 +7,30 @@ rounded where the plain model rounds them, but for what comes out of a norm (`tr
 layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
     decode_attention,
     queries_of,
     tokens_at_once,
 )
+from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
+from mycli.runtime.kernels.triton.mixture import Mixture
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
+from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
@@ -33,20 +39,57 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 
 
+class SecondHalf(Protocol):
+    """What follows attention in a layer."""
+
+    def largest(self) -> int:
+        """The most rows that a weight has whose product needs counters."""
+        ...
+
+    def follow(
+        self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
+    ) -> Activation | None:
+        """Adds the product with `o`, and then its own, to the stream [rows, size]; its norm as an operand.
+
+        Without a norm that follows, there is none. counters: as in `residual.add`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """An MLP behind a norm."""
+
+    norm: Norm
+    down: TritonMatmul
+
+    def largest(self) -> int:
+        """As `SecondHalf.largest`."""
+        return max(self.norm.product.n, self.down.n)
+
+    def follow(
+        self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
+    ) -> Activation | None:
+        """As `SecondHalf.follow`."""
+        normed = add(attended, o, stream, self.norm, counters)
+        assert normed is not None
+        active = activate(normed, self.norm.product, stream.dtype, self.down, counters)
+        return add(active, self.down, stream, following, counters)
+
+
 @dataclass(frozen=True)
 class _Layer:
     """What a layer multiplies by, and how its queries and keys are made."""
 
     input_norm: Norm
     o: TritonMatmul
-    post_norm: Norm
-    down: TritonMatmul
+    second: SecondHalf
     projection: Projection
     window: int | None
 
     def largest(self) -> int:
-        """The most rows that one of its weights has."""
-        return max(self.input_norm.product.n, self.o.n, self.post_norm.product.n, self.down.n)
+        """The most rows that one of its weights has whose product needs counters."""
+        return max(self.input_norm.product.n, self.o.n, self.second.largest())
 
 
 def _only(linear: Linear) -> TritonMatmul | None:
@@ -59,8 +102,6 @@ def _unlike(spec: LayerSpec) -> str | None:
     if spec.recurrent is not None:
         return "it keeps a state instead of keys and values"
     attention, mlp = spec.attention, spec.mlp
-    if isinstance(mlp, ExpertsSpec):
-        return "its tokens choose among experts"
     if attention.sinks is not None:
         return "its attention has sinks"
     if attention.gated:
@@ -90,6 +131,21 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "scores are scaled or capped in another way"
     if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
         return "it has another activation, or a multiplier"
+    return _unlike_experts(mlp) if isinstance(mlp, ExpertsSpec) else None
+
+
+def _unlike_experts(spec: ExpertsSpec) -> str | None:
+    """Likewise, of experts and their router."""
+    if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
+        return "its experts or their router have norms of their own"
+    if spec.shared is not None:
+        return "beside its experts is one that all tokens go through"
+    if spec.choice.groups > 1:
+        return "its experts are chosen among groups"
+    if spec.scales is not None or spec.router.bias:
+        return "its router has a bias, or its experts factors"
+    if any(linear.bias for linear in spec.experts[0].linears):
+        return "its experts have biases"
     return None
 
 
@@ -108,19 +164,53 @@ def unfused(config: ModelConfig) -> str | None:
     return None
 
 
-def _layer(block: Block) -> _Layer | str:
-    """The layer, of a model that is not `unfused`, or why there is none."""
+def _products(linears: Mapping[str, Linear]) -> dict[str, TritonMatmul] | str:
+    """What each multiplies by, or why not all are products of a Triton kernel; a bias has only qkv."""
     products: dict[str, TritonMatmul] = {}
-    for name, linear in block.products.items():
+    for name, linear in linears.items():
         product = _only(linear)
         if product is None:
             return f"{linear.specs[0].name} is not one packed product"
         if name != "qkv" and linear.bias is not None:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
+    return products
+
+
+def _dense(mlp: Mlp) -> SecondHalf | str:
+    """The second half of a layer without experts."""
+    products = _products({"gate_up": mlp.gate_up, "down": mlp.down})
+    if isinstance(products, str):
+        return products
+    assert mlp.norm is not None  # `unfused` has looked
+    return _Dense(Norm(mlp.norm.weight, mlp.norm.eps, products["gate_up"]), products["down"])
+
+
+def _mixture(experts: Experts) -> SecondHalf | str:
+    """The second half of a layer with experts, all of which are in memory."""
+    router, linears = experts.router.matmul, experts.in_memory()
+    if linears is None:
+        return "not all of its experts are in memory"
+    if not isinstance(router, DenseMatmul):
+        return f"{experts.spec.router.name} is not one dense product"
+    gate_up, down = (ExpertTable.of([linear.matmul for linear in each]) for each in linears)
+    if isinstance(gate_up, str) or isinstance(down, str):
+        return "its experts are not packed alike"
+    assert experts.norm is not None  # as above
+    norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
+    return Mixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down)
+
+
+def _layer(block: Block) -> _Layer | str:
+    """The layer, of a model that is not `unfused`, or why there is none."""
     attention, mlp = block.mixer, block.mlp
-    assert isinstance(attention, Attention)  # `unfused` has looked, here and in the next line
-    assert attention.norm is not None and mlp.norm is not None
+    assert isinstance(attention, Attention) and attention.norm is not None  # `unfused` has looked
+    products = _products({"qkv": attention.qkv, "o": attention.o})
+    if isinstance(products, str):
+        return products
+    second = _mixture(mlp) if isinstance(mlp, Experts) else _dense(mlp)
+    if isinstance(second, str):
+        return second
     projection = Projection(
         attention.spec.heads,
         attention.qkv.bias,
@@ -128,14 +218,8 @@ def _layer(block: Block) -> _Layer | str:
         None if attention.k_norm is None else attention.k_norm.weight,
         attention.norm.eps if attention.q_norm is None else attention.q_norm.eps,
     )
-    return _Layer(
-        Norm(attention.norm.weight, attention.norm.eps, products["qkv"]),
-        products["o"],
-        Norm(mlp.norm.weight, mlp.norm.eps, products["gate_up"]),
-        products["down"],
-        projection,
-        attention.spec.window,
-    )
+    normed = Norm(attention.norm.weight, attention.norm.eps, products["qkv"])
+    return _Layer(normed, products["o"], second, projection, attention.spec.window)
 
 
 class DecodeStep:
@@ -192,14 +276,10 @@ class DecodeStep:
             assert x is not None  # only a head that is not packed has no operand
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
-            qkv, gate_up = layer.input_norm.product, layer.post_norm.product
+            qkv = layer.input_norm.product
             query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
             attended = decode_attention(query, stored, lengths, layer.window, layer.o, counters)
-            normed = add(attended, layer.o, stream, layer.post_norm, counters)
-            assert normed is not None
-            x = add(
-                activate(normed, gate_up, stream.dtype, layer.down, counters), layer.down, stream, following, counters
-            )
+            x = layer.second.follow(attended, layer.o, stream, following, counters)
         return self._logits(x, stream.view(sequences, new, -1), last)
 
     def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:

@@ -54,7 +54,7 @@ class ExpertTable:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Matmul | Tensor]) -> "ExpertTable | str":
+    def of(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | str":
         """None is copied. The reason where experts are not alike."""
         found = [weight for weight in weights if isinstance(weight, TritonMatmul)]
         if len(found) < len(weights) or len({one.form for one in found}) > 1:

@@ -18,7 +18,7 @@ from tests.support.triton_interpreter import Interpret, interpret
 pytest.importorskip("triton")
 
 from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
-from tests.support.decode_models import CAPACITY, CASES, CONFIG, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CAPACITY, CASES, CONFIG, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
@@ -26,6 +26,7 @@ __all__ = ["interpret"]
 
 PREFIX = 70
 LAYER = {"multiply_kernel": 4, "attend_kernel": 1}  # launches
+ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # besides, with experts
 
 
 def compare(case: Case) -> tuple[float, float, dict[str, int]]:
@@ -76,19 +77,25 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
 
 # Without those that others have in them, of one token, of a packed head and of int8 caches alone.
-QUICK = [*CASES[2:5], *CASES[6:]]
+QUICK = [*CASES[2:5], *CASES[6:], *MIXED[:3]]
 
 
-@pytest.mark.parametrize("case", chosen([*CASES, *WIDE], QUICK), ids=str)
+def launches_of(case: Case) -> dict[str, int]:
+    """Of each kernel, in a pass; whatever the route."""
+    layers = case.changes.get("layers", CONFIG.layers)
+    expected = {"embed_kernel": 1} | {name: layers * count for name, count in LAYER.items()}
+    expected["multiply_kernel"] += case.packed_head
+    mixtures = 0 if case.experts is None else layers - len(case.experts.dense)
+    return expected | (dict.fromkeys(ROUTED, mixtures) if mixtures else {})
+
+
+@pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     # What is rounded otherwise before it is stored is another code now and then: a step of 1/127, or of 1/8.
     assert logits < 1e-2 and cache < (2e-2 if case.int4 or case.int8 else 5e-3)
     launches.pop("reduce_kernel", None)
-    layers = case.changes.get("layers", CONFIG.layers)
-    expected = {name: layers * count for name, count in LAYER.items()}
-    expected["multiply_kernel"] += case.packed_head
-    assert launches == {"embed_kernel": 1} | expected, "launches a token"
+    assert launches == launches_of(case), "launches a token"
 
 
 def early() -> set[tuple[str, bool, bool]]:
