@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import attention as triton_attention
 from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
-from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue
+from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue, silu_kernel
+from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
 from mycli.runtime.kernels.triton.product import gemm as triton_matmul
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
@@ -181,6 +182,9 @@ def expert_builds(capability: int) -> Iterator[Build]:
         packed, how = Packing(*packing), " of experts" if tokens else " of experts as they lie"
         shape = triton_tiles.tile(chip, packed, rows)
         yield _multiply(capability, packed, shape, how, routed=Routed(*of, tokens, "i32", 128))
+        if tokens is not None and packed.bits == 4:
+            routed = Routed(*of, tokens, "i32", 128)
+            yield _multiply(capability, packed, shape, " of experts behind a norm", rms=True, routed=routed)
     pdl = {"PDL": capability >= 90}
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
@@ -190,6 +194,17 @@ def expert_builds(capability: int) -> Iterator[Build]:
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
     yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
+    scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16", "experts": "i32"}
+    blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
+    yield Build("score experts", score_kernel, scored | {"rows_kept": "i32"}, blocks, unaligned=("rows_kept",))
+    counts = dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")
+    parts = {"parts": "*fp32", **counts}
+    gated = parts | {"given": Gated("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=("count", "rows", "rows_kept"))
+    summed = parts | {"places": "*i32", "weights": "*fp32"}
+    summed |= {"given": Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
+    loose = (*counts, "rows_kept")
+    yield Build("add experts", combine_kernel, summed, {"RANKS": 8} | pdl, unaligned=loose)
 
 
 def sample_builds() -> Iterator[Build]:
