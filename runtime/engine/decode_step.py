@@ -1,7 +1,7 @@
 """A pass over few tokens by fused Triton kernels: decoding of up to 64 sequences, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
-that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
+that each do what follows as well, or ten where tokens choose experts, and nothing passes through the host. Made for a loaded model where all of its layers
 can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
 rounded where the plain model rounds them, but for what comes out of a norm (`triton.residual`). Knows kernels and
 layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
