@@ -1,10 +1,11 @@
 """A pass over few tokens by fused Triton kernels: decoding of up to 64 sequences, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
-that each do what follows as well, or ten where tokens choose experts, and nothing passes through the host. Made for a loaded model where all of its layers
-can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
-rounded where the plain model rounds them, but for what comes out of a norm (`triton.residual`). Knows kernels and
-layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
+that each do what follows as well, or ten to thirteen where tokens choose experts, and nothing passes through the host.
+Made for a loaded model where all of its layers can be done this way; on other devices, for other weights and for longer
+passes the plain model runs. Numbers are rounded where the plain model rounds them, but for what comes out of a norm
+(`triton.residual`). Knows kernels and layers; not sampling, nor how launches are replayed
+(`runtime.engine.cuda_graph`).
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.unfused import unfused
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
@@ -25,7 +27,7 @@ from mycli.runtime.kernels.triton.attention import (
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.mixture import Mixture
+from mycli.runtime.kernels.triton.mixture import Mixture, Shared
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
@@ -34,9 +36,6 @@ from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.layer_spec import LayerSpec
 
 
 class SecondHalf(Protocol):
@@ -97,73 +96,6 @@ def _only(linear: Linear) -> TritonMatmul | None:
     return linear.matmul if isinstance(linear.matmul, TritonMatmul) else None
 
 
-def _unlike(spec: LayerSpec) -> str | None:
-    """What of a layer the fused kernels do not do; None where they do all of it."""
-    if spec.recurrent is not None:
-        return "it keeps a state instead of keys and values"
-    attention, mlp = spec.attention, spec.mlp
-    if attention.sinks is not None:
-        return "its attention has sinks"
-    if attention.gated:
-        return "what heads attend to is gated"
-    if len(spec.parts) != 2 or attention.shares is not None:
-        return "it has other parts, or reads the keys of another"
-    if spec.parallel or attention.norm is None or mlp.norm is None:
-        return "a part of it has no norm before it"
-    if attention.output_norm is not None or mlp.output_norm is not None:
-        return "a part of it has a norm behind it"
-    if any(norm.offset or norm.centred for norm in spec.norms()):
-        return "its norms are not plain"
-    if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
-        return "queries or keys are normed over all heads at once"
-    if (
-        attention.v_norm is not None
-        or attention.norms_rotated
-        or attention.clip is not None
-        or not attention.makes_values
-    ):
-        return "keys or values are made in another way"
-    if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
-        return "heads are not turned whole, by halves"
-    if attention.rope.scaling.query_beta:
-        return "queries are scaled by their position"
-    if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
-        return "scores are scaled or capped in another way"
-    if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
-        return "it has another activation, or a multiplier"
-    return _unlike_experts(mlp) if isinstance(mlp, ExpertsSpec) else None
-
-
-def _unlike_experts(spec: ExpertsSpec) -> str | None:
-    """Likewise, of experts and their router."""
-    if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
-        return "its experts or their router have norms of their own"
-    if spec.shared is not None:
-        return "beside its experts is one that all tokens go through"
-    if spec.choice.groups > 1:
-        return "its experts are chosen among groups"
-    if spec.scales is not None or spec.router.bias:
-        return "its router has a bias, or its experts factors"
-    if any(linear.bias for linear in spec.experts[0].linears):
-        return "its experts have biases"
-    return None
-
-
-def unfused(config: ModelConfig) -> str | None:
-    """What of a model the fused kernels do not do, by its declaration; None where they do all of it."""
-    for spec in config.layer_specs:
-        if (reason := _unlike(spec)) is not None:
-            return f"layer {spec.index}: {reason}"
-    if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
-        return "embeddings or logits are multiplied or capped"
-    if config.norm_offset or config.layer_norm:
-        return "its last norm is not plain"
-    shapes = {(spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs}
-    if len(shapes) > 1 or len(config.distinct_rotations) > 1:
-        return "its layers differ in heads or in how they turn them"
-    return None
-
-
 def _products(linears: Mapping[str, Linear]) -> dict[str, TritonMatmul] | str:
     """What each multiplies by, or why not all are products of a Triton kernel; a bias has only qkv."""
     products: dict[str, TritonMatmul] = {}
@@ -188,17 +120,26 @@ def _dense(mlp: Mlp) -> SecondHalf | str:
 
 def _mixture(experts: Experts) -> SecondHalf | str:
     """The second half of a layer with experts, all of which are in memory."""
-    router, linears = experts.router.matmul, experts.in_memory()
+    linears = experts.in_memory()
     if linears is None:
         return "not all of its experts are in memory"
-    if not isinstance(router, DenseMatmul):
-        return f"{experts.spec.router.name} is not one dense product"
     gate_up, down = (ExpertTable.of([linear.matmul for linear in each]) for each in linears)
     if isinstance(gate_up, str) or isinstance(down, str):
         return "its experts are not packed alike"
+    router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
+    if not isinstance(router, DenseMatmul) or not isinstance(gate, DenseMatmul | None):
+        return f"{experts.spec.router.name} is not one dense product"
+    shared = None
+    if experts.shared is not None:
+        products = _products({"gate_up": experts.shared.gate_up, "down": experts.shared.down})
+        if isinstance(products, str):
+            return products
+        if products["gate_up"].packing != gate_up.weights[0].packing:
+            return f"{experts.shared.gate_up.specs[0].name} is not packed as the other experts are"
+        shared = Shared(products["gate_up"], products["down"], None if gate is None else gate.dequantize())
     assert experts.norm is not None  # as above
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
-    return Mixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down)
+    return Mixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down, shared)
 
 
 def _layer(block: Block) -> _Layer | str:

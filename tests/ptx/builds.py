@@ -194,17 +194,24 @@ def expert_builds(capability: int) -> Iterator[Build]:
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
     yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
-    scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16", "experts": "i32"}
-    blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
-    yield Build("score experts", score_kernel, scored | {"rows_kept": "i32"}, blocks, unaligned=("rows_kept",))
-    counts = dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")
-    parts = {"parts": "*fp32", **counts}
-    gated = parts | {"given": Gated("i32", _OPERAND, 1, 1, tl.bfloat16)}
-    yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=("count", "rows", "rows_kept"))
-    summed = parts | {"places": "*i32", "weights": "*fp32"}
+    yield from _mixture_builds(pdl)
+
+
+def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
+    """What a layer with experts launches in the fused pass besides; and with an expert for all, behind a gate."""
+    scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16"}
+    scored |= {"experts": "i32", "rows_kept": "i32"}
+    parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")}
+    summed = parts | {"places": "*i32", "weights": "*fp32", "shared_count": "i32", "gate_stride": "i32"}
     summed |= {"given": Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
-    loose = (*counts, "rows_kept")
-    yield Build("add experts", combine_kernel, summed, {"RANKS": 8} | pdl, unaligned=loose)
+    loose = ("rows_kept", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride")
+    blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
+    for how, gate, shared in (("", None, None), (" and one for all", "*bf16", "*fp32")):
+        yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
+        given = summed | {"shared": shared, "gates": gate}
+        yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
+    gated = parts | {"given": Gated("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
 
 
 def sample_builds() -> Iterator[Build]:

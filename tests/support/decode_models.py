@@ -66,7 +66,7 @@ def packed(rows: int, columns: int, bits: int, generator: torch.Generator) -> Pa
 
 
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
-    """Of the same weights, multiplied by Triton and dense; routers are dense in both."""
+    """Of the same weights, multiplied by Triton and dense; what decides is dense in both."""
     config = replace(CONFIG, **case.changes)
     if case.experts is not None:
         config = replace(config, declare=case.experts)
@@ -76,7 +76,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
     for model in (fused, plain):
         model.embedding = embedding
     mixtures = [module for module in fused.modules() if isinstance(module, Experts)]
-    routers = [mixture.router for mixture in mixtures]
+    kept = [linear for mixture in mixtures for linear in mixture.kept]
     for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
         if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
             ours.weight = theirs.weight = (
@@ -87,7 +87,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
-            if ours in routers or (ours is fused.head and not case.packed_head):
+            if ours in kept or (ours is fused.head and not case.packed_head):
                 ours.replace(theirs.weight())
             if case.bias and ours.specs[0].name.endswith("q_proj"):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
@@ -114,8 +114,10 @@ WIDE = [
     Case(SEVEN, bias=True, int8=True, new=20),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
 ]
-# Layers with experts, and one without among them; few rows of each expert and many; all of them chosen.
+# Layers with experts, and one without among them; few rows of each expert and many; all of them chosen; beside them one
+# for all tokens, with a gate and without, whose operand has tiles of fewer rows than the pass.
 _CORRECTED = ExpertNames(correction="correction")
+_UNGATED = ExpertNames(correction="correction", shared_gate=None)
 MIXED = [
     Case({"layers": 1}, experts=Mixture(6, ExpertChoice(2, normalized=True), 96)),
     Case(
@@ -123,14 +125,14 @@ MIXED = [
         bits=8,
         packed_head=True,
         new=3,
-        experts=Mixture(5, ExpertChoice(3, False, "sigmoid", scale=1.5), 160, _CORRECTED, frozenset({0})),
+        experts=Mixture(5, ExpertChoice(3, False, "sigmoid", scale=1.5), 160, _CORRECTED, frozenset({0}), shared=64),
     ),
     Case(
         {"layers": 1},
         packed_head=True,
         sequences=3,
         new=8,
-        experts=Mixture(4, ExpertChoice(2, True, "sigmoid", margin=0.1), 64, _CORRECTED),
+        experts=Mixture(6, ExpertChoice(2, True, "sigmoid", margin=0.1), 64, _UNGATED, shared=96),
     ),
     Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=Mixture(3, ExpertChoice(3, False), 64)),
 ]

@@ -1,8 +1,8 @@
 """The second half of a layer with experts, of few tokens, as launches that follow each other without the host.
 
 The norm's operand goes to the first product of all experts, and, rounded as the plain model rounds it, to the router;
-what the experts make is summed for each token and added to the residual stream. Ten launches at most of a layer are
-these and attention's; how many does not depend on the route, and nothing of it is read back.
+what the experts make is summed for each token and added to the residual stream; so is what one makes that all tokens go
+through. How many launches there are does not depend on the route, and nothing of it is read back.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -10,6 +10,7 @@ these and attention's; how many does not depend on the route, and nothing of it 
 
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,7 +36,8 @@ def score_kernel(
     gain,  # [size]
     rms,  # `RmsScale` of the stream
     router,  # [experts, size]
-    scores,  # [tokens, experts]
+    gate,  # [1, size], or None
+    scores,  # [tokens, experts], with a gate one more
     rows_kept,  # of the squares
     experts,
     BLOCK_E: tl.constexpr,
@@ -60,20 +62,30 @@ def score_kernel(
         normed = x.to(tl.float32) * root * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
         known = (expert[:, None] < experts) & inside[None, :]
         weight = tl.load(router + expert[:, None] * rms.size + column[None, :], mask=known, other=0.0)
+        if gate is not None:
+            last = (expert[:, None] == experts) & inside[None, :]
+            weight += tl.load(gate + expert[:, None] * 0 + column[None, :], mask=last, other=0.0)
         total += weight.to(tl.float32) * normed.to(x.dtype).to(tl.float32)[None, :]
     score = tl.sum(total, axis=1).to(scores.dtype.element_ty)
-    tl.store(scores + token * experts + expert, score, mask=expert < experts)
+    width = experts
+    if gate is not None:
+        width += 1
+    tl.store(scores + token * width + expert, score, mask=expert < width)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "pairs", "top_k"])
+@triton.jit(do_not_specialize=["count", "shared_count", "rows", "pairs", "top_k"])
 def combine_kernel(
     parts,  # fp32 [count, pairs, size], of the last product of the experts
     places,  # int32 [rows, top_k]
     weights,  # fp32 [rows, top_k]
+    shared,  # fp32 [shared_count, rows, size], of the expert that all go through, or None
+    gates,  # [rows], `gate_stride` apart: its weight is the sigmoid of it; or None
     count,
+    shared_count,
     rows,
     pairs,
     top_k,
+    gate_stride,
     given,  # `Normed`, one row at a time
     RANKS: tl.constexpr,  # a power of two, at least `top_k`
     PDL: tl.constexpr,
@@ -88,7 +100,8 @@ def combine_kernel(
     row, tile = some_tiles(first, piece * given.TILES, 1, given.TILES)
     column = columns_of(tile, given.into)
     inside = (row[:, None] < rows) & (column < given.size)
-    x = tl.load(given.stream + row[:, None] * given.size + column, mask=inside, other=0.0)
+    own_place = row[:, None] * given.size + column
+    x = tl.load(given.stream + own_place, mask=inside, other=0.0)
     rank = tl.arange(0, RANKS)
     place = tl.load(places + first * top_k + rank, mask=rank < top_k, other=0)
     weight = tl.load(weights + first * top_k + rank, mask=rank < top_k, other=0.0)
@@ -98,19 +111,26 @@ def combine_kernel(
     made = add_parts(parts, source, count, pairs * given.size, present).to(x.dtype).to(tl.float32)
     made = made.reshape(RANKS, given.TILES, given.into.TILE_K)
     added = tl.sum(made * weight[:, None, None], axis=0)
+    if shared is not None:
+        own = add_parts(shared, own_place, shared_count, rows * given.size, inside).to(x.dtype)
+        if gates is not None:
+            gate = tl.load(gates + first * gate_stride).to(tl.float32)
+            factor = (1.0 / (1.0 + tl.exp(-gate))).to(x.dtype)
+            own = (own.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
+        added = added.to(x.dtype).to(tl.float32) + own.to(tl.float32)
     leave_sum(x, added, first, row, tile, column, inside, piece, rows, given)
 
 
-def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor) -> Tensor:
+def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor, gate: Tensor | None = None) -> Tensor:
     """[tokens, experts] in the dtype of the stream [tokens, size], of which `x` is the norm's operand.
 
-    router: [experts, size] in the same dtype.
+    router: [experts, size] in the same dtype. gate: [1, size], whose score comes last.
     """
-    check_contiguous(stream, norm.gain, router)
+    check_contiguous(stream, norm.gain, router, gate)
     experts, pdl = len(router), norm.product.chip.pdl
-    scores = stream.new_empty((len(stream), experts))
-    score_kernel[(-(-experts // _EXPERTS), len(stream))](
-        *(stream, norm.gain, x.rms, router, scores, x.sums.shape[1], experts),
+    scores = stream.new_empty((len(stream), experts + (gate is not None)))
+    score_kernel[(-(-scores.shape[1] // _EXPERTS), len(stream))](
+        *(stream, norm.gain, x.rms, router, gate, scores, x.sums.shape[1], experts),
         BLOCK_E=_EXPERTS,
         BLOCK_K=_COLUMNS,
         PDL=pdl,
@@ -120,23 +140,48 @@ def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor) -> Tensor:
     return scores
 
 
-def combine(parts: Tensor, route: Route, product: TritonMatmul, stream: Tensor, norm: Norm | None) -> Activation | None:
+def combine(
+    parts: Tensor,
+    route: Route,
+    product: TritonMatmul,
+    stream: Tensor,
+    norm: Norm | None,
+    shared: Tensor | None = None,
+    gates: Tensor | None = None,
+) -> Activation | None:
     """Adds to the stream [tokens, size] what the experts make of each token, and returns its norm as an operand.
 
-    parts: fp32 [count, pairs, size] of `product`, the first expert's, in the order of the route.
+    parts: fp32 [count, pairs, size] of `product`, the first expert's, in the order of the route; shared: fp32 [count,
+    tokens, size] of the one that all tokens go through, whose weights are sigmoids of `gates` [tokens, 1], if given.
     """
-    check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain)
+    check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain, shared)
     (count, pairs, size), (rows, top_k), pdl = parts.shape, route.places.shape, product.chip.pdl
     each = replace(product.tile(rows), block_m=1, block_n=_SPAN)
     given, span, into = leaving(stream, norm, each)
     combine_kernel[(-(-size // span), rows)](
-        *(parts, route.places, route.weights, count, rows, pairs, top_k, given),
+        *(parts, route.places, route.weights, shared, gates, count, 0 if shared is None else len(shared)),
+        *(rows, pairs, top_k, 0 if gates is None else gates.stride(0), given),
         RANKS=triton.next_power_of_2(top_k),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
     )
     return into
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """An expert that all tokens go through; gate: [1, size], dense. Its first product is packed as the others' are."""
+
+    gate_up: TritonMatmul
+    down: TritonMatmul
+    gate: Tensor | None
+
+    def parts(self, normed: Activation, dtype: torch.dtype) -> Tensor:
+        """fp32 [parts, tokens, size] from the norm's operand, of whatever tile it is."""
+        down = self.down
+        gate_up = self.gate_up.partial(normed)
+        return down.partial(activate_parts(gate_up, dtype, down, down.tile(gate_up.shape[1])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +197,7 @@ class Mixture:
     correction: Tensor | None
     gate_up: ExpertTable
     down: ExpertTable
+    shared: Shared | None = None
 
     def largest(self) -> int:
         """The most rows of a weight that needs counters; these products need none."""
@@ -166,9 +212,13 @@ class Mixture:
         share = -(-count // len(self.router))  # the rows of an expert, were all to have as many
         normed = add(attended, o, stream, self.norm, counters, first.tile(share))
         assert normed is not None
-        scores = score(stream, normed, self.norm, self.router)
-        route = route_tokens(scores, self.choice, self.correction, first.chip.pdl)
+        experts, gate = len(self.router), None if self.shared is None else self.shared.gate
+        scores = score(stream, normed, self.norm, self.router, gate)
+        route = route_tokens(scores[:, :experts], self.choice, self.correction, first.chip.pdl)
         gate_up = first.partial(normed, pairs=Pairs(self.gate_up, route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
         made = last.partial(active, pairs=Pairs(self.down, route.starts, None, count))
-        return combine(made, route, last, stream, following)
+        if self.shared is None:
+            return combine(made, route, last, stream, following)
+        shared, gates = self.shared.parts(normed, stream.dtype), None if gate is None else scores[:, experts:]
+        return combine(made, route, last, stream, following, shared, gates)

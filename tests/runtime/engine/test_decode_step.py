@@ -10,6 +10,7 @@ import torch
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.engine.unfused import unfused
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
@@ -22,7 +23,7 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.engine.decode_step import DecodeStep, unfused  # noqa: E402  (only where Triton is)
+from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
 from tests.support.decode_models import CAPACITY, CASES, CONFIG, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
@@ -30,6 +31,7 @@ from tests.support.triton_products import difference  # noqa: E402  (as above)
 __all__ = ["interpret"]
 
 PREFIX = 70
+NORM = NormSpec("norm", 128, 1e-5)
 LAYER = {"multiply_kernel": 4, "attend_kernel": 1}  # launches
 ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # besides, with experts
 
@@ -91,7 +93,13 @@ def launches_of(case: Case) -> dict[str, int]:
     expected = {"embed_kernel": 1} | {name: layers * count for name, count in LAYER.items()}
     expected["multiply_kernel"] += case.packed_head
     mixtures = 0 if case.experts is None else layers - len(case.experts.dense)
-    return expected | (dict.fromkeys(ROUTED, mixtures) if mixtures else {})
+    if case.experts is None or not mixtures:
+        return expected
+    expected |= dict.fromkeys(ROUTED, mixtures)
+    if case.experts.shared:
+        expected["multiply_kernel"] += 2 * mixtures
+        expected["silu_kernel"] += mixtures
+    return expected
 
 
 @pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED], QUICK), ids=str)
@@ -161,13 +169,13 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"shared": SharedExpertSpec(MlpSpec(32, None, (), LinearSpec("shared", 128, 32)))}, "one that all tokens"),
+        ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "through has norms"),
         ({"choice": ExpertChoice(2, normalized=True, groups=2)}, "among groups"),
         ({"router": LinearSpec("router", 6, 128, bias=True)}, "its router has a bias"),
         ({"scales": "scales"}, "factors"),
-        ({"expert_output_norm": NormSpec("norm", 128, 1e-5)}, "norms of their own"),
+        ({"expert_output_norm": NORM}, "norms of their own"),
         ({"norm": None}, "no norm before"),
-        ({"output_norm": NormSpec("norm", 128, 1e-5)}, "a norm behind"),
+        ({"output_norm": NORM}, "a norm behind"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
@@ -184,12 +192,15 @@ def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: st
 
 
 def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:
+    wide, _ = models(replace(MIXED[2], bits=8))
     for spoil, reason in (
         (lambda mlp: setattr(mlp, "in_memory", lambda: None), "in memory"),
         (lambda mlp: mlp.router.replace(mlp.products[0].matmul), "not one dense"),
-        (lambda mlp: mlp.products[3].replace(torch.zeros(128, 96)), "not packed alike"),
+        (lambda mlp: mlp.products[3].replace(torch.zeros(128, 64)), "not packed alike"),
+        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "not one packed"),
+        (lambda mlp: mlp.shared.gate_up.replace(next(wide.layers()).mlp.shared.gate_up.matmul), "as the other"),
     ):
-        fused, _ = models(MIXED[0])
+        fused, _ = models(MIXED[2])
         assert isinstance(DecodeStep.make(fused), DecodeStep)
         spoil(next(fused.layers()).mlp)
         assert reason in str(DecodeStep.make(fused))

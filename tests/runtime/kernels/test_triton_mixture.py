@@ -25,7 +25,10 @@ TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of `rows` tokens of `size` numbers, each of whom `top_k` of `experts` see."""
+    """Of `rows` tokens of `size` numbers, each of whom `top_k` of `experts` see.
+
+    shared: parts of what an expert makes that all go through, 0 where there is none; gated: it has a gate.
+    """
 
     rows: int
     size: int
@@ -34,18 +37,22 @@ class Tokens:
     top_k: int = 2
     parts: int = 3
     into: Packing | None = Packing(4, 128)
+    shared: int = 0
+    gated: bool = False
 
     def __str__(self) -> str:
         into = self.into.name if self.into else "nothing"
-        how = f"{self.parts}parts-{self.dtype}-{into}".replace("torch.", "")
+        how = f"{self.shared}shared-" * bool(self.shared) + "gated-" * self.gated
+        how += f"{self.parts}parts-{self.dtype}-{into}".replace("torch.", "")
         return f"{self.rows}x{self.top_k}of{self.experts}-{self.size}-{how}"
 
 
 CASES = [
     Tokens(1, 256, torch.bfloat16),
     Tokens(3, 200, top_k=3, parts=1, into=Packing(4, None)),
-    Tokens(12, 96, torch.bfloat16, into=Packing(3, 32)),
-    Tokens(2, 1100, experts=9, top_k=5, into=Packing(8, None)),
+    Tokens(12, 96, torch.bfloat16, into=Packing(3, 32), shared=2, gated=True),
+    Tokens(2, 1100, experts=9, top_k=5, into=Packing(8, None), shared=1),
+    Tokens(3, 200, experts=4, into=Packing(4, None), shared=5, gated=True),
     Tokens(2, 160, experts=1, top_k=1, parts=17, into=None),
     Tokens(64, 128, experts=4, top_k=4, into=Packing(4, 32)),
 ]
@@ -59,21 +66,22 @@ def scored(case: Tokens) -> tuple[float, bool]:
 
     gain, router = normal(case.size, seed=1).to(case.dtype), normal(case.experts, case.size, seed=2).to(case.dtype)
     following = product(case.size, case.into or Packing(4, 32))
-    norm = Norm(gain, 1e-3, following)
+    norm, gate = Norm(gain, 1e-3, following), normal(1, case.size, seed=5).to(case.dtype) if case.gated else None
     embedding = normal(9, case.size).to(case.dtype)
     drawn = torch.tensor([(8 + 5 * index) % 9 for index in range(case.rows)])
     stream, into = embed(drawn, embedding, norm)
-    found = score(stream, into, norm, router)
+    found = score(stream, into, norm, router, gate)
     with backwards():
-        same = torch.equal(found, score(stream, into, norm, router))
+        same = torch.equal(found, score(stream, into, norm, router, gate))
     first = product(128, Packing(4, 128), n=case.size)
     nothing = first.prepare(torch.zeros((case.rows, 128), dtype=case.dtype, device=stream.device))
     counters = torch.zeros(64, dtype=torch.int32, device=stream.device)
     other = add(nothing, first, stream, norm, counters, following.tile(40))
     assert other is not None and other.tile == following.tile(40)
-    same = same and torch.equal(found, score(stream, other, norm, router))
+    same = same and torch.equal(found, score(stream, other, norm, router, gate))
     exact = functional.rms_norm(stream.double(), (case.size,), gain.double(), 1e-3).to(case.dtype)
-    return difference(found, exact.double() @ router.double().t()), same and found.dtype == case.dtype
+    weight = router if gate is None else torch.cat((router, gate))
+    return difference(found, exact.double() @ weight.double().t()), same and found.dtype == case.dtype
 
 
 @pytest.mark.parametrize("case", chosen(CASES, QUICK), ids=str)
@@ -97,11 +105,17 @@ def combined(case: Tokens) -> tuple[float, float, bool]:
     following = None if case.into is None else product(case.size, case.into)
     norm = None if following is None else Norm(gain, 1e-3, following)
     made = parts.sum(0).to(case.dtype)
-    expected = residual + reference.weighted_sum(made, route.places, weights)
+    output = reference.weighted_sum(made, route.places, weights)
+    shared = normal(case.shared, case.rows, case.size, seed=6) if case.shared else None
+    gates = normal(case.rows, case.experts + 1, seed=7).to(case.dtype)[:, case.experts :] if case.gated else None
+    if shared is not None:
+        own = shared.sum(0).to(case.dtype)
+        output = output + (own if gates is None else reference.weigh_rows(own, gates))
+    expected = residual + output
     stream, again = residual.clone(), residual.clone()
-    into = combine(parts, route, last, stream, norm)
+    into = combine(parts, route, last, stream, norm, shared, gates)
     with backwards():
-        into_again = combine(parts, route, last, again, norm)
+        into_again = combine(parts, route, last, again, norm, shared, gates)
     same = torch.equal(stream, again)
     if following is None or into is None or into_again is None:
         assert into is None and following is None
