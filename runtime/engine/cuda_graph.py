@@ -22,13 +22,17 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 Launches = Callable[[], Tensor]  # launches, and where the result will be
 Plain = Callable[[Batch, Rope, KVCache], Tensor]  # logits fp32 [rows wanted, vocab]; see `Transformer`
 Capture = Callable[[Launches], Launches]
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
+# Where tokens choose experts: of experts with about equal scores another is chosen then. In bf16 and in fp32 logits of
+# random mixtures differ by up to 0.14 over 16 tokens, by 0.26 for one; those that have nothing in common, by 1.4.
+ROUTED_TOLERANCE = 0.4
 _CHECK_CONTEXT = 1024  # attention splits the keys of such a cache into several parts
 _CHECK_PREFIX = 300  # tokens before those that are compared: in more than one part
 _CHECKED_ROWS = 8  # of passes that are like those compared at load; wider ones have other tiles
@@ -86,7 +90,8 @@ class _Captured:
 class Replay:
     """A fused pass for those passes of a model that it can do. `capture` None: launch by launch.
 
-    The first pass of a shape of more than 8 rows is compared with that of `plain`, unless that is None. Where one
+    The first pass of a shape of more than 8 rows is compared with that of `plain`, unless that is None: logits differ
+    by less than the `tolerance` then. Where one
     fails or differs, `warn` is told once, and the plain model does this pass, which writes the same places of the
     cache, and all others: after a capture or a replay that failed all of them, after a first launch those of its shape.
     """
@@ -97,8 +102,9 @@ class Replay:
         capture: Capture | None,
         warn: Callable[[str], None] = lambda text: None,
         plain: Plain | None = None,
+        tolerance: float = TOLERANCE,
     ) -> None:
-        self.step = step
+        self.step, self._tolerance = step, tolerance
         self._capture, self._warn, self._plain = capture, warn, plain
         self._failed = False
         self._compared: set[tuple[int, int]] = set()  # sequences and new tokens
@@ -141,7 +147,7 @@ class Replay:
                     expected = self._plain(batch, rope, cache)  # before: the cache is to hold what replays leave there
                 # Copies, as a capture has them: what Triton compiles depends on whether an address is aligned.
                 found = self.step(tokens.clone(), batch.lengths.clone(), tables, lanes, last)
-                trouble = None if expected is None else _unlike(found.flatten(0, 1), expected)
+                trouble = None if expected is None else _unlike(found.flatten(0, 1), expected, self._tolerance)
                 if trouble is not None:
                     self._give_up(trouble, (sequences, new))
                     return None
@@ -205,13 +211,19 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     if trouble is not None:
         warn(f"the fused kernels are not used, decoding is slower: {trouble}")
         return None
-    return Replay(step, capture, warn, model)
+    return Replay(step, capture, warn, model, tolerance(model.config))
 
 
-def _unlike(found: Tensor, expected: Tensor) -> str | None:
+def tolerance(config: ModelConfig) -> float:
+    """By how much, relatively, logits may differ from the plain model's."""
+    routed = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
+    return ROUTED_TOLERANCE if routed else TOLERANCE
+
+
+def _unlike(found: Tensor, expected: Tensor, most: float) -> str | None:
     """By how much logits differ from the plain model's; None where that is what rounding does."""
     error = float((found.float() - expected).norm() / expected.norm())
-    return None if error < TOLERANCE else f"their logits differ by {error:.1%} from the plain model's"
+    return None if error < most else f"their logits differ by {error:.1%} from the plain model's"
 
 
 @torch.inference_mode()
@@ -242,7 +254,7 @@ def difference(
         new = torch.tensor([drawn], device=device)
         lengths = torch.full((1,), prefix + count, dtype=torch.int32, device=device)
         found = step(new, lengths, tables, cache, last=False)
-        trouble = _unlike(found, expected)
+        trouble = _unlike(found, expected, tolerance(config))
         if trouble is not None:
             return trouble
         if capture is None:

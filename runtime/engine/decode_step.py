@@ -1,36 +1,79 @@
 """A pass over few tokens by fused Triton kernels: decoding of up to 64 sequences, and judging what was drafted.
 
 The plain model launches some forty operations for a layer; here a layer is four products and attention, five launches
-that each do what follows as well, and nothing passes through the host. Made for a loaded model where all of its layers
-can be done this way; on other devices, for other weights and for longer passes the plain model runs. Numbers are
-rounded where the plain model rounds them, but for what comes out of a norm (`triton.residual`). Knows kernels and
-layers; not sampling, nor how launches are replayed (`runtime.engine.cuda_graph`).
+that each do what follows as well, or ten to thirteen where tokens choose experts, and nothing passes through the host.
+Made for a loaded model where all of its layers can be done this way; on other devices, for other weights and for longer
+passes the plain model runs. Numbers are rounded where the plain model rounds them, but for what comes out of a norm
+(`triton.residual`). Knows kernels and layers; not sampling, nor how launches are replayed
+(`runtime.engine.cuda_graph`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.unfused import unfused
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
     decode_attention,
     queries_of,
     tokens_at_once,
 )
+from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
+from mycli.runtime.kernels.triton.mixture import Mixture, Shared
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
+from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.layer_spec import LayerSpec
+
+
+class SecondHalf(Protocol):
+    """What follows attention in a layer."""
+
+    def largest(self) -> int:
+        """The most rows that a weight has whose product needs counters."""
+        ...
+
+    def follow(
+        self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
+    ) -> Activation | None:
+        """Adds the product with `o`, and then its own, to the stream [rows, size]; its norm as an operand.
+
+        Without a norm that follows, there is none. counters: as in `residual.add`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """An MLP behind a norm."""
+
+    norm: Norm
+    down: TritonMatmul
+
+    def largest(self) -> int:
+        """As `SecondHalf.largest`."""
+        return max(self.norm.product.n, self.down.n)
+
+    def follow(
+        self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
+    ) -> Activation | None:
+        """As `SecondHalf.follow`."""
+        normed = add(attended, o, stream, self.norm, counters)
+        assert normed is not None
+        active = activate(normed, self.norm.product, stream.dtype, self.down, counters)
+        return add(active, self.down, stream, following, counters)
 
 
 @dataclass(frozen=True)
@@ -39,14 +82,13 @@ class _Layer:
 
     input_norm: Norm
     o: TritonMatmul
-    post_norm: Norm
-    down: TritonMatmul
+    second: SecondHalf
     projection: Projection
     window: int | None
 
     def largest(self) -> int:
-        """The most rows that one of its weights has."""
-        return max(self.input_norm.product.n, self.o.n, self.post_norm.product.n, self.down.n)
+        """The most rows that one of its weights has whose product needs counters."""
+        return max(self.input_norm.product.n, self.o.n, self.second.largest())
 
 
 def _only(linear: Linear) -> TritonMatmul | None:
@@ -54,73 +96,62 @@ def _only(linear: Linear) -> TritonMatmul | None:
     return linear.matmul if isinstance(linear.matmul, TritonMatmul) else None
 
 
-def _unlike(spec: LayerSpec) -> str | None:
-    """What of a layer the fused kernels do not do; None where they do all of it."""
-    if spec.recurrent is not None:
-        return "it keeps a state instead of keys and values"
-    attention, mlp = spec.attention, spec.mlp
-    if isinstance(mlp, ExpertsSpec):
-        return "its tokens choose among experts"
-    if attention.sinks is not None:
-        return "its attention has sinks"
-    if attention.gated:
-        return "what heads attend to is gated"
-    if len(spec.parts) != 2 or attention.shares is not None:
-        return "it has other parts, or reads the keys of another"
-    if spec.parallel or attention.norm is None or mlp.norm is None:
-        return "a part of it has no norm before it"
-    if attention.output_norm is not None or mlp.output_norm is not None:
-        return "a part of it has a norm behind it"
-    if any(norm.offset or norm.centred for norm in spec.norms()):
-        return "its norms are not plain"
-    if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
-        return "queries or keys are normed over all heads at once"
-    if (
-        attention.v_norm is not None
-        or attention.norms_rotated
-        or attention.clip is not None
-        or not attention.makes_values
-    ):
-        return "keys or values are made in another way"
-    if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
-        return "heads are not turned whole, by halves"
-    if attention.rope.scaling.query_beta:
-        return "queries are scaled by their position"
-    if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
-        return "scores are scaled or capped in another way"
-    if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
-        return "it has another activation, or a multiplier"
-    return None
-
-
-def unfused(config: ModelConfig) -> str | None:
-    """What of a model the fused kernels do not do, by its declaration; None where they do all of it."""
-    for spec in config.layer_specs:
-        if (reason := _unlike(spec)) is not None:
-            return f"layer {spec.index}: {reason}"
-    if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
-        return "embeddings or logits are multiplied or capped"
-    if config.norm_offset or config.layer_norm:
-        return "its last norm is not plain"
-    shapes = {(spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs}
-    if len(shapes) > 1 or len(config.distinct_rotations) > 1:
-        return "its layers differ in heads or in how they turn them"
-    return None
-
-
-def _layer(block: Block) -> _Layer | str:
-    """The layer, of a model that is not `unfused`, or why there is none."""
+def _products(linears: Mapping[str, Linear]) -> dict[str, TritonMatmul] | str:
+    """What each multiplies by, or why not all are products of a Triton kernel; a bias has only qkv."""
     products: dict[str, TritonMatmul] = {}
-    for name, linear in block.products.items():
+    for name, linear in linears.items():
         product = _only(linear)
         if product is None:
             return f"{linear.specs[0].name} is not one packed product"
         if name != "qkv" and linear.bias is not None:
             return f"{linear.specs[0].name} has a bias"
         products[name] = product
+    return products
+
+
+def _dense(mlp: Mlp) -> SecondHalf | str:
+    """The second half of a layer without experts."""
+    products = _products({"gate_up": mlp.gate_up, "down": mlp.down})
+    if isinstance(products, str):
+        return products
+    assert mlp.norm is not None  # `unfused` has looked
+    return _Dense(Norm(mlp.norm.weight, mlp.norm.eps, products["gate_up"]), products["down"])
+
+
+def _mixture(experts: Experts) -> SecondHalf | str:
+    """The second half of a layer with experts, all of which are in memory."""
+    linears = experts.in_memory()
+    if linears is None:
+        return "not all of its experts are in memory"
+    gate_up, down = (ExpertTable.of([linear.matmul for linear in each]) for each in linears)
+    if isinstance(gate_up, str) or isinstance(down, str):
+        return "its experts are not packed alike"
+    router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
+    if not isinstance(router, DenseMatmul) or not isinstance(gate, DenseMatmul | None):
+        return f"{experts.spec.router.name} is not one dense product"
+    shared = None
+    if experts.shared is not None:
+        products = _products({"gate_up": experts.shared.gate_up, "down": experts.shared.down})
+        if isinstance(products, str):
+            return products
+        if products["gate_up"].packing != gate_up.weights[0].packing:
+            return f"{experts.shared.gate_up.specs[0].name} is not packed as the other experts are"
+        shared = Shared(products["gate_up"], products["down"], None if gate is None else gate.dequantize())
+    assert experts.norm is not None  # as above
+    norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
+    return Mixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down, shared)
+
+
+def _layer(block: Block) -> _Layer | str:
+    """The layer, of a model that is not `unfused`, or why there is none."""
     attention, mlp = block.mixer, block.mlp
-    assert isinstance(attention, Attention)  # `unfused` has looked, here and in the next line
-    assert attention.norm is not None and mlp.norm is not None
+    assert isinstance(attention, Attention) and attention.norm is not None  # `unfused` has looked
+    products = _products({"qkv": attention.qkv, "o": attention.o})
+    if isinstance(products, str):
+        return products
+    second = _mixture(mlp) if isinstance(mlp, Experts) else _dense(mlp)
+    if isinstance(second, str):
+        return second
     projection = Projection(
         attention.spec.heads,
         attention.qkv.bias,
@@ -128,14 +159,8 @@ def _layer(block: Block) -> _Layer | str:
         None if attention.k_norm is None else attention.k_norm.weight,
         attention.norm.eps if attention.q_norm is None else attention.q_norm.eps,
     )
-    return _Layer(
-        Norm(attention.norm.weight, attention.norm.eps, products["qkv"]),
-        products["o"],
-        Norm(mlp.norm.weight, mlp.norm.eps, products["gate_up"]),
-        products["down"],
-        projection,
-        attention.spec.window,
-    )
+    normed = Norm(attention.norm.weight, attention.norm.eps, products["qkv"])
+    return _Layer(normed, products["o"], second, projection, attention.spec.window)
 
 
 class DecodeStep:
@@ -192,14 +217,10 @@ class DecodeStep:
             assert x is not None  # only a head that is not packed has no operand
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
-            qkv, gate_up = layer.input_norm.product, layer.post_norm.product
+            qkv = layer.input_norm.product
             query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
             attended = decode_attention(query, stored, lengths, layer.window, layer.o, counters)
-            normed = add(attended, layer.o, stream, layer.post_norm, counters)
-            assert normed is not None
-            x = add(
-                activate(normed, gate_up, stream.dtype, layer.down, counters), layer.down, stream, following, counters
-            )
+            x = layer.second.follow(attended, layer.o, stream, following, counters)
         return self._logits(x, stream.view(sequences, new, -1), last)
 
     def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:

@@ -69,7 +69,7 @@ class Experts(LayerPart):
         self.expert_norm = make_norm(spec.expert_norm)
         self.expert_output_norm = make_norm(spec.expert_output_norm)
         self._scales: Tensor | None = None
-        self._correction: Tensor | None = None
+        self.correction: Tensor | None = None
         self._activate = ACTIVATION[spec.activation]
         beside = (None, None) if self.shared is None else (self.shared.norm, self.shared.output_norm)
         self._inner_norms = self.router_norm, self.expert_norm, self.expert_output_norm, *beside
@@ -91,7 +91,7 @@ class Experts(LayerPart):
             fetch = Fetch(lambda hit: self._fetched(part, hit))
         shared = None if self.shared is None else (self.shared.gate_up, self.shared.down)
         products = self.router, self._gate_up, self._down, shared, self.shared_gate
-        modules = ExpertModules(self._inner_norms, *products, self._scales, self._correction, fetch)
+        modules = ExpertModules(self._inner_norms, *products, self._scales, self.correction, fetch)
         part = experts_part(self.spec, self._around(), modules)
         return part
 
@@ -110,7 +110,11 @@ class Experts(LayerPart):
         if self.spec.scales is not None:
             self._scales = checkpoint.read(self.spec.scales).to(device, torch.float32)
         if self.spec.correction is not None:
-            self._correction = checkpoint.read(self.spec.correction[0]).flatten().to(device, torch.float32)
+            self.correction = checkpoint.read(self.spec.correction[0]).flatten().to(device, torch.float32)
+
+    def in_memory(self) -> tuple[ExpertLinears, ExpertLinears] | None:
+        """Gate and up of each expert, and down of each; None where only some of them are in memory."""
+        return (self._gate_up, self._down) if self._slots is None else None
 
     def expert_of(self, linear: Linear) -> int | None:
         """Which expert one of `products` belongs to; None for one of the shared expert's."""
@@ -128,7 +132,7 @@ class Experts(LayerPart):
             if self.shared_gate is not None:
                 beside = ROW_WEIGHTS(beside, self.shared_gate(x))
         scores = self.router(normed(self.router_norm, tokens))
-        route = ROUTING(scores, self.spec.choice, self._correction)
+        route = ROUTING(scores, self.spec.choice, self.correction)
         route = route if self._scales is None else route.scaled(self._scales)
         made = yield from self._feed(route, normed(self.expert_norm, tokens))
         output = normed(self.expert_output_norm, WEIGHTED_SUM(made, route.places, route.weights)).view_as(x)

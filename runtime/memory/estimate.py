@@ -5,6 +5,7 @@ Sizes are bytes; R is the rows of the largest pass, the tokens of a chunk of pro
 packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,6 +14,8 @@ from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 from mycli.runtime.quantization.scheme import Packing
@@ -186,15 +189,22 @@ def captured_bytes(plan: MemoryPlan) -> int:
 
     Counted also for a layer that they turn out not to do.
     """
-    linears = [each for layer in range(plan.config.layers) for each in plan.config.block_linears(layer).values()]
-    packed = [[plan.packings.get(spec.name) for spec in group] for group in linears]
+    specs = plan.config.layer_specs
+    names = (one.name for spec in specs for linears in spec.products().values() for one in linears)
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
-    if not plan.gpu or unread or any(one is None for group in packed for one in group):
+    if not plan.gpu or unread or any(plan.packings.get(name) is None for name in names):
         return 0
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
-    values = max(map(pass_values, plan.config.layer_specs))
-    sizes = (linears_bytes(plan, group) for group in linears)
+    values = max(map(pass_values, specs))
+    sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, max(rows)))
     return graph_bytes(rows, plan.config.vocab_size * plan.value_bytes, values * plan.value_bytes, sizes)
+
+
+def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:
+    """Of the weights of each launch of a layer: of a product, or of all experts that so many rows may go to."""
+    hit = min(len(spec.mlp.experts), rows * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
+    for name, linears in spec.products().items():
+        yield linears_bytes(plan, linears) * (hit if name.startswith("experts.") else 1)
 
 
 @dataclass(frozen=True)

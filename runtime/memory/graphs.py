@@ -26,7 +26,7 @@ def captured_rows(sequences: int, drafted: bool) -> list[int]:
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int]) -> int:
     """Bytes of the graphs of passes of so many `rows`, and of their pool.
 
-    logits, activations: bytes of a row; weights: of each product, of which the largest has the largest partial sums.
+    logits, activations: bytes of a row; weights: of each launch, of which the largest has the largest partial sums.
     """
     known = list(rows)
     parts = max(weights, default=0) // _PARTS

@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import attention as triton_attention
 from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
-from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue
+from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue, silu_kernel
+from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
 from mycli.runtime.kernels.triton.product import gemm as triton_matmul
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
@@ -185,14 +186,36 @@ def expert_builds(capability: int) -> Iterator[Build]:
         packed, how = Packing(*packing), " of experts" if tokens else " of experts as they lie"
         shape = triton_tiles.tile(chip, packed, rows)
         yield _multiply(capability, packed, shape, how, routed=Routed(*of, tokens, "i32", 128))
+        if tokens is not None and packed.bits == 4:
+            routed = Routed(*of, tokens, "i32", 128)
+            yield _multiply(capability, packed, shape, " of experts behind a norm", rms=True, routed=routed)
+    pdl = {"PDL": capability >= 90}
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
     given = {**whole, **sizes, "margin": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
     for how, scored in ((" by softmax", {"correction": None}), (" by sigmoid", {"correction": "*fp32"})):
-        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None}
+        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None} | pdl
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
-    yield Build("place pairs", place_kernel, given, {"BLOCK": 1024}, unaligned=("pairs", "top_k"))
+    yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
+    yield from _mixture_builds(pdl)
+
+
+def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
+    """What a layer with experts launches in the fused pass besides; and with an expert for all, behind a gate."""
+    scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16"}
+    scored |= {"experts": "i32", "rows_kept": "i32"}
+    parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")}
+    summed = parts | {"places": "*i32", "weights": "*fp32", "shared_count": "i32", "gate_stride": "i32"}
+    summed |= {"given": Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
+    loose = ("rows_kept", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride")
+    blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
+    for how, gate, shared in (("", None, None), (" and one for all", "*bf16", "*fp32")):
+        yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
+        given = summed | {"shared": shared, "gates": gate}
+        yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
+    gated = parts | {"given": Gated("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
 
 
 def sample_builds() -> Iterator[Build]:

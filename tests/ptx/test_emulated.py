@@ -18,7 +18,7 @@ from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
-from tests.support.decode_models import CASES, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1040, 700  # a cache whose keys are split into several parts, and how many of them there are
@@ -90,6 +90,7 @@ def cases() -> list[object]:
     every = [
         (capability, case, size) for capability in CAPABILITIES for case in (*CASES, *WIDE) for size in (None, LONG)
     ]
+    every += [(capability, case, None) for capability in CAPABILITIES for case in MIXED]  # attention is as in others
     return [
         pytest.param(*one, id=f"sm{one[0]}-{one[1]}-{'long' if one[2] else 'short'}", marks=pytest.mark.slow)
         for one in every
@@ -102,8 +103,7 @@ def test_a_fused_pass_is_the_plain_models(
 ) -> None:
     logits, cache, launches = emulate(folder, capability, compare, case, size)
     assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of what is largest
-    layers = case.changes.get("layers", 2)
-    assert launches >= 2 * (1 + 5 * layers), "embedding and five a layer, twice"
+    assert launches >= 2 * sum(test_decode_step.launches_of(case).values()), "twice"
 
 
 @pytest.mark.slow

@@ -19,21 +19,30 @@ from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 MEMORY = r"\b(ld\.global|st\.global|atom\.|red\.|cp\.async(?!\.bulk\.prefetch))"
 ACCESS = r"\b(LDG|LDGSTS|STG|ATOMG?|RED|LD|ST|UTMALDG)\."
 KERNELS = ["embed", "rows 8 add 1", "rows 8 SiLU 8", "rows 8 rotate int8 8", "attend to 1", "attend int8 to 8"]
+EXPERTS = [
+    "score experts",
+    "choose experts by sigmoid",
+    "place pairs",
+    "SiLU of experts",
+    "add experts",
+    "behind a norm",
+]
 
 
 def build(name: str, capability: int) -> builds.Build:
-    return next(build for build in builds.decode_builds(capability) if build.name.endswith(name))
+    return next(build for build in builds.builds(capability) if build.name.endswith(name))
 
 
 def places(pattern: str, text: str) -> list[int]:
     return [match.start() for match in re.finditer(pattern, text)]
 
 
-# Every kernel once, and every chip.
-QUICK = [*((name, 90) for name in KERNELS[:4]), ("attend to 1", 100), ("attend int8 to 8", 120)]
+# Every way to wait once, and every chip; `test_decode_step` sees each kernel wait.
+QUICK = [(name, 90) for name in (*KERNELS[:4], "place pairs", "add experts")]
+QUICK += [("attend to 1", 100), ("attend int8 to 8", 120)]
 
 
-@pytest.mark.parametrize(("name", "capability"), chosen(product(KERNELS, (90, 100, 120)), QUICK))
+@pytest.mark.parametrize(("name", "capability"), chosen(product(KERNELS + EXPERTS, (90, 100, 120)), QUICK))
 def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Path) -> None:
     assembly = build(name, capability).compile(GPUTarget("cuda", capability, 32)).asm
     ptx = assembly["ptx"][assembly["ptx"].index(".entry") :]

@@ -19,6 +19,11 @@ from tests.runtime.kernels.test_triton_linear import (
     test_product,
     test_product_of_foreign_layouts,
 )
+from tests.runtime.kernels.test_triton_mixture import (
+    test_gates_of_experts,
+    test_scores_of_a_router,
+    test_what_experts_make_is_added,
+)
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
     test_the_likeliest_is_torchs_lowest_among_equals,
@@ -34,6 +39,7 @@ __all__ = [
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",
     "test_embed",
+    "test_gates_of_experts",
     "test_groups_of_16",
     "test_nan_stays_in_its_row",
     "test_product",
@@ -41,7 +47,9 @@ __all__ = [
     "test_project",
     "test_products_of_experts",
     "test_routes",
+    "test_scores_of_a_router",
     "test_the_likeliest_is_torchs_lowest_among_equals",
     "test_weighted_sums",
+    "test_what_experts_make_is_added",
     "test_what_is_kept_is_what_the_host_keeps",
 ]

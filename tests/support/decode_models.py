@@ -7,9 +7,12 @@ import torch
 
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.experts import ExpertNames, Mixture
+from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.prefix_model import CONFIG as TINY
@@ -47,9 +50,12 @@ class Case:
     int8: bool = False
     int4: bool = False
     bias: bool = False
+    experts: Mixture | None = None
 
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.changes.items())
+        if self.experts is not None:
+            options += f"{self.experts.choice.top_k}of{self.experts.count}-{self.experts.choice.scores}"
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
@@ -62,13 +68,17 @@ def packed(rows: int, columns: int, bits: int, group: int, generator: torch.Gene
 
 
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
-    """Of the same weights, multiplied by Triton and dense."""
+    """Of the same weights, multiplied by Triton and dense; what decides is dense in both."""
     config = replace(CONFIG, **case.changes)
+    if case.experts is not None:
+        config = replace(config, declare=case.experts)
     drawing = generator()
     fused, plain = Transformer(config), Transformer(config)
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=drawing).half().to(device)
     for model in (fused, plain):
         model.embedding = embedding
+    mixtures = [module for module in fused.modules() if isinstance(module, Experts)]
+    kept = [linear for mixture in mixtures for linear in mixture.kept]
     for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
         if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
             ours.weight = theirs.weight = (
@@ -79,10 +89,13 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
-            if ours is fused.head and not case.packed_head:
+            if ours in kept or (ours is fused.head and not case.packed_head):
                 ours.replace(theirs.weight())
             if case.bias and ours.specs[0].name.endswith("q_proj"):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
+        elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.spec.correction is not None:
+            drawn = torch.rand(len(ours.spec.experts), generator=drawing).to(device)
+            ours.correction = theirs.correction = drawn
     return fused, plain
 
 
@@ -104,4 +117,26 @@ WIDE = [
     Case(SEVEN, bias=True, int8=True, new=20),
     Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
+]
+# Layers with experts, and one without among them; few rows of each expert and many; all of them chosen; beside them one
+# for all tokens, with a gate and without, whose operand has tiles of fewer rows than the pass.
+_CORRECTED = ExpertNames(correction="correction")
+_UNGATED = ExpertNames(correction="correction", shared_gate=None)
+MIXED = [
+    Case({"layers": 1}, experts=Mixture(6, ExpertChoice(2, normalized=True), 96)),
+    Case(
+        {"qk_norm": True},
+        bits=8,
+        packed_head=True,
+        new=3,
+        experts=Mixture(5, ExpertChoice(3, False, "sigmoid", scale=1.5), 160, _CORRECTED, frozenset({0}), shared=64),
+    ),
+    Case(
+        {"layers": 1},
+        packed_head=True,
+        sequences=3,
+        new=8,
+        experts=Mixture(6, ExpertChoice(2, True, "sigmoid", margin=0.1), 64, _UNGATED, shared=96),
+    ),
+    Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=Mixture(3, ExpertChoice(3, False), 64)),
 ]

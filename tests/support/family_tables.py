@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from mycli.runtime.engine.decode_step import unfused
+from mycli.runtime.engine.unfused import unfused
 from mycli.runtime.models.config import families
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.refused import REFUSED

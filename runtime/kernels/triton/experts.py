@@ -54,7 +54,7 @@ class ExpertTable:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Matmul | Tensor]) -> "ExpertTable | str":
+    def of(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | str":
         """None is copied. The reason where experts are not alike."""
         found = [weight for weight in weights if isinstance(weight, TritonMatmul)]
         if len(found) < len(weights) or len({one.form for one in found}) > 1:
@@ -99,8 +99,11 @@ def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tenso
     return first.multiply(first.prepare(x, tile), x.dtype, Pairs(table, starts, tokens, count))
 
 
-def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route:
-    """As `reference.route` without groups, of equal values the first is higher; `hit` are all experts. Two launches."""
+def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None, pdl: bool = False) -> Route:
+    """As `reference.route` without groups, of equal values the first is higher; `hit` are all experts. Two launches.
+
+    pdl: these may begin before what makes the scores has ended (`triton.pdl`).
+    """
     from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel
 
     (tokens, experts), top_k = scores.shape, choice.top_k
@@ -118,9 +121,12 @@ def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None
         EXPERTS=_power(experts),
         NORMALIZED=choice.normalized,
         SIGMOID=choice.scores == "sigmoid",
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     block = min(_PAIRS, max(32, _power(tokens * top_k)))
-    place_kernel[(experts,)](chosen, starts, pairs, places, tokens * top_k, top_k, BLOCK=block)
+    count = tokens * top_k
+    place_kernel[(experts,)](chosen, starts, pairs, places, count, top_k, BLOCK=block, PDL=pdl, launch_pdl=pdl)
     return Route(list(range(experts)), starts, pairs, places, weights)
 
 

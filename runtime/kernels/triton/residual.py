@@ -30,7 +30,7 @@ class Normed(NamedTuple):
     stream: Any  # [rows, size]
     size: Any
     gain: Any  # [size]
-    squares: Any  # fp32 [pieces, rows]
+    squares: Any  # fp32 [pieces, rows kept]
     into: Any
     ROWS: Any  # at a time
     TILES: Any  # of a piece
@@ -45,9 +45,18 @@ def _weigh(x, first, row, tile, column, inside, piece, rows, given):
     wide = x.to(tl.float32)
     squares = tl.sum(tl.sum(wide * wide, axis=1).reshape(given.ROWS, given.TILES), axis=1)
     each = first + tl.arange(0, given.ROWS)
-    tl.store(given.squares + piece * rows + each, squares, mask=each < rows)
+    tl.store(given.squares + piece * given.into.rows_kept + each, squares, mask=each < rows)
     gain = tl.load(given.gain + column, mask=inside, other=0.0).to(tl.float32)
     store_activation(wide * gain, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
+
+
+@triton.jit
+def leave_sum(x, added, first, row, tile, column, inside, piece, rows, given):
+    """The residual stream x [tiles at hand, TILE_K] with fp32 `added`, and from it the operand of the next product."""
+    x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
+    tl.store(given.stream + row[:, None] * given.size + column, x, mask=inside)
+    if given.gain is not None:
+        _weigh(x, first, row, tile, column, inside, piece, rows, given)
 
 
 @triton.jit
@@ -58,11 +67,8 @@ def add_epilogue(parts, count, piece, first, rows, given):
     inside = (row[:, None] < rows) & (column < given.size)
     place = row[:, None] * given.size + column
     x = tl.load(given.stream + place, mask=inside, other=0.0)
-    added = add_parts(parts, place, count, rows * given.size, inside).to(x.dtype)
-    x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-    tl.store(given.stream + place, x, mask=inside)
-    if given.gain is not None:
-        _weigh(x, first, row, tile, column, inside, piece, rows, given)
+    added = add_parts(parts, place, count, rows * given.size, inside)
+    leave_sum(x, added, first, row, tile, column, inside, piece, rows, given)
 
 
 @triton.jit
@@ -89,20 +95,22 @@ class Norm:
     product: TritonMatmul
 
 
-def _normed(stream: Tensor, norm: Norm | None, tile: Tile) -> tuple[Normed, int, Activation | None]:
-    """The arguments of `add_epilogue` and `embed_kernel`, the columns of a piece, and the operand they make.
+def leaving(
+    stream: Tensor, norm: Norm | None, tile: Tile, into_tile: Tile | None = None
+) -> tuple[Normed, int, Activation | None]:
+    """What a kernel is given that changes the stream, the columns of a piece, and the operand that it makes.
 
-    tile: of the program that does it.
+    tile: of the program that does it; into_tile: of the product that follows, if not that for all rows of the stream.
     """
     (rows, size), block = stream.shape, tile.block_n
     if norm is None:
         at_once = constexpr(tile.rows_at_once(rows, block))
         plain = Operand(None, None, -(-size // block), 0, constexpr(block), constexpr(False))
         return Normed(stream, size, None, None, plain, at_once, constexpr(1)), block, None
-    into = norm.product.activation(rows)
+    into = norm.product.activation(rows, into_tile)
     span = max(block, into.tile_k)
     pieces = -(-size // span)
-    sums = torch.empty((pieces, rows), dtype=torch.float32, device=stream.device)
+    sums = torch.empty((pieces, into.sums.shape[1]), dtype=torch.float32, device=stream.device)
     into = replace(into, rms=RmsScale(sums, pieces, size, norm.eps, constexpr(triton.next_power_of_2(pieces))))
     at_once = constexpr(tile.rows_at_once(rows, span))
     given = Normed(stream, size, norm.gain, sums, into.operand(), at_once, constexpr(span // into.tile_k))
@@ -114,7 +122,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Norm) -> tuple[Tensor, Activa
     check_contiguous(tokens, embedding, norm.gain)
     stream = embedding.new_empty((len(tokens), embedding.shape[1]))
     tile = replace(norm.product.tile(len(tokens)), block_n=128, warps=4)
-    given, span, into = _normed(stream, norm, tile)
+    given, span, into = leaving(stream, norm, tile)
     assert into is not None
     pdl = norm.product.chip.pdl
     grid = (-(-stream.shape[1] // span), -(-len(tokens) // given.ROWS.value))
@@ -122,13 +130,20 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Norm) -> tuple[Tensor, Activa
     return stream, into
 
 
-def add(x: Activation, product: TritonMatmul, stream: Tensor, norm: Norm | None, counters: Tensor) -> Activation | None:
+def add(
+    x: Activation,
+    product: TritonMatmul,
+    stream: Tensor,
+    norm: Norm | None,
+    counters: Tensor,
+    tile: Tile | None = None,
+) -> Activation | None:
     """Adds the product to the residual stream [rows, size], in place; returns its norm as an operand.
 
-    Without a norm, there is none. counters: int32 zeros, for each block of rows more than pieces of 128 rows of the
-    weight; zeros afterwards.
+    Without a norm, there is none. tile: of the product that takes it, if not that for all rows.
+    counters: int32 zeros, for each block of rows more than pieces of 128 rows of the weight; zeros afterwards.
     """
     check_contiguous(stream, None if norm is None else norm.gain)
-    given, span, into = _normed(stream, norm, x.tile)
+    given, span, into = leaving(stream, norm, x.tile, tile)
     product.partial(x, epilogue=Epilogue(add_epilogue, counters, given, constexpr(span), constexpr(1)))
     return into

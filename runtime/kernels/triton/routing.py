@@ -9,6 +9,8 @@ What a route is says `runtime.kernels.routed`. Nothing is read back by the host.
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton.pdl import pdl_wait
+
 _LEAST = tl.constexpr(-(1 << 63))
 
 
@@ -26,12 +28,15 @@ def choose_kernel(
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     NORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (tokens). What `ExpertChoice` of `models.experts_spec` says, without groups.
 
     A key holds what is compared in the order of its bits, so that NaN has a place too, and below it the expert: of
     equals the first is higher, and no expert is chosen twice. Scores alone tell which values of a softmax are highest.
     """
+    if PDL:
+        pdl_wait()
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     known = expert < experts
     score = tl.load(scores + token.to(tl.int64) * stride + expert, mask=known, other=0.0).to(tl.float32)
@@ -72,8 +77,11 @@ def place_kernel(
     pairs,
     top_k,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (experts). Where the pairs of an expert stand among all, sorted by expert and within one by token."""
+    if PDL:
+        pdl_wait()
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     lower = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(0, pairs, BLOCK):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,23 +10,30 @@ import torch
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.engine.unfused import unfused
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertChoice, SharedExpertSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, NormSpec
 from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
 from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
-from tests.support.decode_models import CAPACITY, CASES, CONFIG, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CAPACITY, CASES, CONFIG, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
 PREFIX = 70
+NORM = NormSpec("norm", 128, 1e-5)
 LAYER = {"multiply_kernel": 4, "attend_kernel": 1}  # launches
+ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # besides, with experts
 
 
 def compare(case: Case) -> tuple[float, float, dict[str, int]]:
@@ -76,30 +84,41 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
 
 # Without those that others have in them, of one token, of a packed head and of int8 caches alone.
-QUICK = [*CASES[2:5], *CASES[6:]]
+QUICK = [*CASES[2:5], *CASES[6:], MIXED[1]]
 
 
-@pytest.mark.parametrize("case", chosen([*CASES, *WIDE], QUICK), ids=str)
+def launches_of(case: Case) -> dict[str, int]:
+    """Of each kernel, in a pass; whatever the route."""
+    layers = case.changes.get("layers", CONFIG.layers)
+    expected = {"embed_kernel": 1} | {name: layers * count for name, count in LAYER.items()}
+    expected["multiply_kernel"] += case.packed_head
+    mixtures = 0 if case.experts is None else layers - len(case.experts.dense)
+    if case.experts is None or not mixtures:
+        return expected
+    expected |= dict.fromkeys(ROUTED, mixtures)
+    if case.experts.shared:
+        expected["multiply_kernel"] += 2 * mixtures
+        expected["silu_kernel"] += mixtures
+    return expected
+
+
+@pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     # What is rounded otherwise before it is stored is another code now and then: a step of 1/127, or of 1/8.
     assert logits < 1e-2 and cache < (2e-2 if case.int4 or case.int8 else 5e-3)
     launches.pop("reduce_kernel", None)
-    layers = case.changes.get("layers", CONFIG.layers)
-    expected = {name: layers * count for name, count in LAYER.items()}
-    expected["multiply_kernel"] += case.packed_head
-    assert launches == {"embed_kernel": 1} | expected, "launches a token"
+    assert launches == launches_of(case), "launches a token"
 
 
-def early() -> set[tuple[str, bool, bool]]:
+def early(case: Case) -> set[tuple[str, bool, bool]]:
     """Of a pass on a chip where launches overlap: kernel, whether launched so, whether each of its programs waited."""
     import triton
 
-    from mycli.runtime.kernels.triton import attention as triton_attention
-    from mycli.runtime.kernels.triton import residual as triton_residual
-    from mycli.runtime.kernels.triton.product import gemm as triton_matmul
+    from mycli.runtime.kernels.triton import attention, gated_silu, mixture, residual, routing
+    from mycli.runtime.kernels.triton.product import gemm
 
-    fused, plain = models(Case(packed_head=True), chip=Chip((9, 0), 4, pdl=True))
+    fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
     cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)
     tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
     step = DecodeStep.make(fused)
@@ -115,16 +134,17 @@ def early() -> set[tuple[str, bool, bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
-        patch.setattr(triton_matmul, "prefetch_weights", lambda *_: None)  # the interpreter knows no PTX
-        for module in (triton_attention, triton_residual, triton_matmul):
+        patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter knows no PTX
+        for module in (attention, residual, gemm, gated_silu, mixture, routing):
             patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
         step(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int32), tables, cache, last=True)
     return seen
 
 
-def test_launches_that_begin_early_wait(interpret: Interpret) -> None:
-    waiting = {(name, True, True) for name in ("embed_kernel", *LAYER)}
-    assert interpret(early) in (waiting, waiting | {("reduce_kernel", False, False)})
+@pytest.mark.parametrize("case", [Case(packed_head=True), replace(MIXED[0], packed_head=True)], ids=str)
+def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> None:
+    waiting = {(name, True, True) for name in launches_of(case)}
+    assert interpret(early, case) in (waiting, waiting | {("reduce_kernel", False, False)})
 
 
 @pytest.mark.parametrize(
@@ -144,6 +164,46 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     assert isinstance(DecodeStep.make(fused), DecodeStep)
     spoil(fused)
     assert reason in str(DecodeStep.make(fused))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "through has norms"),
+        ({"choice": ExpertChoice(2, normalized=True, groups=2)}, "among groups"),
+        ({"router": LinearSpec("router", 6, 128, bias=True)}, "its router has a bias"),
+        ({"scales": "scales"}, "factors"),
+        ({"expert_output_norm": NORM}, "norms of their own"),
+        ({"norm": None}, "no norm before"),
+        ({"output_norm": NORM}, "a norm behind"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
+    """Beside what it does: all else of the layer is alike."""
+    config = replace(CONFIG, declare=MIXED[0].experts)
+    assert unfused(config) is None
+
+    def declare(config: ModelConfig, index: int) -> LayerSpec:
+        layer = MIXED[0].experts(config, index)
+        return replace(layer, mlp=replace(layer.mlp, **changed))
+
+    assert reason in str(unfused(replace(config, declare=declare)))
+
+
+def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:
+    wide, _ = models(replace(MIXED[2], bits=8))
+    for spoil, reason in (
+        (lambda mlp: setattr(mlp, "in_memory", lambda: None), "in memory"),
+        (lambda mlp: mlp.router.replace(mlp.products[0].matmul), "not one dense"),
+        (lambda mlp: mlp.products[3].replace(torch.zeros(128, 64)), "not packed alike"),
+        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "not one packed"),
+        (lambda mlp: mlp.shared.gate_up.replace(next(wide.layers()).mlp.shared.gate_up.matmul), "as the other"),
+    ):
+        fused, _ = models(MIXED[2])
+        assert isinstance(DecodeStep.make(fused), DecodeStep)
+        spoil(next(fused.layers()).mlp)
+        assert reason in str(DecodeStep.make(fused))
 
 
 def test_takes_few_tokens() -> None:

@@ -14,6 +14,8 @@ from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import Kv
+from mycli.runtime.models.experts import Mixture
+from mycli.runtime.models.experts_spec import ExpertChoice
 from tests.support.fused_pass import Sums, model, session, several
 from tests.support.graphs import recording
 from tests.support.prefix_model import CONFIG
@@ -41,6 +43,24 @@ def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert replay.make_replay(plain, "auto", warnings.append) is None and "fused kernels" in warnings[0]
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: "dense")
     assert replay.make_replay(plain, "auto", warnings.append) is None and len(warnings) == 1
+
+
+def test_experts_with_about_equal_scores_may_be_others() -> None:
+    """With experts logits differ by more than rounding alone; not without bounds."""
+    plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
+    plain.config = replace(plain.config, declare=Mixture(3, ExpertChoice(2, normalized=True), 2))
+
+    class Near(Sums):
+        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
+            return torch.full((*tokens.shape, 3), self.factor)
+
+        factor = 1.2
+
+    step = Near()
+    assert replay.difference(plain, step) is None
+    step.factor = 0.5
+    assert "50.0%" in str(replay.difference(plain, step))
+    assert replay.tolerance(plain.config) > 5 * replay.tolerance(CONFIG)
 
 
 def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,18 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert estimate(one).workspace.graphs == captured_bytes(one)
 
 
+def test_captured_passes_hold_the_partial_sums_of_all_experts_that_are_hit() -> None:
+    """Written out for Qwen3-30B-A3B: 8 of 128 experts for a token, of which 16 tokens may go to all."""
+    one = plan("Qwen3-30B-A3B", INT4, gpu=True)
+    row, expert = 151936 * 2, 2 * 768 * 2048 * 33 // 64
+    values = (2 * 2048 + 2 * 128 + 8 * (768 + 2048) + 2048) * 2
+    assert captured_bytes(one) == row + values + 8 * expert // 8
+    drafted = replace(one, draft=plan("Qwen3-0.6B"))
+    assert captured_bytes(drafted) == (1 + 8) * row + 8 * values + 64 * expert // 8
+    assert captured_bytes(replace(one, batch=16)) == sum(range(1, 17)) * row + 16 * values + 128 * expert // 8
+    assert captured_bytes(replace(one, batch=17)) == sum(range(2, 18)) * row + 17 * values + 128 * expert // 8
+
+
 def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
     packed = plan("Llama-3.1-8B", INT4, gpu=True)
     shadow = replace(packed, shadow=True)

@@ -32,7 +32,7 @@ from mycli.runtime.kernels.triton.split_k import run_epilogue
 class RmsScale(NamedTuple):
     """What rows are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
 
-    squares: Any  # fp32 [pieces, rows]: sums of squares of the pieces of each row
+    squares: Any  # fp32 [pieces, rows kept]: sums of squares of the pieces of each row
     pieces: Any
     size: Any  # of a row
     eps: Any
@@ -108,11 +108,10 @@ def _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL: tl.constexpr):
 
 
 @triton.jit
-def _load_squares(rms, columns, rows):
-    """Of the pieces of each row of activations in `columns`: fp32 [PIECES, columns]."""
+def _load_squares(rms, x_columns, rows_kept):
+    """Of the pieces of each row of activations in `x_columns`: fp32 [PIECES, columns]."""
     piece = tl.arange(0, rms.PIECES)[:, None]
-    known = (piece < rms.pieces) & (columns[None, :] < rows)
-    return tl.load(rms.squares + piece * rows + columns[None, :], mask=known, other=0.0)
+    return tl.load(rms.squares + piece * rows_kept + x_columns[None, :], mask=piece < rms.pieces, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
@@ -194,7 +193,7 @@ def multiply_kernel(
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
-        squares = _load_squares(rms, columns, rows)
+        squares = _load_squares(rms, x_columns, rows_kept)
     words = scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -255,7 +254,7 @@ def multiply_kernel(
             total += load_scales(offsets, 0, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
-            squares = _load_squares(rms, columns, rows)
+            squares = _load_squares(rms, x_columns, rows_kept)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
