@@ -108,10 +108,11 @@ def _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL: tl.constexpr):
 
 
 @triton.jit
-def _load_squares(rms, x_columns, rows_kept):
-    """Of the pieces of each row of activations in `x_columns`: fp32 [PIECES, columns]."""
+def _load_squares(rms, x_columns, rows_kept, present):
+    """Of the pieces of each row of activations in `x_columns`, where `present`: fp32 [PIECES, columns]."""
     piece = tl.arange(0, rms.PIECES)[:, None]
-    return tl.load(rms.squares + piece * rows_kept + x_columns[None, :], mask=piece < rms.pieces, other=0.0)
+    known = (piece < rms.pieces) & present[None, :]
+    return tl.load(rms.squares + piece * rows_kept + x_columns[None, :], mask=known, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
@@ -193,7 +194,7 @@ def multiply_kernel(
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
-        squares = _load_squares(rms, x_columns, rows_kept)
+        squares = _load_squares(rms, x_columns, rows_kept, columns < last)
     words = scale_words(
         scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
     )
@@ -254,7 +255,7 @@ def multiply_kernel(
             total += load_scales(offsets, 0, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
-            squares = _load_squares(rms, x_columns, rows_kept)
+            squares = _load_squares(rms, x_columns, rows_kept, columns < last)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
