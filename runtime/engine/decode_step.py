@@ -27,7 +27,7 @@ from mycli.runtime.kernels.triton.attention import (
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.mixture import Mixture, Shared
+from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, project
@@ -136,10 +136,10 @@ def _mixture(experts: Experts) -> SecondHalf | str:
             return products
         if products["gate_up"].packing != gate_up.weights[0].packing:
             return f"{experts.shared.gate_up.specs[0].name} is not packed as the other experts are"
-        shared = Shared(products["gate_up"], products["down"], None if gate is None else gate.dequantize())
+        shared = SharedExpert(products["gate_up"], products["down"], None if gate is None else gate.dequantize())
     assert experts.norm is not None  # as above
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
-    return Mixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down, shared)
+    return FusedMixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down, shared)
 
 
 def _layer(block: Block) -> _Layer | str:

@@ -170,7 +170,7 @@ def combine(
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class SharedExpert:
     """An expert that all tokens go through; gate: [1, size], dense. Its first product is packed as the others' are."""
 
     gate_up: TritonMatmul
@@ -185,7 +185,7 @@ class Shared:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture:
+class FusedMixture:
     """A mixture of experts behind a norm, whose `product` is the first expert's gate and up.
 
     router: [experts, size], dense, in the dtype of the stream; `correction` as in `reference.route`.
@@ -197,7 +197,7 @@ class Mixture:
     correction: Tensor | None
     gate_up: ExpertTable
     down: ExpertTable
-    shared: Shared | None = None
+    shared: SharedExpert | None = None
 
     def largest(self) -> int:
         """The most rows of a weight that needs counters; these products need none."""
