@@ -311,13 +311,13 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     six, eight = (plan("Llama-3.1-8B", Packing(bits, 32, offsets=True)) for bits in (6, 8))
     assert estimate(six).weights < estimate(eight).weights
     assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
-    odd = plan("Llama-3.1-8B", Packing(6, 16), gpu=True)  # which its kernels do not multiply
+    odd = plan("Llama-3.1-8B", Packing(6, 8), gpu=True)  # which its kernels do not multiply
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
 
 
 @pytest.mark.parametrize("bits, group, offsets", [(6, 16, False), (4, 32, True)], ids=["Q6_K", "Q4_K"])
 def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets: bool) -> None:
-    """Those that its kernels multiply, and those that they do not."""
+    """A word each, beside codes in bytes or in half bytes."""
     whole = Packing(bits, group, offsets=offsets, scale_dtype="float32")
     kept, plain = (plan("Llama-3.1-8B", replace(whole, super_blocks=one)) for one in (True, False))
     assert estimate(replace(kept, gpu=True)).weights == estimate(replace(plain, gpu=True)).weights
