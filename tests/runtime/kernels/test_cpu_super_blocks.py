@@ -1,14 +1,17 @@
-"""Scales of super-blocks on the CPU: held as bytes and factors, with the bits of the same scales held as they are."""
+"""Scales of super-blocks on the CPU: held as bytes and factors, in sums of integers, to the bit what the rule says."""
 
 from dataclasses import replace
-from itertools import product
+from fractions import Fraction
 
 import pytest
 import torch
+from torch import Tensor
 
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
+from mycli.runtime.quantization.scheme import SUPER_BLOCK
+from mycli.runtime.quantization.super_blocks import scale_codes
 from tests.support.packed_weights import super_block_weight
 
 KINDS = ((2, 16, True), (3, 16, False), (4, 32, True), (5, 32, True), (6, 16, False))  # of ggml's K-quants
@@ -21,15 +24,82 @@ def whole(weight: PackedWeight) -> PackedWeight:
     return replace(weight, factors=None, packing=replace(weight.packing, super_blocks=False))
 
 
+def as_float(number: Fraction) -> Fraction:
+    """`number` rounded to fp32."""
+    return Fraction(torch.tensor(float(number), dtype=torch.float64).float().item())
+
+
+def by_the_rule(weight: PackedWeight, x: Tensor) -> Tensor:
+    """x [M, K] of bf16 times `weight`, in fp32, by the rule of packed_cpu.cpp one number at a time: activations of a span are
+    integers of its unit, their sum with codes times whole numbers is exact and scaled once, then come offsets of groups."""
+    levels, packing, group = scale_codes(weight), weight.packing, weight.packing.group_size
+    assert levels is not None and weight.factors is not None and group is not None
+    span = 64 if packing.bits in (5, 6) else 128
+    kept = 12 if packing.bits == 6 else 14  # bits of the largest activation of a span
+    codes = unpack(weight.packed, packing.bits, weight.in_features).int() - (1 << (packing.bits - 1))
+    whole = codes * levels.scales.int().repeat_interleave(group, dim=1)
+    y = torch.empty(x.shape[0], weight.out_features)
+    for m, row in enumerate(x.float().split(1)):
+        spans = row.view(-1, span)
+        beyond = (spans.bfloat16().abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or it may round up to 2^15
+        exponents = torch.frexp(beyond.float()).exponent - 1
+        units = [Fraction(2) ** (int(exponent) - kept) for exponent in exponents]
+        integers = torch.stack([torch.round(one / float(unit)) for one, unit in zip(spans, units, strict=True)]).long()
+        for n in range(weight.out_features):
+            total = Fraction(0)
+            for s, unit in enumerate(units):
+                at = s * span
+                factor = Fraction(weight.factors[n, at // SUPER_BLOCK, 0].item())
+                sum_ = int((integers[s] * whole[n, at : at + span]).sum())
+                total = as_float(total + as_float(Fraction(sum_)) * as_float(factor * unit))
+                for i in range(0, span, group) if weight.offsets is not None else ():
+                    assert weight.offsets is not None
+                    shift = as_float(int(integers[s, i : i + group].sum()) * unit)
+                    total = as_float(total + Fraction(weight.offsets[n, (at + i) // group].item()) * shift)
+            y[m, n] = float(total)
+    return y
+
+
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
-def test_bits_are_those_of_whole_scales(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """A row block that is not full, every way of multiplying, and the weight itself."""
+def test_products_are_by_the_rule(library: Native, bits: int, group: int, offsets: bool) -> None:
+    """One outlier in a hundred, and rows for each way of multiplying: in registers, of panels, in tiles of some rows."""
+    weight = super_block_weight(bits, (19, 512), group, offsets=offsets)
+    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(bits))
+    x[:, ::97] *= 100
+    expected = by_the_rule(weight, x.bfloat16()).bfloat16()
+    for rows in (1, 2, 3, 4, 7):
+        assert torch.equal(CpuMatmul(library, weight)(x[:rows].bfloat16()), expected[:rows]), rows
+
+
+@pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
+def test_a_row_does_not_know_its_neighbours(library: Native, bits: int, group: int, offsets: bool) -> None:
+    """A row block that is not full, two spans of columns of threads, and what a product of fp32 is."""
     weight = super_block_weight(bits, (85, 768), group, offsets=offsets)
     nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
     assert torch.equal(nested.dequantize(), dequantize(weight))
-    for rows, dtype in product((1, 2, 3, 4, 5, 13, 40), (torch.bfloat16, torch.float32)):
-        x = torch.randn(rows, 768, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        assert torch.equal(nested(x), plain(x)), (rows, dtype)
+    x = torch.randn(40, 768, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([nested(row) for row in x.bfloat16().split(1)])
+    for rows in (2, 3, 4, 5, 13, 40):
+        assert torch.equal(nested(x[:rows].bfloat16()), alone[:rows]), rows
+    for rows in (1, 3, 40):
+        assert torch.equal(nested(x[:rows]), plain(x[:rows])), rows
+    exact = x.bfloat16().double() @ dequantize(weight).double().T
+    assert (alone - exact).abs().max() / exact.abs().max() < 0.005  # of bf16
+
+
+@pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
+def test_the_largest_sums_fit(library: Native, bits: int, group: int, offsets: bool) -> None:
+    """Codes, whole numbers and activations at their ends, of one sign: nothing wraps."""
+    weight = super_block_weight(bits, (16, 512), group, offsets=offsets)
+    factor = torch.full_like(weight.factors, 2.0**-10) if weight.factors is not None else None
+    scales = torch.full_like(weight.scales, (63 if offsets else -128) * 2.0**-10)
+    zero = None if weight.offsets is None else scales * (1 << (bits - 1))
+    largest = replace(weight, packed=torch.zeros_like(weight.packed), scales=scales, offsets=zero, factors=factor)
+    assert scale_codes(largest) is not None
+    x = torch.full((5, 512), 1.9921875).bfloat16()  # all bits of a mantissa
+    exact = x.double() @ dequantize(largest).double().T
+    for rows in (1, 5):
+        assert torch.allclose(CpuMatmul(library, largest)(x[:rows]).double(), exact[:rows], rtol=0.004, atol=1e-6), rows
 
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
@@ -41,10 +111,12 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:
-    weight = super_block_weight(4, (32, 256), 32, offsets=True)
-    odd = replace(weight, scales=weight.scales * 1.001)
-    x = torch.randn(3, 256).bfloat16()
-    assert torch.equal(CpuMatmul(library, odd)(x), CpuMatmul(library, whole(odd))(x))
+    """Neither numbers between whole ones, nor whole numbers that sums of integers have no room for."""
+    weight, x = super_block_weight(4, (32, 256), 32, offsets=True), torch.randn(3, 256).bfloat16()
+    assert weight.offsets is not None
+    larger = weight.scales * 2, weight.offsets + weight.scales * 8
+    for odd in (replace(weight, scales=weight.scales * 1.001), replace(weight, scales=larger[0], offsets=larger[1])):
+        assert torch.equal(CpuMatmul(library, odd)(x), CpuMatmul(library, whole(odd))(x))
 
 
 def test_a_weight_takes_the_place_of_one_alike(library: Native) -> None:

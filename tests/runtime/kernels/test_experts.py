@@ -1,6 +1,7 @@
 """Experts on the CPU against their plain twins, and each expert's rows against the same rows alone, bit for bit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, pack
 from mycli.runtime.quantization.scheme import Codes, Packing
+from tests.support.packed_weights import super_block_weight
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
 
@@ -127,6 +129,15 @@ def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: t
 
 def test_experts_may_have_different_widths() -> None:
     check([packed(32, 64, bits, bits) for bits in (2, 3, 4, 5, 6, 8)], 7, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [1, 7], ids=lambda tokens: f"{tokens}-tokens")
+def test_experts_may_cut_their_inputs_differently(tokens: int) -> None:
+    """Super-blocks of two kinds, one whose scales its factors do not give, and no super-blocks."""
+    nested = [super_block_weight(bits, (32, 256), 32, offsets=True) for bits in (4, 5)]
+    nested.append(replace(nested[0], scales=nested[0].scales * 1.001))
+    experts = [prepare_product(weight, torch.bfloat16) for weight in nested]
+    check([*experts, packed(32, 256, 4, 0), packed(32, 256, 8, 1)], tokens, 256, torch.bfloat16)
 
 
 def test_what_is_not_alike_is_declined() -> None:

@@ -122,7 +122,7 @@ struct Rowwise {
     // Whether all parts are packed and can be multiplied at once.
     bool at_once(const Linear& linear) const {
         for (int64_t i = 0; i < linear.count; i++)
-            if (!linear.parts[i].packed || segment_of(*linear.parts[i].packed) != segment_of(*linear.parts[0].packed)) return false;
+            if (!linear.parts[i].packed || !(cut_of(*linear.parts[i].packed) == cut_of(*linear.parts[0].packed))) return false;
         return rows <= FEW;
     }
 

@@ -31,8 +31,8 @@ enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= FEW) return Path::BYTES;
-    // Sums leave the tiles at the end of each segment: of the shortest that is more work than words are.
-    return rows >= TILED && segment_of(w) >= INPUTS && have_amx() ? Path::TILES : Path::WORDS;
+    // Sums leave the tiles at the end of each segment: of the shortest, and of those of super-blocks, that is more work than words are.
+    return rows >= TILED && cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
@@ -45,7 +45,8 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         return multiply_few({{&w, 0, rows, y, w.rows}}, each, threads);
     }
 #endif
-    const int64_t segment = segment_of(w), segments = w.inputs / segment, steps = w.inputs / 2;
+    const Cut cut = cut_of(w);
+    const int64_t segments = w.inputs / cut.segment, steps = w.inputs / 2;
     const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);
     // A row has 2 bytes an input; a tile may be read as if it had one row more.
     const int64_t room = rounded_up((rows + 1) * 2 * w.inputs + 64);
@@ -71,7 +72,7 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
                 const int64_t start = tiling.first(t);
                 for (int64_t m = start; m < tiling.first(t + 1); m++) {
                     int16_t* row = integers + (m - start) * w.inputs;
-                    make_integers(x + m * w.inputs, w.inputs, segment, m, row, units);
+                    make_integers(x + m * w.inputs, w.inputs, cut, m, row, units);
                     IntegerPanel::arrange(row, w.inputs);
                 }
                 place_tile(tiling, t, steps, [&](int64_t m) { return integers + m * w.inputs; }, reinterpret_cast<int32_t*>(memory.at));
@@ -85,8 +86,8 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         if (path == Path::TILES) {
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < rows; m++) {
-                make_integers(x + m * w.inputs, w.inputs, segment, m, integers, units);
-                place_bytes(tiling, m, w.inputs, segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
+                make_integers(x + m * w.inputs, w.inputs, cut, m, integers, units);
+                place_bytes(tiling, m, w.inputs, cut.segment, tile_width(w), integers, reinterpret_cast<int8_t*>(memory.at));
             }
             const Tiles tiles((rows + tiling.tiles - 1) / tiling.tiles, tile_width(w), 64);
             each_panel(w, tiling, 2 * w.inputs, TILE_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
@@ -102,7 +103,7 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
 }
 
 template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, float* y, int threads) {
-    const int64_t segment = segment_of(w), segments = w.inputs / segment;
+    const int64_t segment = cut_of(w).segment, segments = w.inputs / segment;
     const Tiling tiling(rows, HIGH);
     const int64_t room = rounded_up(rows * w.inputs * 4), notes = rounded_up(rows * segments * 4);
     const int64_t totals = rounded_up(tiling.together(4 * w.inputs) * HIGH * PANEL * 4);

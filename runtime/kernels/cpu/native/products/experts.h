@@ -42,10 +42,6 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     });
 }
 
-inline bool is_few(const Routed& r, int64_t expert) {
-    return r.stored == PACKED_WEIGHTS && r.type == BF16 && path_of(packed_of(r, expert), count_of(r, expert)) == Path::BYTES;
-}
-
 #if WIDTH
 // What multiply_few takes of experts of few rows: their products, and the rows of x, of which a single one is all pairs'.
 struct FewExperts {
@@ -54,20 +50,22 @@ struct FewExperts {
     const Routed& r;
 
     explicit FewExperts(const Routed& r) : r(r) {}
-    void add(int64_t expert) {
+    // False where the expert has more rows, or is cut otherwise than those before.
+    bool add(int64_t expert) {
+        if (r.stored != PACKED_WEIGHTS || r.type != BF16) return false;
+        const Weight& w = packed_of(r, expert);
+        if (path_of(w, count_of(r, expert)) != Path::BYTES) return false;
+        if (!products.empty() && !(cut_of(w) == cut_of(*products[0].weight))) return false;
         const int64_t start = r.starts[expert], count = count_of(r, expert);
         const bool one = r.tokens && r.rows == 1;
-        products.push_back({&packed_of(r, expert), one ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});
+        products.push_back({&w, one ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});
         for (int64_t p = start; p < start + count && !(one && rows.size()); p++)
             rows.push_back(static_cast<const uint16_t*>(r.x) + (r.tokens ? r.tokens[p] : p) * r.inputs);
+        return true;
     }
-    // False where one has more rows, or other weights.
     bool add_all() {
-        for (int64_t expert = 0; expert < r.experts; expert++) {
-            if (!r.weights[expert]) continue;
-            if (!is_few(r, expert)) return false;
-            add(expert);
-        }
+        for (int64_t expert = 0; expert < r.experts; expert++)
+            if (r.weights[expert] && !add(expert)) return false;
         return true;
     }
 };
@@ -115,15 +113,17 @@ inline bool multiply_tables(const Routed& r, int threads) {
 // False: no memory. Weights that are packed are alike in rows, inputs and group.
 inline bool multiply_routed(const Routed& r, int threads) {
     if (r.stored == TABLE_WEIGHTS) return multiply_tables(r, threads);
+    std::vector<int64_t> others;
 #if WIDTH
     FewExperts few(r);
     for (int64_t expert = 0; expert < r.experts; expert++)
-        if (r.weights[expert] && is_few(r, expert)) few.add(expert);
+        if (r.weights[expert] && !few.add(expert)) others.push_back(expert);
     if (!few.rows.empty() && !multiply_few(few.products, few.rows, threads)) return false;
-#endif
+#else
     for (int64_t expert = 0; expert < r.experts; expert++)
-        if (r.weights[expert] && !is_few(r, expert) && !multiply_expert(r, expert, threads)) return false;
-    return true;
+        if (r.weights[expert]) others.push_back(expert);
+#endif
+    return std::all_of(others.begin(), others.end(), [&](int64_t expert) { return multiply_expert(r, expert, threads); });
 }
 
 struct Choice {  // mirrored by experts.py, and said by experts_spec.py

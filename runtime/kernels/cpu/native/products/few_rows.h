@@ -44,42 +44,44 @@ constexpr int64_t FEW = 2;
 constexpr int64_t FEW = 0;
 #endif
 #if WIDTH
-template <int B, int SPAN> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (rows == 1) return rows_bytes<B, 1, SPAN>(w, row_block, x, y);
-    if (rows == 2) return rows_bytes<B, 2, SPAN>(w, row_block, x, y);
-    if constexpr (FEW > 2) {
-        if (rows == 3) return rows_bytes<B, 3, SPAN>(w, row_block, x, y);
-        rows_bytes<B, 4, SPAN>(w, row_block, x, y);
-    }
+template <int B, int M> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    const bool halves = cut_of(w).segment < INPUTS;
+    if constexpr (B < 8)  // others are never of super-blocks
+        if (w.factors) return halves ? rows_levels<B, M, FOURS / 2>(w, row_block, x, y) : rows_levels<B, M, FOURS>(w, row_block, x, y);
+    halves ? rows_bytes<B, M, FOURS / 2>(w, row_block, x, y) : rows_bytes<B, M, FOURS>(w, row_block, x, y);
 }
 template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (segment_of(w) < INPUTS) few_rows_of<B, FOURS / 2>(w, row_block, x, rows, y);
-    else few_rows_of<B, FOURS>(w, row_block, x, rows, y);
+    if (rows == 1) return few_rows_of<B, 1>(w, row_block, x, y);
+    if (rows == 2) return few_rows_of<B, 2>(w, row_block, x, y);
+    if constexpr (FEW > 2) {
+        if (rows == 3) return few_rows_of<B, 3>(w, row_block, x, y);
+        few_rows_of<B, 4>(w, row_block, x, y);
+    }
 }
 
 // Rows of activations as integers in bytes, in memory that is given.
 struct IntegerRows {
-    int64_t inputs, segment;
+    int64_t inputs;
+    Cut cut;
     Bytes bytes;
 
     static int64_t size(int64_t rows, int64_t inputs, int64_t segment) {
         return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / segment * 4);
     }
-    IntegerRows(char* memory, int64_t rows, int64_t inputs, int64_t segment) : inputs(inputs), segment(segment) {
-        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / segment * 4);
+    IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
+        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
         const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
-                          reinterpret_cast<float*>(memory + room + 2 * notes), inputs / segment, 1};
+                          reinterpret_cast<float*>(memory + room + 2 * notes), inputs / cut.segment, 1};
         bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
     }
     // x [inputs] becomes row `row`.
     void make(const uint16_t* x, int64_t row) const {
-        constexpr int64_t NEAR = 128;  // a multiple of every segment
         int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
         const Units own = bytes.units.from(row);
-        for (int64_t i = 0; i < inputs; i += NEAR) {
-            const int64_t count = std::min(NEAR, inputs - i), at = i / segment;
-            int16_t integers[NEAR];
-            make_integers(x + i, count, segment, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, 1});
+        for (int64_t i = 0; i < inputs; i += SPAN) {
+            const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment;
+            int16_t integers[SPAN];
+            make_integers(x + i, count, cut, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, 1});
             cut_bytes(integers, count, high + i, high + bytes.stride + i);
         }
     }
@@ -143,18 +145,19 @@ public:
 // Makes rows x of products integers, and shares the row blocks of the products among threads.
 class FewStage {
     const std::vector<const uint16_t*>& x;
-    const int64_t inputs, segment;
+    const int64_t inputs;
+    const Cut cut;
     const Memory memory;
     FewBlocks blocks;
 
     int64_t rows() const { return int64_t(x.size()); }
-    int64_t size() const { return IntegerRows::size(rows(), inputs, segment); }
-    IntegerRows integers(int64_t which) const { return {memory.at + which * size(), rows(), inputs, segment}; }
+    int64_t size() const { return IntegerRows::size(rows(), inputs, cut.segment); }
+    IntegerRows integers(int64_t which) const { return {memory.at + which * size(), rows(), inputs, cut}; }
 
 public:
-    // The weights are alike in inputs and segment.
+    // The weights are alike in inputs and their cut.
     FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
-        : x(x), inputs(products[0].weight->inputs), segment(segment_of(*products[0].weight)), memory((rows() <= FEW ? threads : 1) * size()),
+        : x(x), inputs(products[0].weight->inputs), cut(cut_of(*products[0].weight)), memory((rows() <= FEW ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
 
@@ -198,7 +201,7 @@ template <class Then> bool multiply_stage(FewStage& stage, int threads, Then the
     return true;
 }
 
-// Rows x times all weights, which are alike in inputs and segment. False: no memory.
+// Rows x times all weights, which are alike in inputs and their cut. False: no memory.
 inline bool multiply_few(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads) {
     FewStage stage(products, x, threads);
     return multiply_stage(stage, threads, [] {});

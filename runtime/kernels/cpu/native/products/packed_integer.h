@@ -16,54 +16,54 @@ inline float power_of_two(int exponent) {
 
 // What rows of activations are in units of, segment by segment. Those of a row and a segment lie at row * `row` + segment * `segment`.
 struct Units {
-    float* unit;   // a power of two; NaN where an activation is not finite
+    float* unit;   // a power of two, of all segments of a span; NaN where an activation is not finite
     int32_t* sum;  // of the integers of the segment
     float* shift;  // their sum as a number: what an offset is multiplied by
     int64_t row, segment;
     Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // without the rows before
 };
 
-// How every path adds a segment to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift, each
-// rounded once. The unit and the shift are of the row's segment.
+// How every path adds a span to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift of each segment,
+// each rounded once. The unit and the shifts are of the row's.
 inline Floats scaled(Ints sum, Floats scale, Floats unit, Floats total) {
     return fused(__builtin_convertvector(sum, Floats), scale * unit, total);
 }
 inline Floats shifted(Floats offset, Floats shift, Floats total) { return fused(offset, shift, total); }
 
-// Integers [SEGMENT] of activations [SEGMENT], rounded to units, which go to place `at`. What is within 1/128 of the segment's
-// largest keeps all its bits. The largest becomes at most 32639, so that the high byte of 256 * high + low fits.
-template <int SEGMENT> void segment_integers(const uint16_t* x, int16_t* to, const Units& units, int64_t at) {
+// Integers [parts * SEGMENT] of a span of activations, rounded to units, which go to place `at` and those after it. What is within
+// 1/128 of the span's largest keeps all its bits, or within 1/32 where integers have two bits less: what is lost beyond that is
+// far less than what bf16 has lost of the largest. That becomes at most 32639, so that the high byte of 256 * high + low fits.
+template <int SEGMENT> void span_integers(const uint16_t* x, const Cut& cut, int16_t* to, const Units& units, int64_t at) {
     uint16_t largest = 0;
-    for (int i = 0; i < SEGMENT; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
-    const int exponent = std::max((largest + 1) / 128 - 127, -100);
-    const float scale = power_of_two(14 - exponent);
-    uint32_t total = 0;
-    if (largest >= 0x7f80) {  // every product is NaN: the integers do not matter
-        memset(to, 0, SEGMENT * sizeof *to);
-    } else {
+    for (int64_t i = 0; i < cut.span; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
+    const int exponent = std::max((largest + 1) / 128 - 127, -100) + cut.less;
+    const bool finite = largest < 0x7f80;  // else every product is NaN: the integers do not matter
+    const float scale = power_of_two(14 - exponent), unit = finite ? power_of_two(exponent - 14) : from_bf16(0x7fc0);
+    for (const uint16_t* end = x + cut.span; x < end; x += SEGMENT, to += SEGMENT, at += units.segment) {
         constexpr float MAGIC = 12582912.0f;  // added, it rounds to the nearest integer, ties to even, and leaves it in the low bits
+        uint32_t total = 0;
         for (int i = 0; i < SEGMENT; i++) {
-            const float rounded = from_bf16(x[i]) * scale + MAGIC;
+            const float rounded = (finite ? from_bf16(x[i]) * scale : 0) + MAGIC;
             uint32_t word;
             memcpy(&word, &rounded, 4);
             to[i] = int16_t(word);
             total += word;
         }
         total -= uint32_t(SEGMENT) * 0x4b400000;  // the bits of MAGIC
+        units.unit[at] = unit;
+        units.sum[at] = int32_t(total);
+        units.shift[at] = float(int32_t(total)) * unit;
     }
-    const float unit = largest >= 0x7f80 ? from_bf16(0x7fc0) : power_of_two(exponent - 14);
-    units.unit[at] = unit;
-    units.sum[at] = int32_t(total);
-    units.shift[at] = float(int32_t(total)) * unit;
 }
 
-// A row of activations [inputs], whose number is `row`, in segments.
-inline void make_integers(const uint16_t* x, int64_t inputs, int64_t segment, int64_t row, int16_t* to, const Units& units) {
-    for (int64_t i = 0, at = row * units.row; i < inputs; i += segment, at += units.segment) switch (segment) {
-            case 16: segment_integers<16>(x + i, to + i, units, at); break;
-            case 32: segment_integers<32>(x + i, to + i, units, at); break;
-            case 64: segment_integers<64>(x + i, to + i, units, at); break;
-            default: segment_integers<128>(x + i, to + i, units, at);
+// A row of activations [inputs], whose number is `row`, cut for the weight.
+inline void make_integers(const uint16_t* x, int64_t inputs, const Cut& cut, int64_t row, int16_t* to, const Units& units) {
+    const int64_t step = cut.span / cut.segment * units.segment;
+    for (int64_t i = 0, at = row * units.row; i < inputs; i += cut.span, at += step) switch (cut.segment) {
+            case 16: span_integers<16>(x + i, cut, to + i, units, at); break;
+            case 32: span_integers<32>(x + i, cut, to + i, units, at); break;
+            case 64: span_integers<64>(x + i, cut, to + i, units, at); break;
+            default: span_integers<128>(x + i, cut, to + i, units, at);
         }
 }
 
@@ -139,59 +139,107 @@ struct Bytes {
     Units units;
 };
 
-// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `SPAN` fours of a block.
-// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
-template <int B, int M, int SPAN> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+// Sums of a segment for the rows of one half of a block: of `steps` blocks, or of one from four `first` on, of `PART` fours a
+// block. The segment is at `place` of the units.
+template <int B, int M, int PART>
+inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int64_t steps, int first, int half, const Bytes& x, int64_t input,
+                                                       int64_t place, I (&sum)[M]) {
     constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
-    const int64_t segment = segment_of(w), steps = SPAN == FOURS ? segment / INPUTS : 1, together = w.group / segment;
+    I high[M][CHAINS] = {}, low[M][CHAINS] = {};
+    for (int64_t b = 0; b < steps; b++, block += STORED<B> * 64) {
+        const int8_t* at = x.bytes + input + b * INPUTS;
+        if (half == 0 && first == 0) prefetch_twice<B>(block);
+#pragma GCC unroll 8
+        for (int q = first; q < first + PART; q++) {
+            const U codes = four_of<B>(block, q, half);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                int32_t two[2];
+                memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
+                memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
+                high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
+                low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
+        sum[m] = high[m][0] * 256 + low[m][0] - (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[m * x.units.row + place]);
+    }
+}
+
+// Adds a span's sums, whose units are at `place`.
+template <int M> inline void add_span(const int32_t (*sums)[ROWS], const Floats* scale, const Bytes& x, int64_t place, Floats (*total)[M]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++)
+            total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), scale[part],
+                                    spread_lanes(x.units.unit[m * x.units.row + place]), total[part][m]);
+}
+template <int M> inline void add_offsets(const Floats* offset, const Bytes& x, int64_t place, Floats (*total)[M]) {
+    for (int m = 0; m < M; m++)
+        for (int part = 0; part < PARTS; part++)
+            total[part][m] = shifted(offset[part], spread_lanes(x.units.shift[m * x.units.row + place]), total[part][m]);
+}
+
+// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `PART` fours of a block.
+// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
+template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    const int64_t segment = cut_of(w).segment, steps = PART == FOURS ? segment / INPUTS : 1, together = w.group / segment;
     constexpr int64_t size = STORED<B> * 64;  // of a block
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
     Floats total[PARTS][M] = {};
     GroupScales group(w, row_block, 0);
     for (int64_t input = 0, s = 0, next = together, groups = 0; input < w.inputs; input += steps * INPUTS, block += steps * size)
 #pragma GCC unroll 2
-        for (int first = 0; first < FOURS; first += SPAN, s++) {
+        for (int first = 0; first < FOURS; first += PART, s++) {
             if (s == next) group = GroupScales(w, row_block, ++groups), next += together;
             alignas(64) int32_t sums[M][ROWS];
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
-                I high[M][CHAINS] = {}, low[M][CHAINS] = {};
-                for (int64_t b = 0; b < steps; b++) {
-                    const int8_t* at = x.bytes + input + b * INPUTS;
-                    if (half == 0 && first == 0) prefetch_twice<B>(block + b * size);
-#pragma GCC unroll 8
-                    for (int q = first; q < first + SPAN; q++) {
-                        const U codes = four_of<B>(block + b * size, q, half);
-#pragma GCC unroll 8
-                        for (int m = 0; m < M; m++) {
-                            int32_t two[2];
-                            memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
-                            memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
-                            high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
-                            low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
-                        }
-                    }
-                }
-#pragma GCC unroll 8
-                for (int m = 0; m < M; m++) {
-                    if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-                    const I sum = high[m][0] * 256 + low[m][0] -
-                                  (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[m * x.units.row + s * x.units.segment]);
-                    memcpy(sums[m] + half * (WIDTH / 4), &sum, WIDTH);
-                }
+                I sum[M];
+                sum_segment<B, M, PART>(block, steps, first, half, x, input, s * x.units.segment, sum);
+                for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &sum[m], WIDTH);
             }
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++)
-                    total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), group.scale[part],
-                                            spread_lanes(x.units.unit[m * x.units.row + s * x.units.segment]), total[part][m]);
-            if (w.offsets)
-                for (int m = 0; m < M; m++)
-                    for (int part = 0; part < PARTS; part++)
-                        total[part][m] = shifted(group.offset[part],
-                                                 spread_lanes(x.units.shift[m * x.units.row + s * x.units.segment]), total[part][m]);
+            add_span<M>(sums, group.scale, x, s * x.units.segment, total);
+            if (w.offsets) add_offsets<M>(group.offset, x, s * x.units.segment, total);
         }
+    for (int m = 0; m < M; m++)
+        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+}
+
+// As above, of super-blocks.
+template <int B, int M, int PART> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    constexpr int64_t size = STORED<B> * 64, SEGMENT = PART * 4;
+    const int64_t span = cut_of(w).span;
+    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
+    const int8_t* level = static_cast<const int8_t*>(w.scales) + row_block * (w.inputs / SEGMENT) * ROWS;
+    Floats total[PARTS][M] = {};
+    for (int64_t input = 0, s = 0; input < w.inputs; input += span) {
+        alignas(64) int32_t sums[M][ROWS];
+        const int64_t place = s;
+#pragma GCC unroll 2
+        for (int half = 0; half < HALVES; half++) {
+            I whole[M] = {};
+            s = place;
+            for (int64_t i = 0; i < span; i += INPUTS)
+#pragma GCC unroll 2
+                for (int first = 0; first < FOURS; first += PART, s++) {
+                    I sum[M], levels;
+                    for (int j = 0; j < WIDTH / 4; j++) levels[j] = level[s * ROWS + half * (WIDTH / 4) + j];
+                    sum_segment<B, M, PART>(block + i / INPUTS * size, 1, first, half, x, input + i, s * x.units.segment, sum);
+                    for (int m = 0; m < M; m++) whole[m] += sum[m] * levels;
+                }
+            for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &whole[m], WIDTH);
+        }
+        block += span / INPUTS * size;
+        const Factors factors(w, row_block, input);
+        add_span<M>(sums, factors.scale, x, place * x.units.segment, total);
+        for (int64_t i = place; w.offsets && i < s; i++)
+            add_offsets<M>(GroupScales(w, row_block, i, factors).offset, x, i * x.units.segment, total);
+    }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
 }

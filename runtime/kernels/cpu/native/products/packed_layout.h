@@ -66,11 +66,27 @@ struct Weight {  // mirrored by build.py
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
-// Inputs that are summed before they are scaled: a part of a group, so that 128 times the largest products fit 32 bits.
-inline int64_t segment_of(const Weight& w) {
-    int64_t segment = 128;
+// How inputs are cut for products of integers.
+//
+// A segment is a part of a group. The activations of a span, one segment or several, are in one unit, and their products with
+// signed codes are summed before they are scaled; with super-blocks, with codes times the whole numbers of their groups.
+struct Cut {
+    int64_t segment, span;
+    int32_t less;  // bits than 15 of an activation, so that the largest sums of a span fit 32 bits
+    bool operator==(const Cut& other) const { return segment == other.segment && span == other.span && less == other.less; }
+    bool levels() const { return span > segment; }
+};
+
+constexpr int64_t SPAN = 128;  // the longest
+
+inline Cut cut_of(const Weight& w) {
+    int64_t segment = SPAN;
     while (w.group % segment) segment /= 2;
-    return segment;
+    if (!w.factors) return {segment, segment, 0};
+    // Whole numbers are below 64 where there are offsets, else at least -128. Times codes that is 2^9 at most, but of 5 bits
+    // 2^10 and of 6 2^12; 2^16 is what a span may have of 15 bits.
+    const int64_t largest = (w.offsets ? 64 : 128) << (w.bits - 1);
+    return {segment, largest <= 512 ? SPAN : SPAN / 2, largest <= 1024 ? 0 : 2};
 }
 
 inline float from_bf16(uint16_t bits) {
@@ -201,24 +217,49 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
 #endif
 }
 
+// What scales and offsets of the rows of a block are multiplied by in a super-block.
+struct Factors {
+    Floats scale[PARTS], offset[PARTS];
+
+    Factors(const Weight& w, int64_t row_block, int64_t input) {
+        const uint16_t* from = w.factors + (row_block * (w.inputs / SUPER_BLOCK) + input / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            scale[part] = widen(from, part * LANES, F16);
+            offset[part] = w.offsets ? widen(from + ROWS, part * LANES, F16) : Floats{};
+        }
+    }
+};
+
 // What codes of the rows of a block are multiplied by, and what is added to them, in one group.
 struct GroupScales {
     Floats scale[PARTS], offset[PARTS];  // zero where there are no offsets
 
+    GroupScales(const Weight& w, int64_t row_block, int64_t group) {
+        if (w.factors) {
+            read(w, row_block, group, Factors(w, row_block, group * w.group));
+            return;
+        }
+        const int64_t at = (row_block * (w.inputs / w.group) + group) * ROWS;
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            scale[part] = widen(w.scales, at + part * LANES, w.scale_type);
+            offset[part] = w.offsets ? widen(w.offsets, at + part * LANES, F32) : Floats{};
+        }
+    }
+    GroupScales(const Weight& w, int64_t row_block, int64_t group, const Factors& factors) { read(w, row_block, group, factors); }
+
+private:
     // Levels of super-blocks count from zero where there are offsets, codes from half their range:
     // 2^(bits-1) scales belong to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the
     // reference has it.
-    GroupScales(const Weight& w, int64_t row_block, int64_t group) {
+    void read(const Weight& w, int64_t row_block, int64_t group, const Factors& factors) {
         const int64_t at = (row_block * (w.inputs / w.group) + group) * ROWS;
-        const int64_t factor = (row_block * (w.inputs / SUPER_BLOCK) + group * w.group / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
         const Floats half = spread_lanes(float(1 << (w.bits - 1)));
 #pragma GCC unroll 4
         for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-            scale[part] = widen(w.scales, at + j, w.scale_type);
-            if (w.factors) scale[part] *= widen(w.factors, factor + j, F16);
-            if (!w.offsets) offset[part] = Floats{};
-            else if (!w.factors) offset[part] = widen(w.offsets, at + j, F32);
-            else offset[part] = fused(widen(w.offsets, at + j, I8), widen(w.factors, factor + ROWS + j, F16), half * scale[part]);
+            scale[part] = widen(w.scales, at + j, I8) * factors.scale[part];
+            offset[part] = w.offsets ? fused(widen(w.offsets, at + j, I8), factors.offset[part], half * scale[part]) : Floats{};
         }
     }
 };

@@ -8,13 +8,11 @@
 
 namespace {
 
-// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a segment or several: a pair of inputs as words, four as bytes,
+// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a span or several: a pair of inputs as words, four as bytes,
 // or one input as a float. Activations have WORDS times 4 bytes for a step. A register tile is up to HIGH rows times ACROSS vectors: of 32 vector registers 24 are sums, of 16 at most 12.
 constexpr int ACROSS = 2, HIGH = VECTOR == 64 ? 12 : VECTOR == 32 ? 6 : 4;
 constexpr int PANEL_BLOCKS = VECTOR == 64 ? 2 : 1, PANEL = PANEL_BLOCKS * ROWS;
 constexpr int UNROLL = VECTOR == 64 ? 1 : 2;  // steps of a tile; of few instructions their count is felt
-constexpr int64_t PANEL_INPUTS = 128;  // a multiple of every segment
-constexpr int64_t SHORTEST = 16;  // segment
 constexpr int64_t ACTIVATION_BYTES = 1 << 20;  // of the rows that are multiplied at a time: they stay in the second cache
 
 // Rows are cut into tiles of nearly the same height, the higher ones first. In a tile, steps of its rows lie side by side:
@@ -57,15 +55,23 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 // Integers of 16 bits, times signed codes. `step` may let the instruction read `x` itself, which is one instruction less than to
 // spread it first, but a load for each vector instead of one: done for every second row, neither is what the core has too few of.
 struct WordPanel {
-    typedef Ints Sum;
+    typedef Ints Sum, Whole;
     static constexpr int PER_STEP = 2, WORDS = 1;  // inputs
+    static constexpr bool FOLDED = true;  // codes of super-blocks are times their whole numbers in the panel, which has room for both
 
-    template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
+    static Cut cut(const Weight& w) { return cut_of(w); }
+    template <int B, bool LEVELS> static void unpack_block(const uint8_t* block, int from, int to, const int32_t* level, int32_t* panel) {
+        Words levels[PARTS];
+        for (int part = 0; LEVELS && part < PARTS; part++) {
+            const Ints one = load_vector<Ints>(level + part * LANES);
+            levels[part] = (Words)((one & 0xffff) | (one << 16));
+        }
 #pragma GCC unroll 16
         for (int r = from; r < to; r++, panel += PANEL)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                const Words codes = pair_of<B>(block, r, part) - uint16_t(ZERO<B>);
+                Words codes = pair_of<B>(block, r, part) - uint16_t(ZERO<B>);
+                if (LEVELS) codes *= levels[part];
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
@@ -79,8 +85,9 @@ struct WordPanel {
 #endif
         return dot_words(sum, codes, Ints{} + *x);
     }
+    static Ints with(Ints, Ints sum, Ints) { return sum; }
     static Floats unit(const float* at) { return spread_lanes(*at); }
-    static Floats end(Sum sum, Floats scale, Floats unit, Floats total) { return scaled(sum, scale, unit, total); }
+    static Floats end(Ints whole, Floats scale, Floats unit, Floats total) { return scaled(whole, scale, unit, total); }
 };
 
 #if WIDTH == 16
@@ -89,9 +96,12 @@ struct BytePanel {
     struct Sum {
         I high, low;
     };
+    typedef Ints Whole;
     static constexpr int PER_STEP = 4, WORDS = 2;
+    static constexpr bool FOLDED = false;
 
-    template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
+    static Cut cut(const Weight& w) { return cut_of(w); }
+    template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
 #pragma GCC unroll 8
         for (int q = from / 2; q < to / 2; q++, panel += PANEL)
 #pragma GCC unroll 4
@@ -114,20 +124,26 @@ struct BytePanel {
     template <bool READ> static Sum step(Sum sum, Ints codes, const int32_t* x, int rows) {
         return {dot<8>(sum.high, (U)codes, x[0]), dot<8>(sum.low, (U)codes, x[rows])};
     }
+    static Ints with(Ints whole, Sum sum, Ints level) { return whole + (sum.high * 256 + sum.low) * level; }
     static Floats unit(const float* at) { return spread_lanes(*at); }
-    static Floats end(Sum sum, Floats scale, Floats unit, Floats total) { return scaled(sum.high * 256 + sum.low, scale, unit, total); }
+    static Floats end(Ints whole, Floats scale, Floats unit, Floats total) { return scaled(whole, scale, unit, total); }
 };
 typedef BytePanel IntegerPanel;
 #else
 typedef WordPanel IntegerPanel;
 #endif
 
-// fp32: of the units there is the shift, which is the sum of the activations of a segment.
+// fp32: of the units there is the shift, which is the sum of the activations of a segment. Each segment is scaled by itself.
 struct FloatPanel {
-    typedef Floats Sum;
+    typedef Floats Sum, Whole;
     static constexpr int PER_STEP = 1, WORDS = 1;
+    static constexpr bool FOLDED = true;
 
-    template <int B> static void unpack_block(const uint8_t* block, int from, int to, int32_t* panel) {
+    static Cut cut(const Weight& w) {
+        const int64_t segment = cut_of(w).segment;
+        return {segment, segment, 0};
+    }
+    template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
 #pragma GCC unroll 16
         for (int r = from; r < to; r++, panel += 2 * PANEL)
 #pragma GCC unroll 4
@@ -150,54 +166,75 @@ struct FloatPanel {
 #endif
         return fused((Floats)codes, spread_lanes(value), sum);
     }
+    static Floats with(Floats, Floats sum, Ints) { return sum; }
     static Floats unit(const float*) { return Floats{}; }
-    static Floats end(Sum sum, Floats scale, Floats, Floats total) { return fused(sum, scale, total); }
+    static Floats end(Floats whole, Floats scale, Floats, Floats total) { return fused(whole, scale, total); }
 };
 
-// What a register tile adds up: `segments` of M rows times a panel.
+// What a register tile adds up: `spans` of M rows times a panel.
 struct Strip {
     const int32_t *panel, *x;  // x: [steps][WORDS][M]
-    const float *scales, *offsets;  // [segments][PANEL]
+    const float *scales, *offsets;  // [spans][PANEL], [spans][segments][PANEL]
+    const int32_t* levels;  // as offsets, where the panel does not have them
     const float *unit, *shift;  // of the first row and segment, those of the other rows behind them
     float* total;  // [M][PANEL]
-    int64_t segments, steps, next;  // `steps` of a segment; units of the next segment are `next` further
+    int64_t spans, segments, steps, next;  // `steps` and `segments` of a span; units of the next segment are `next` further
 };
 
 // By value: what is written may not be taken for what is read here.
 template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
+    const int64_t runs = P::FOLDED ? 1 : t.segments, steps = P::FOLDED ? t.steps : t.steps / t.segments;
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
         const int32_t *codes = t.panel + lane, *x = t.x;
-        for (int64_t s = 0; s < t.segments; s++) {
-            typename P::Sum sum[M][ACROSS] = {};
+        for (int64_t s = 0; s < t.spans; s++) {
+            typename P::Whole whole[M][ACROSS] = {};
+            for (int64_t run = 0; run < runs; run++) {
+                typename P::Sum sum[M][ACROSS] = {};
 #pragma GCC unroll UNROLL
-            for (int64_t step = 0; step < t.steps; step++, codes += PANEL, x += P::WORDS * M) {
-                Ints code[ACROSS];
+                for (int64_t step = 0; step < steps; step++, codes += PANEL, x += P::WORDS * M) {
+                    Ints code[ACROSS];
 #pragma GCC unroll 2
-                for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Ints>(codes + v * LANES);
+                    for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Ints>(codes + v * LANES);
+#pragma GCC unroll 12
+                    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                        for (int v = 0; v < ACROSS; v++)
+                            sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m, M)
+                                              : P::template step<false>(sum[m][v], code[v], x + m, M);
+                }
+                Ints level[ACROSS] = {};
+                for (int v = 0; !P::FOLDED && v < ACROSS; v++)
+                    level[v] = load_vector<Ints>(t.levels + (s * t.segments + run) * PANEL + lane + v * LANES);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-                    for (int v = 0; v < ACROSS; v++)
-                        sum[m][v] = m % 2 ? P::template step<true>(sum[m][v], code[v], x + m, M)
-                                          : P::template step<false>(sum[m][v], code[v], x + m, M);
+                    for (int v = 0; v < ACROSS; v++) whole[m][v] = P::with(whole[m][v], sum[m][v], level[v]);
             }
-            Floats scale[ACROSS], offset[ACROSS];  // stay in registers: reading is what scaling would wait for
-            for (int v = 0; v < ACROSS; v++) {
-                scale[v] = load_vector<Floats>(t.scales + s * PANEL + lane + v * LANES);
-                offset[v] = load_vector<Floats>(t.offsets + s * PANEL + lane + v * LANES);
-            }
-            asm("" : "+r"(t.total));  // or the compiler keeps totals elsewhere from segment to segment, which is more work
+            Floats scale[ACROSS], total[M][ACROSS];  // scales stay in registers: reading is what scaling would wait for
+            for (int v = 0; v < ACROSS; v++) scale[v] = load_vector<Floats>(t.scales + s * PANEL + lane + v * LANES);
+            asm("" : "+r"(t.total));  // or the compiler keeps totals elsewhere from span to span, which is more work
+            const int64_t first = s * t.segments;
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
-                const Floats unit = P::unit(t.unit + s * t.next + m), shift = OFFSETS ? spread_lanes(t.shift[s * t.next + m]) : Floats{};
+                const Floats unit = P::unit(t.unit + first * t.next + m);
 #pragma GCC unroll 2
-                for (int v = 0; v < ACROSS; v++) {
-                    float* total = t.total + m * PANEL + lane + v * LANES;
-                    Floats y = P::end(sum[m][v], scale[v], unit, load_vector<Floats>(total));
-                    if (OFFSETS) y = shifted(offset[v], shift, y);
-                    memcpy(total, &y, sizeof y);
+                for (int v = 0; v < ACROSS; v++)
+                    total[m][v] = P::end(whole[m][v], scale[v], unit, load_vector<Floats>(t.total + m * PANEL + lane + v * LANES));
+            }
+            for (int64_t i = first; OFFSETS && i < first + t.segments; i++) {
+                Floats offset[ACROSS];
+                for (int v = 0; v < ACROSS; v++) offset[v] = load_vector<Floats>(t.offsets + i * PANEL + lane + v * LANES);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    const Floats shift = spread_lanes(t.shift[i * t.next + m]);
+#pragma GCC unroll 2
+                    for (int v = 0; v < ACROSS; v++) total[m][v] = shifted(offset[v], shift, total[m][v]);
                 }
             }
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int v = 0; v < ACROSS; v++) memcpy(t.total + m * PANEL + lane + v * LANES, &total[m][v], VECTOR);
         }
     }
 }
@@ -220,48 +257,66 @@ template <class P, bool OFFSETS> void multiply_rows(int64_t rows, const Strip& t
     }
 }
 
-// Inputs [first, first + count) of the row blocks of a panel; count is 16 or a multiple of 32.
-template <class P, int B> void unpack_panel(const Weight& w, int64_t row_block, int64_t first, int64_t count, int32_t* panel) {
-    const int64_t blocks = w.inputs / INPUTS;
-    for (int n = 0; n < PANEL_BLOCKS; n++, panel += ROWS) {
-        if (row_block + n >= blocks_of(w.rows)) continue;  // what is there is multiplied, but not stored
-        const uint8_t* block = w.codes + ((row_block + n) * blocks + first / INPUTS) * STORED<B> * 64;
-        for (int64_t b = 0; b < count / INPUTS; b++, block += STORED<B> * 64) {
-            prefetch<B>(block);
-            P::template unpack_block<B>(block, 0, PAIRS, panel + b * (INPUTS / P::PER_STEP) * PANEL);
+// Some inputs of the row blocks of a panel: codes, and what a tile does with sums of them.
+template <class P> struct alignas(64) Panel {
+    static constexpr int64_t SEGMENTS = SPAN / 16;  // the most
+    int32_t codes[SPAN / P::PER_STEP * PANEL], levels[SEGMENTS][PANEL];
+    float scales[SEGMENTS][PANEL], offsets[SEGMENTS][PANEL];
+
+    // Inputs [first, first + count) of `blocks` row blocks; count is 16 or a multiple of 32. What is not there stays as it is: it is
+    // multiplied, but not stored.
+    template <int B> void read(const Weight& w, const Cut& cut, int64_t row_block, int64_t blocks, int64_t first, int64_t count) {
+        for (int64_t at = 0; at < blocks * ROWS; row_block++, at += ROWS) {
+            for (int64_t s = 0; s < count / cut.segment; s++) {
+                const int64_t group = (first + s * cut.segment) / w.group;
+                const GroupScales own(w, row_block, group);
+                memcpy(scales[s] + at, own.scale, sizeof own.scale);
+                memcpy(offsets[s] + at, own.offset, sizeof own.offset);
+                const auto* level = static_cast<const int8_t*>(w.scales) + (row_block * (w.inputs / w.group) + group) * ROWS;
+                for (int j = 0; (cut.levels() || !P::FOLDED) && j < ROWS; j++) levels[s][at + j] = cut.levels() ? level[j] : 1;
+            }
+            for (int64_t s = 0; cut.levels() && s < count / cut.span; s++) {
+                const Factors own(w, row_block, first + s * cut.span);
+                memcpy(scales[s] + at, own.scale, sizeof own.scale);
+            }
+            cut.levels() ? unpack<B, true>(w, cut, row_block, first, count, at) : unpack<B, false>(w, cut, row_block, first, count, at);
         }
     }
-}
+
+private:
+    template <int B, bool LEVELS> void unpack(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
+        const uint8_t* block = w.codes + (row_block * (w.inputs / INPUTS) + first / INPUTS) * STORED<B> * 64;
+        for (int64_t i = 0; i < count; i += INPUTS, block += STORED<B> * 64) {
+            prefetch<B>(block);
+            const auto half = [&](int from, int to) {
+                const int64_t input = i + 2 * from;
+                P::template unpack_block<B, LEVELS>(block, from, to, levels[input / cut.segment] + at, codes + input / P::PER_STEP * PANEL + at);
+            };
+            if (LEVELS && cut.segment < INPUTS) half(0, PAIRS / 2), half(PAIRS / 2, PAIRS);
+            else half(0, PAIRS);
+        }
+    }
+};
 
 // Tiles [first, last) of rows times the panel at `row_block`, to y. `total` has room for their rows.
 template <class P, int B>
 void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
                     const Units& units, float* total, void* y, int32_t type) {
-    const int64_t segment = segment_of(w), steps = segment / P::PER_STEP, row = tiling.first(first);
+    const Cut cut = P::cut(w);
+    const int64_t segments = cut.span / cut.segment, row = tiling.first(first);
     const int64_t rows = tiling.first(last) - row, count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
     const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
-    alignas(64) int32_t panel[PANEL_INPUTS / P::PER_STEP * PANEL];
-    alignas(64) float scales[PANEL_INPUTS / SHORTEST][PANEL], offsets[PANEL_INPUTS / SHORTEST][PANEL];
+    Panel<P> panel;
     memset(total, 0, size_t(rows) * PANEL * sizeof *total);
-    if (count < PANEL_BLOCKS) {  // what is not there is multiplied, but not stored
-        memset(panel, 0, sizeof panel);
-        memset(scales, 0, sizeof scales);
-        memset(offsets, 0, sizeof offsets);
-    }
-    for (int64_t input = 0; input < w.inputs; input += PANEL_INPUTS) {
-        const int64_t inputs = std::min(PANEL_INPUTS, w.inputs - input), place = input / segment * units.segment;
-        unpack_panel<P, B>(w, row_block, input, inputs, panel);
-        for (int64_t n = 0; n < count; n++)
-            for (int64_t s = 0; s < inputs / segment; s++) {
-                const GroupScales group(w, row_block + n, (input + s * segment) / w.group);
-                memcpy(scales[s] + n * ROWS, group.scale, sizeof group.scale);
-                memcpy(offsets[s] + n * ROWS, group.offset, sizeof group.offset);
-            }
+    if (count < PANEL_BLOCKS) memset(&panel, 0, sizeof panel);
+    for (int64_t input = 0; input < w.inputs; input += SPAN) {
+        const int64_t inputs = std::min(SPAN, w.inputs - input), place = input / cut.segment * units.segment;
+        panel.template read<B>(w, cut, row_block, count, input, inputs);
         for (int64_t t = first, start = row, next; t < last; t++, start = next) {
             next = tiling.first(t + 1);
-            const Strip strip{panel, x + (start * w.inputs + input * (next - start)) / P::PER_STEP * P::WORDS, scales[0], offsets[0],
-                              units.unit + start + place, units.shift + start + place,
-                              total + (start - row) * PANEL, inputs / segment, steps, units.segment};
+            const Strip strip{panel.codes, x + (start * w.inputs + input * (next - start)) / P::PER_STEP * P::WORDS, panel.scales[0],
+                              panel.offsets[0], panel.levels[0], units.unit + start + place, units.shift + start + place,
+                              total + (start - row) * PANEL, inputs / cut.span, segments, cut.span / P::PER_STEP, units.segment};
             w.offsets ? multiply_rows<P, true>(next - start, strip) : multiply_rows<P, false>(next - start, strip);
             if (input + inputs == w.inputs)  // at once: rows lie far apart, and are written while the next tile is multiplied
                 for (int64_t m = start; m < next; m++)

@@ -47,7 +47,7 @@ struct Tiles {
 
 constexpr int64_t TILE_BLOCKS = 2;  // row blocks that are multiplied at a time
 
-inline int64_t tile_width(const Weight& w) { return std::min<int64_t>(segment_of(w), 64); }
+inline int64_t tile_width(const Weight& w) { return std::min<int64_t>(cut_of(w).segment, 64); }
 
 // The integers of a row to their places: [segments][tiles][segment / width][high, low][rows of the tile][width].
 inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64_t segment, int64_t width, const int16_t* v, int8_t* x) {
@@ -71,7 +71,7 @@ template <int B> void unpack_bytes(const uint8_t* block, int64_t count, U* to) {
 // Calls use(segments that are added up at a time, whether there are offsets), both as types. They are whole blocks, of the inputs
 // of at most two tiles.
 template <class Use> void by_segment(const Weight& w, Use use) {
-    const int64_t segment = segment_of(w);
+    const int64_t segment = cut_of(w).segment;
     const auto choose = [&](auto parts) { w.offsets ? use(parts, std::true_type()) : use(parts, std::false_type()); };
     if (segment <= 64 && w.inputs / segment % 2 == 0) choose(std::integral_constant<int, 2>());
     else choose(std::integral_constant<int, 1>());
@@ -111,7 +111,7 @@ template <int PARTS> struct alignas(64) Batch {
     Floats scale[TILE_BLOCKS][PARTS], offset[TILE_BLOCKS][PARTS];
 
     void read(const Weight& w, Unpack* unpack, int64_t row_block, int64_t count, int64_t input) {
-        const int64_t segment = segment_of(w);
+        const int64_t segment = cut_of(w).segment;
         for (int64_t n = 0; n < count; n++) {
             unpack(w.codes + ((row_block + n) * w.inputs + input) / INPUTS * w.bits * 64, PARTS * segment / INPUTS, codes[n]);
             for (int64_t j = 0; j < PARTS; j++) {
@@ -130,7 +130,7 @@ template <int PARTS, bool OFFSETS>
 void multiply_tiles(const Weight& w, Unpack* unpack, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last,
                     const int8_t* x, const Units& units, float* total, uint16_t* y) {
     constexpr int64_t NEAR = 2;
-    const int64_t segment = segment_of(w), width = tile_width(w), inputs = PARTS * segment, row = tiling.first(first);
+    const int64_t segment = cut_of(w).segment, width = tile_width(w), inputs = PARTS * segment, row = tiling.first(first);
     const int64_t count = std::min(TILE_BLOCKS, blocks_of(w.rows) - row_block), rows = tiling.first(last) - row;
     const bool two = inputs > width;  // tiles of the weight
     Batch<PARTS> batches[2];
