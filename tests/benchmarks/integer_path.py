@@ -16,15 +16,17 @@ from torch import Tensor
 
 from mycli.cli.flags.options import parse_count
 from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.export._weights import exact_values
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.checkpoint.formats import read_weight
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.layers.block import Block
-from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 
+_CPU = torch.device("cpu")
 ROWS = 32  # fewer than those for which the kernel turns to other arithmetic
 
 
@@ -32,8 +34,7 @@ class _Exact:
     """Codes times scales in fp32, and fp32 sums."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        exact = PackedWeight(weight.packed, weight.scales.float(), weight.packing, weight.in_features)
-        self._weight = dequantize(exact)
+        self._weight = exact_values(weight)
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,21 +76,16 @@ class _Model(StreamedModel):
     """With every packed product of the blocks made by `product`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, product: type[_Exact] | type[_Integers]) -> None:
-        super().__init__(ModelFolder.open(folder), Placement(torch.device("cpu"), dtype))
+        super().__init__(ModelFolder.open(folder), Placement(_CPU, dtype))
         self._product = product
 
     def block(self, layer: int) -> Block:
         """One layer, its products replaced."""
         block = super().block(layer)
         for linear in block.products.values():
-            linear.replace(_SideBySide([self._product(self._packed(spec.name)) for spec in linear.specs]))
+            parts = [read_weight(self._checkpoint, [spec], self.packings[spec.name], _CPU) for spec in linear.specs]
+            linear.replace(_SideBySide([self._product(part) for part in parts]))
         return block
-
-    def _packed(self, name: str) -> PackedWeight:
-        packed = self._checkpoint.read(f"{name}.weight_packed")
-        scales = self._checkpoint.read(f"{name}.weight_scale")
-        shape = next(shape for tensor, shape in self.config.tensors() if tensor == f"{name}.weight")
-        return PackedWeight(packed, scales, self.packings[name], shape[1])
 
 
 def main() -> None:
@@ -99,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = resolve(options.model, offline=True).folder
     reference = _Model(folder, torch.float32, _Exact)
-    text = cut(held_out_text(), Tokenizer.load(folder, reference.config.vocab_size), 512, options.tokens)
+    text = cut(held_out_text(), reference.folder.tokenizer(), 512, options.tokens)
     integers, exact = (_Model(folder, torch.bfloat16, product) for product in (_Integers, _Exact))
     pairs = {
         "bf16 with integer products against fp32": (integers, reference),

@@ -3,9 +3,10 @@
 // Built at first use by build.py for the machine at hand, called through ctypes by matmul.py. Knows nothing of Python
 // or torch: plain pointers, and as many OpenMP threads as the caller says.
 //
-// Arithmetic. bf16 activations become integers of 16 bits in units of a power of two for each segment of 16 to 128 inputs: what
-// lies within 1/128 of the largest of its segment keeps all its bits. The products of a segment with the codes are summed
-// exactly, then scaled and added up in fp32, segment by segment. fp32 activations: exact codes, fp32 sums of a segment, input by
+// Arithmetic. bf16 activations become integers of 16 bits in units of a power of two for each span of 16 to 128 inputs: what
+// lies within 1/128 of the largest of its span keeps all its bits. A span is a segment, of one group; of super-blocks it is some,
+// and codes are multiplied by the whole numbers of their groups. The products of a span with the codes are summed exactly, then
+// scaled and added up in fp32, span by span. fp32 activations: exact codes, fp32 sums of a segment, input by
 // input, scaled and added up likewise. Sums of integers are the same whatever multiplies them, so few rows (bytes, unpacked in
 // registers), many rows (words, unpacked to a panel) and AMX (bytes, in tiles) are one arithmetic: the bits of a row depend on
 // neither the rows beside it nor the number of threads. The layout is in packed_layout.h.
