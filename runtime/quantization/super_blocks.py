@@ -13,7 +13,7 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import SUPER_BLOCK
 
-_MOST_BITS = 6
+_MOST_BITS, _GROUPS = 6, (16, 32)  # of K-quants
 _LARGEST = 63  # of a code of scales, where there are offsets
 
 
@@ -27,7 +27,8 @@ class ScaleCodes:
 
 def scale_codes(weight: PackedWeight) -> ScaleCodes | None:
     """The codes that give the scales and offsets of `weight` by its factors, to the bit; None where none do."""
-    if weight.factors is None or weight.packing.bits > _MOST_BITS:
+    packing = weight.packing
+    if weight.factors is None or packing.bits > _MOST_BITS or packing.group_size not in _GROUPS:
         return None
     repeat = SUPER_BLOCK * weight.scales.shape[1] // weight.in_features
     factors = [one.repeat_interleave(repeat, dim=1) for one in weight.factors.float().unbind(2)]
@@ -38,7 +39,7 @@ def scale_codes(weight: PackedWeight) -> ScaleCodes | None:
         return ScaleCodes(scales, None)
     if scales.min() < 0 or scales.max() > _LARGEST:
         return None
-    half = weight.scales * (1 << (weight.packing.bits - 1))
+    half = weight.scales * (1 << (packing.bits - 1))
     offsets = _codes(weight.offsets - half, factors[1])
     return ScaleCodes(scales, offsets) if torch.equal(offsets * factors[1] + half, weight.offsets) else None
 

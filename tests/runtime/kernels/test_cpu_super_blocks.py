@@ -111,11 +111,13 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:
-    """Neither numbers between whole ones, nor whole numbers that sums of integers have no room for."""
+    """Neither numbers between whole ones, nor whole numbers or groups that sums of integers are not made for."""
     weight, x = super_block_weight(4, (32, 256), 32, offsets=True), torch.randn(3, 256).bfloat16()
     assert weight.offsets is not None
-    larger = weight.scales * 2, weight.offsets + weight.scales * 8
-    for odd in (replace(weight, scales=weight.scales * 1.001), replace(weight, scales=larger[0], offsets=larger[1])):
+    larger = replace(weight, scales=weight.scales * 2, offsets=weight.offsets + weight.scales * 8)
+    others = [super_block_weight(bits, (32, 256), group, offsets=False) for bits, group in ((6, 128), (8, 32), (4, 64))]
+    for odd in (replace(weight, scales=weight.scales * 1.001), larger, *others):
+        assert scale_codes(odd) is None
         assert torch.equal(CpuMatmul(library, odd)(x), CpuMatmul(library, whole(odd))(x))
 
 
