@@ -13,7 +13,7 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import SUPER_BLOCK
 
-_MOST_BITS, _GROUPS = 6, (16, 32)  # of K-quants
+_GROUPS = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}  # of K-quants, by bits
 _LARGEST = 63  # of a code of scales, where there are offsets
 
 
@@ -28,7 +28,7 @@ class ScaleCodes:
 def scale_codes(weight: PackedWeight) -> ScaleCodes | None:
     """The codes that give the scales and offsets of `weight` by its factors, to the bit; None where none do."""
     packing = weight.packing
-    if weight.factors is None or packing.bits > _MOST_BITS or packing.group_size not in _GROUPS:
+    if weight.factors is None or packing.group_size != _GROUPS.get(packing.bits):
         return None
     repeat = SUPER_BLOCK * weight.scales.shape[1] // weight.in_features
     factors = [one.repeat_interleave(repeat, dim=1) for one in weight.factors.float().unbind(2)]

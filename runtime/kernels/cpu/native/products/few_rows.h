@@ -45,10 +45,10 @@ constexpr int64_t FEW = 0;
 #endif
 #if WIDTH
 template <int B, int M> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    const bool halves = cut_of(w).segment < INPUTS;
-    if constexpr (B < 8)  // others are never of super-blocks
-        if (w.factors) return halves ? rows_levels<B, M, FOURS / 2>(w, row_block, x, y) : rows_levels<B, M, FOURS>(w, row_block, x, y);
-    halves ? rows_bytes<B, M, FOURS / 2>(w, row_block, x, y) : rows_bytes<B, M, FOURS>(w, row_block, x, y);
+    if constexpr (LEVELS<B>)
+        if (w.factors) return rows_levels<B, M>(w, row_block, x, y);
+    if (cut_of(w).segment < INPUTS) rows_bytes<B, M, FOURS / 2>(w, row_block, x, y);
+    else rows_bytes<B, M, FOURS>(w, row_block, x, y);
 }
 template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
     if (rows == 1) return few_rows_of<B, 1>(w, row_block, x, y);

@@ -191,11 +191,12 @@ template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(cons
     constexpr int64_t size = STORED<B> * 64;  // of a block
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
     Floats total[PARTS][M] = {};
-    GroupScales group(w, row_block, 0);
-    for (int64_t input = 0, s = 0, next = together, groups = 0; input < w.inputs; input += steps * INPUTS, block += steps * size)
+    int64_t at = row_block * (w.inputs / w.group);
+    GroupScales group(w, at);
+    for (int64_t input = 0, s = 0, next = together; input < w.inputs; input += steps * INPUTS, block += steps * size)
 #pragma GCC unroll 2
         for (int first = 0; first < FOURS; first += PART, s++) {
-            if (s == next) group = GroupScales(w, row_block, ++groups), next += together;
+            if (s == next) group = GroupScales(w, ++at), next += together;
             alignas(64) int32_t sums[M][ROWS];
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
@@ -211,11 +212,13 @@ template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(cons
 }
 
 // As above, of super-blocks.
-template <int B, int M, int PART> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    constexpr int64_t size = STORED<B> * 64, SEGMENT = PART * 4;
+template <int B, int M> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    constexpr int64_t size = STORED<B> * 64;
+    constexpr int PART = LEVELS<B> / 4;
     const int64_t span = cut_of(w).span;
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
-    const int8_t* level = static_cast<const int8_t*>(w.scales) + row_block * (w.inputs / SEGMENT) * ROWS;
+    const int64_t groups = row_block * (w.inputs / LEVELS<B>);
+    const int8_t* level = static_cast<const int8_t*>(w.scales) + groups * ROWS;
     Floats total[PARTS][M] = {};
     for (int64_t input = 0, s = 0; input < w.inputs; input += span) {
         alignas(64) int32_t sums[M][ROWS];
@@ -238,7 +241,7 @@ template <int B, int M, int PART> __attribute__((noinline)) void rows_levels(con
         const Factors factors(w, row_block, input);
         add_span<M>(sums, factors.scale, x, place * x.units.segment, total);
         for (int64_t i = place; w.offsets && i < s; i++)
-            add_offsets<M>(GroupScales(w, row_block, i, factors).offset, x, i * x.units.segment, total);
+            add_offsets<M>(GroupScales(w, groups + i, factors).offset, x, i * x.units.segment, total);
     }
     for (int m = 0; m < M; m++)
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);

@@ -79,6 +79,9 @@ struct Cut {
 
 constexpr int64_t SPAN = 128;  // the longest
 
+// The group of codes of B bits in super-blocks; 0: they are never in them.
+template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3 || B == 6 ? 16 : 0;
+
 inline Cut cut_of(const Weight& w) {
     int64_t segment = SPAN;
     while (w.group % segment) segment /= 2;
@@ -231,38 +234,36 @@ struct Factors {
     }
 };
 
-// What codes of the rows of a block are multiplied by, and what is added to them, in one group.
+// What codes of the rows of a block are multiplied by, and what is added to them, in one group: the one at place `at` of all
+// groups of all row blocks.
 struct GroupScales {
     Floats scale[PARTS], offset[PARTS];  // zero where there are no offsets
 
-    GroupScales(const Weight& w, int64_t row_block, int64_t group) {
-        if (w.factors) {
-            read(w, row_block, group, Factors(w, row_block, group * w.group));
-            return;
-        }
-        const int64_t at = (row_block * (w.inputs / w.group) + group) * ROWS;
+    GroupScales(const Weight& w, int64_t at) {
 #pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
-            scale[part] = widen(w.scales, at + part * LANES, w.scale_type);
-            offset[part] = w.offsets ? widen(w.offsets, at + part * LANES, F32) : Floats{};
+        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
+            scale[part] = widen(w.scales, at * ROWS + j, w.scale_type);
+            offset[part] = w.offsets ? widen(w.offsets, at * ROWS + j, F32) : Floats{};
         }
     }
-    GroupScales(const Weight& w, int64_t row_block, int64_t group, const Factors& factors) { read(w, row_block, group, factors); }
 
-private:
-    // Levels of super-blocks count from zero where there are offsets, codes from half their range:
-    // 2^(bits-1) scales belong to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the
-    // reference has it.
-    void read(const Weight& w, int64_t row_block, int64_t group, const Factors& factors) {
-        const int64_t at = (row_block * (w.inputs / w.group) + group) * ROWS;
+    // Of super-blocks. Levels count from zero there where there are offsets, codes from half their range: 2^(bits-1) scales belong
+    // to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the reference has it.
+    GroupScales(const Weight& w, int64_t at, const Factors& factors) {
         const Floats half = spread_lanes(float(1 << (w.bits - 1)));
 #pragma GCC unroll 4
         for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-            scale[part] = widen(w.scales, at + j, I8) * factors.scale[part];
-            offset[part] = w.offsets ? fused(widen(w.offsets, at + j, I8), factors.offset[part], half * scale[part]) : Floats{};
+            scale[part] = widen(w.scales, at * ROWS + j, I8) * factors.scale[part];
+            offset[part] = w.offsets ? fused(widen(w.offsets, at * ROWS + j, I8), factors.offset[part], half * scale[part]) : Floats{};
         }
     }
 };
+
+// Those at `input` of a row block, of any weight.
+inline GroupScales scales_at(const Weight& w, int64_t row_block, int64_t input) {
+    const int64_t at = row_block * (w.inputs / w.group) + input / w.group;
+    return w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);
+}
 
 inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {
     if (type == F32) memcpy(static_cast<float*>(out) + index, from, size_t(count) * sizeof *from);

@@ -57,12 +57,13 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 struct WordPanel {
     typedef Ints Sum, Whole;
     static constexpr int PER_STEP = 2, WORDS = 1;  // inputs
-    static constexpr bool FOLDED = true;  // codes of super-blocks are times their whole numbers in the panel, which has room for both
+    // Of super-blocks: codes are times the whole numbers in the panel, which has room for that; or sums of groups are, in the tile.
+    static constexpr bool FOLDS = true, LEVELED = false;
 
     static Cut cut(const Weight& w) { return cut_of(w); }
-    template <int B, bool LEVELS> static void unpack_block(const uint8_t* block, int from, int to, const int32_t* level, int32_t* panel) {
+    template <int B, bool FOLD> static void unpack_block(const uint8_t* block, int from, int to, const int32_t* level, int32_t* panel) {
         Words levels[PARTS];
-        for (int part = 0; LEVELS && part < PARTS; part++) {
+        for (int part = 0; FOLD && part < PARTS; part++) {
             const Ints one = load_vector<Ints>(level + part * LANES);
             levels[part] = (Words)((one & 0xffff) | (one << 16));
         }
@@ -71,7 +72,7 @@ struct WordPanel {
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
                 Words codes = pair_of<B>(block, r, part) - uint16_t(ZERO<B>);
-                if (LEVELS) codes *= levels[part];
+                if (FOLD) codes *= levels[part];
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
@@ -98,7 +99,7 @@ struct BytePanel {
     };
     typedef Ints Whole;
     static constexpr int PER_STEP = 4, WORDS = 2;
-    static constexpr bool FOLDED = false;
+    static constexpr bool FOLDS = false, LEVELED = true;
 
     static Cut cut(const Weight& w) { return cut_of(w); }
     template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
@@ -137,7 +138,7 @@ typedef WordPanel IntegerPanel;
 struct FloatPanel {
     typedef Floats Sum, Whole;
     static constexpr int PER_STEP = 1, WORDS = 1;
-    static constexpr bool FOLDED = true;
+    static constexpr bool FOLDS = false, LEVELED = false;
 
     static Cut cut(const Weight& w) {
         const int64_t segment = cut_of(w).segment;
@@ -183,7 +184,7 @@ struct Strip {
 
 // By value: what is written may not be taken for what is read here.
 template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
-    const int64_t runs = P::FOLDED ? 1 : t.segments, steps = P::FOLDED ? t.steps : t.steps / t.segments;
+    const int64_t runs = P::LEVELED ? t.segments : 1, steps = t.steps / runs;
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
         const int32_t *codes = t.panel + lane, *x = t.x;
         for (int64_t s = 0; s < t.spans; s++) {
@@ -203,7 +204,7 @@ template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
                                               : P::template step<false>(sum[m][v], code[v], x + m, M);
                 }
                 Ints level[ACROSS] = {};
-                for (int v = 0; !P::FOLDED && v < ACROSS; v++)
+                for (int v = 0; P::LEVELED && v < ACROSS; v++)
                     level[v] = load_vector<Ints>(t.levels + (s * t.segments + run) * PANEL + lane + v * LANES);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++)
@@ -268,31 +269,35 @@ template <class P> struct alignas(64) Panel {
     template <int B> void read(const Weight& w, const Cut& cut, int64_t row_block, int64_t blocks, int64_t first, int64_t count) {
         for (int64_t at = 0; at < blocks * ROWS; row_block++, at += ROWS) {
             for (int64_t s = 0; s < count / cut.segment; s++) {
-                const int64_t group = (first + s * cut.segment) / w.group;
-                const GroupScales own(w, row_block, group);
+                const GroupScales own = scales_at(w, row_block, first + s * cut.segment);
                 memcpy(scales[s] + at, own.scale, sizeof own.scale);
                 memcpy(offsets[s] + at, own.offset, sizeof own.offset);
-                const auto* level = static_cast<const int8_t*>(w.scales) + (row_block * (w.inputs / w.group) + group) * ROWS;
-                for (int j = 0; (cut.levels() || !P::FOLDED) && j < ROWS; j++) levels[s][at + j] = cut.levels() ? level[j] : 1;
+                const auto* level = static_cast<const int8_t*>(w.scales) + (row_block * w.inputs + first + s * cut.segment) / w.group * ROWS;
+                for (int j = 0; (cut.levels() || P::LEVELED) && j < ROWS; j++) levels[s][at + j] = cut.levels() ? level[j] : 1;
             }
             for (int64_t s = 0; cut.levels() && s < count / cut.span; s++) {
                 const Factors own(w, row_block, first + s * cut.span);
                 memcpy(scales[s] + at, own.scale, sizeof own.scale);
             }
-            cut.levels() ? unpack<B, true>(w, cut, row_block, first, count, at) : unpack<B, false>(w, cut, row_block, first, count, at);
+            if constexpr (P::FOLDS && LEVELS<B>)
+                if (cut.levels()) {
+                    unpack<B, true>(w, cut, row_block, first, count, at);
+                    continue;
+                }
+            unpack<B, false>(w, cut, row_block, first, count, at);
         }
     }
 
 private:
-    template <int B, bool LEVELS> void unpack(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
+    template <int B, bool FOLD> void unpack(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
         const uint8_t* block = w.codes + (row_block * (w.inputs / INPUTS) + first / INPUTS) * STORED<B> * 64;
         for (int64_t i = 0; i < count; i += INPUTS, block += STORED<B> * 64) {
             prefetch<B>(block);
             const auto half = [&](int from, int to) {
                 const int64_t input = i + 2 * from;
-                P::template unpack_block<B, LEVELS>(block, from, to, levels[input / cut.segment] + at, codes + input / P::PER_STEP * PANEL + at);
+                P::template unpack_block<B, FOLD>(block, from, to, levels[input / cut.segment] + at, codes + input / P::PER_STEP * PANEL + at);
             };
-            if (LEVELS && cut.segment < INPUTS) half(0, PAIRS / 2), half(PAIRS / 2, PAIRS);
+            if (FOLD && LEVELS<B> < INPUTS) half(0, PAIRS / 2), half(PAIRS / 2, PAIRS);
             else half(0, PAIRS);
         }
     }

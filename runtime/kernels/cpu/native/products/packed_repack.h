@@ -83,7 +83,7 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
             alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
             block_floats<B>(w.codes + (n * steps + k) * STORED<B> * 64, values);
             for (int first = 0; first < INPUTS; first += 16) {  // groups are of multiples of 16 inputs
-                const GroupScales group(w, n, (k * INPUTS + first) / w.group);
+                const GroupScales group = scales_at(w, n, k * INPUTS + first);
                 for (int i = first; i < first + 16; i++)
                     for (int j = 0; j < ROWS; j++) {
                         float value = values[i][j] * group.scale[j / LANES][j % LANES];

@@ -115,7 +115,7 @@ template <int PARTS> struct alignas(64) Batch {
         for (int64_t n = 0; n < count; n++) {
             unpack(w.codes + ((row_block + n) * w.inputs + input) / INPUTS * w.bits * 64, PARTS * segment / INPUTS, codes[n]);
             for (int64_t j = 0; j < PARTS; j++) {
-                const GroupScales group(w, row_block + n, (input + j * segment) / w.group);
+                const GroupScales group = scales_at(w, row_block + n, input + j * segment);
                 scale[n][j] = group.scale[0], offset[n][j] = group.offset[0];
             }
         }
