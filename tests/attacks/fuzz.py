@@ -187,7 +187,7 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
                 dtype,
                 tuple(draw.choice((size, size + 1, 2 * size, max(1, size // 2))) for size in shape),
             )
-        else:
+        elif name in parts:  # not renamed by the change before
             parts[name] = _bytes(parts[name], draw)
     try:
         head, entries = make_gguf_header(metadata, table, "a.gguf")
