@@ -1,8 +1,8 @@
 """Scales of super-blocks: whole numbers of a byte times factors that 256 inputs of a row share (ggml's K-quants).
 
 A scale is code * factor; an offset, where there are any, is code * factor + 2^(bits-1) * scale, because levels count
-from zero there and codes from half their range. Both are exact but for one rounding to fp32. Codes of scales are bytes, or
-below 64 where there are offsets, which products of integers rely on. Knows numbers, not files.
+from zero there and codes from half their range. Both are exact but for one rounding to fp32. Codes of scales are bytes,
+or below 64 where there are offsets, which products of integers rely on. Knows numbers, not files.
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -29,40 +30,44 @@ def as_float(number: Fraction) -> Fraction:
     return Fraction(torch.tensor(float(number), dtype=torch.float64).float().item())
 
 
+def as_integers(row: Tensor, span: int, kept: int) -> tuple[Tensor, list[Fraction]]:
+    """bf16 [K] in units of its spans, of `kept` bits behind the first of the largest; and the units."""
+    spans = row.view(-1, span)
+    beyond = (spans.abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or the largest may round to a bit more
+    units = [Fraction(2) ** (int(one) - 1 - kept) for one in torch.frexp(beyond.float()).exponent]
+    return torch.cat([torch.round(one.float() / float(unit)) for one, unit in zip(spans, units, strict=True)]), units
+
+
 def by_the_rule(weight: PackedWeight, x: Tensor) -> Tensor:
-    """x [M, K] of bf16 times `weight`, in fp32, by the rule of packed_cpu.cpp one number at a time: activations of a span are
-    integers of its unit, their sum with codes times whole numbers is exact and scaled once, then come offsets of groups."""
-    levels, packing, group = scale_codes(weight), weight.packing, weight.packing.group_size
-    assert levels is not None and weight.factors is not None and group is not None
-    span = 64 if packing.bits in (5, 6) else 128
-    kept = 12 if packing.bits == 6 else 14  # bits of the largest activation of a span
-    codes = unpack(weight.packed, packing.bits, weight.in_features).int() - (1 << (packing.bits - 1))
+    """bf16 [M, K] times `weight`, in fp32, by the rule of packed_cpu.cpp, one number at a time.
+
+    Activations of a span are integers of its unit; their sum with codes times whole numbers is exact, and scaled once;
+    then come the offsets of the groups.
+    """
+    levels, packing, inputs = scale_codes(weight), weight.packing, weight.in_features
+    group, factors, offsets = packing.group_size, weight.factors, weight.offsets
+    assert levels is not None and factors is not None and group is not None
+    span, kept = {5: (64, 14), 6: (64, 12)}.get(packing.bits, (128, 14))
+    codes = unpack(weight.packed, packing.bits, inputs).int() - (1 << (packing.bits - 1))
     whole = codes * levels.scales.int().repeat_interleave(group, dim=1)
-    y = torch.empty(x.shape[0], weight.out_features)
-    for m, row in enumerate(x.float().split(1)):
-        spans = row.view(-1, span)
-        beyond = (spans.bfloat16().abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or it may round up to 2^15
-        exponents = torch.frexp(beyond.float()).exponent - 1
-        units = [Fraction(2) ** (int(exponent) - kept) for exponent in exponents]
-        integers = torch.stack([torch.round(one / float(unit)) for one, unit in zip(spans, units, strict=True)]).long()
-        for n in range(weight.out_features):
-            total = Fraction(0)
-            for s, unit in enumerate(units):
-                at = s * span
-                factor = Fraction(weight.factors[n, at // SUPER_BLOCK, 0].item())
-                sum_ = int((integers[s] * whole[n, at : at + span]).sum())
-                total = as_float(total + as_float(Fraction(sum_)) * as_float(factor * unit))
-                for i in range(0, span, group) if weight.offsets is not None else ():
-                    assert weight.offsets is not None
-                    shift = as_float(int(integers[s, i : i + group].sum()) * unit)
-                    total = as_float(total + Fraction(weight.offsets[n, (at + i) // group].item()) * shift)
-            y[m, n] = float(total)
+    y = torch.empty(len(x), weight.out_features)
+    for m, n in product(range(len(x)), range(weight.out_features)):
+        integers, units = as_integers(x[m], span, kept)
+        products, total = integers * whole[n], Fraction(0)
+        for at, unit in zip(range(0, inputs, span), units, strict=True):
+            scale = as_float(Fraction(factors[n, at // SUPER_BLOCK, 0].item()) * unit)
+            total = as_float(total + as_float(Fraction(int(products[at : at + span].double().sum()))) * scale)
+            for first in range(at, at + span, group):
+                if offsets is not None:
+                    shift = as_float(int(integers[first : first + group].sum()) * unit)
+                    total = as_float(total + Fraction(offsets[n, first // group].item()) * shift)
+        y[m, n] = float(total)
     return y
 
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_products_are_by_the_rule(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """One outlier in a hundred, and rows for each way of multiplying: in registers, of panels, in tiles of some rows."""
+    """One outlier in a hundred, and rows for each way of multiplying: in registers, and of panels."""
     weight = super_block_weight(bits, (19, 512), group, offsets=offsets)
     x = torch.randn(7, 512, generator=torch.Generator().manual_seed(bits))
     x[:, ::97] *= 100
@@ -78,7 +83,7 @@ def test_a_row_does_not_know_its_neighbours(library: Native, bits: int, group: i
     nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
     assert torch.equal(nested.dequantize(), dequantize(weight))
     x = torch.randn(40, 768, generator=torch.Generator().manual_seed(1))
-    alone = torch.cat([nested(row) for row in x.bfloat16().split(1)])
+    alone = torch.cat([nested(row[None]) for row in x.bfloat16()])
     for rows in (2, 3, 4, 5, 13, 40):
         assert torch.equal(nested(x[:rows].bfloat16()), alone[:rows]), rows
     for rows in (1, 3, 40):
