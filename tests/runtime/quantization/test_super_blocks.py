@@ -19,10 +19,11 @@ from tests.support.packed_weights import super_block_weight
 )
 @settings(max_examples=60, deadline=None)
 def test_codes_give_the_scales_and_offsets(bits: int, offsets: bool, size: float, seed: int) -> None:
-    weight = super_block_weight(bits, (9, 512), 32, offsets=offsets, seed=seed, size=size)
+    group = 32 if bits in (4, 5) else 16
+    weight = super_block_weight(bits, (9, 512), group, offsets=offsets, seed=seed, size=size)
     codes = scale_codes(weight)
     assert codes is not None and weight.factors is not None
-    factors = weight.factors.double().repeat_interleave(8, dim=1)
+    factors = weight.factors.double().repeat_interleave(256 // group, dim=1)
     assert torch.equal((codes.scales * factors[..., 0]).float(), weight.scales)
     assert (codes.offsets is None) is not offsets
     if codes.offsets is not None:
@@ -35,6 +36,11 @@ def test_factors_of_nothing_give_nothing() -> None:
     codes = scale_codes(weight)
     assert codes is not None and codes.offsets is not None
     assert not codes.scales.any() and not codes.offsets.any()
+
+
+@pytest.mark.parametrize("bits, group", [(4, 16), (6, 32), (8, 16), (8, 32), (4, 128)], ids=str)
+def test_groups_that_no_k_quant_has_have_no_codes(bits: int, group: int) -> None:
+    assert scale_codes(super_block_weight(bits, (8, 256), group, offsets=False)) is None
 
 
 @pytest.mark.parametrize("place", ["scales", "offsets"])

@@ -8,7 +8,12 @@ namespace {
 
 #if AMX
 
+#ifndef TILE_ZERO  // or something stands in for the instructions
+// Linux grants the tile registers to a process that asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+#define TILES_GRANTED() (syscall(SYS_arch_prctl, 0x1023, 18) == 0)
 // Assembler instead of the intrinsics: those of GCC 12 hide from the compiler which memory they read and write.
+#define TILE_CONFIGURE(from) asm volatile("ldtilecfg (%0)" : : "r"(from) : "memory")
+#define TILE_RELEASE() asm volatile("tilerelease" : : :)
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile : : :)
 #define TILE_LOAD(tile, base, stride) \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(base), "r"(int64_t(stride)) : "memory")
@@ -16,10 +21,10 @@ namespace {
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(base), "r"(int64_t(stride)) : "memory")
 #define TILE_DOT_S8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
 #define TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : :)
+#endif
 
 inline bool have_amx() {
-    // Linux grants the tile registers to a process that asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    static const bool granted = TILES_GRANTED();
     return granted;
 }
 
@@ -38,9 +43,9 @@ struct Tiles {
             config.rows[tile] = uint8_t(tile >= 6 ? width / 4 : high);
             config.bytes[tile] = uint16_t(tile == 4 || tile == 5 ? width : across);
         }
-        asm volatile("ldtilecfg (%0)" : : "r"(&config) : "memory");
+        TILE_CONFIGURE(&config);
     }
-    ~Tiles() { asm volatile("tilerelease" : : :); }
+    ~Tiles() { TILE_RELEASE(); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 };
