@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "products/packed_layout.h"
+#include "products/packed_scales.h"
 
 namespace {
 

@@ -66,32 +66,6 @@ struct Weight {  // mirrored by build.py
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
-// How inputs are cut for products of integers.
-//
-// A segment is a part of a group. The activations of a span, one segment or several, are in one unit, and their products with
-// signed codes are summed before they are scaled; with super-blocks, with codes times the whole numbers of their groups.
-struct Cut {
-    int64_t segment, span;
-    int32_t less;  // bits than 15 of an activation, so that the largest sums of a span fit 32 bits
-    bool operator==(const Cut& other) const { return segment == other.segment && span == other.span && less == other.less; }
-    bool levels() const { return span > segment; }
-};
-
-constexpr int64_t SPAN = 128;  // the longest
-
-// The group of codes of B bits in super-blocks; 0: they are never in them.
-template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3 || B == 6 ? 16 : 0;
-
-inline Cut cut_of(const Weight& w) {
-    int64_t segment = SPAN;
-    while (w.group % segment) segment /= 2;
-    if (!w.factors) return {segment, segment, 0};
-    // Whole numbers are below 64 where there are offsets, else at least -128. Times codes that is 2^9 at most, but of 5 bits
-    // 2^10 and of 6 2^12; 2^16 is what a span may have of 15 bits.
-    const int64_t largest = (w.offsets ? 64 : 128) << (w.bits - 1);
-    return {segment, largest <= 512 ? SPAN : SPAN / 2, largest <= 1024 ? 0 : 2};
-}
-
 inline float from_bf16(uint16_t bits) {
     const uint32_t word = uint32_t(bits) << 16;
     float value;
@@ -218,51 +192,6 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
     for (int j = 0; j < LANES; j++) to[j] = type == I8 ? float(byte[j]) : type == BF16 ? from_bf16(half[j]) : from_f16(half[j]);
     return to;
 #endif
-}
-
-// What scales and offsets of the rows of a block are multiplied by in a super-block.
-struct Factors {
-    Floats scale[PARTS], offset[PARTS];
-
-    Factors(const Weight& w, int64_t row_block, int64_t input) {
-        const uint16_t* from = w.factors + (row_block * (w.inputs / SUPER_BLOCK) + input / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
-            scale[part] = widen(from, part * LANES, F16);
-            offset[part] = w.offsets ? widen(from + ROWS, part * LANES, F16) : Floats{};
-        }
-    }
-};
-
-// What codes of the rows of a block are multiplied by, and what is added to them, in one group: the one at place `at` of all
-// groups of all row blocks.
-struct GroupScales {
-    Floats scale[PARTS], offset[PARTS];  // zero where there are no offsets
-
-    GroupScales(const Weight& w, int64_t at) {
-#pragma GCC unroll 4
-        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-            scale[part] = widen(w.scales, at * ROWS + j, w.scale_type);
-            offset[part] = w.offsets ? widen(w.offsets, at * ROWS + j, F32) : Floats{};
-        }
-    }
-
-    // Of super-blocks. Levels count from zero there where there are offsets, codes from half their range: 2^(bits-1) scales belong
-    // to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the reference has it.
-    GroupScales(const Weight& w, int64_t at, const Factors& factors) {
-        const Floats half = spread_lanes(float(1 << (w.bits - 1)));
-#pragma GCC unroll 4
-        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-            scale[part] = widen(w.scales, at * ROWS + j, I8) * factors.scale[part];
-            offset[part] = w.offsets ? fused(widen(w.offsets, at * ROWS + j, I8), factors.offset[part], half * scale[part]) : Floats{};
-        }
-    }
-};
-
-// Those at `input` of a row block, of any weight.
-inline GroupScales scales_at(const Weight& w, int64_t row_block, int64_t input) {
-    const int64_t at = row_block * (w.inputs / w.group) + input / w.group;
-    return w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);
 }
 
 inline void store_row(void* out, int32_t type, int64_t index, const float* from, int64_t count) {

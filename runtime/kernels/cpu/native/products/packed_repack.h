@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "products/packed_layout.h"
+#include "products/packed_scales.h"
 
 namespace {
 
