@@ -82,18 +82,6 @@ struct Tiles {
 
 inline thread_local Tiles tiles;
 
-// To nearest, ties to even; NaN stays NaN.
-inline __m256i to_bf16(__m512 values) {
-    const __m512i words = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
-    const __m512i tie = _mm512_and_si512(_mm512_srli_epi32(words, 16), one);
-    const __m512i nearest = _mm512_srli_epi32(_mm512_add_epi32(words, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), tie)), 16);
-    const __m512i nan = _mm512_or_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(64));
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), nan));
-}
-inline __m512bh to_bf16(__m512 high, __m512 low) {
-    return (__m512bh)_mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(low)), to_bf16(high), 1);
-}
-
 }  // namespace emulated_amx
 
 #define TILES_GRANTED() true
@@ -104,5 +92,7 @@ inline __m512bh to_bf16(__m512 high, __m512 low) {
 #define TILE_STORE(base, stride, t) emulated_amx::tiles.store(t, base, stride)
 #define TILE_DOT_S8(sum, a, b) emulated_amx::tiles.dot_bytes(sum, a, b)
 #define TILE_DOT_BF16(sum, a, b) emulated_amx::tiles.dot_halves(sum, a, b)
-#define _mm512_cvtneps_pbh(values) ((__m256bh)emulated_amx::to_bf16(values))
-#define _mm512_cvtne2ps_pbh(high, low) emulated_amx::to_bf16(high, low)
+// Used where vectors.h is known.
+#define _mm512_cvtneps_pbh(values) ((__m256bh)to_bf16(Wide(values)))
+#define _mm512_cvtne2ps_pbh(high, low) \
+    ((__m512bh)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)to_bf16(Wide(low))), (__m256i)to_bf16(Wide(high)), 1))

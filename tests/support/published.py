@@ -9,7 +9,10 @@ from functools import cache
 from typing import Any
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
 
@@ -20,3 +23,9 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 def published(name: str) -> ModelConfig:
     """The configuration of the model of that name; one of many experts takes a moment."""
     return ModelFolder.of(Fields(PUBLISHED[name]["config"], "config.json")).config
+
+
+def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:
+    """Of the model of that name, packed or not, and what else is asked of it."""
+    config = published(name)
+    return MemoryPlan(config, PackingScheme(packing, head).packings(config), **changes)

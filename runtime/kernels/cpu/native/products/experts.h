@@ -116,12 +116,16 @@ inline bool multiply_routed(const Routed& r, int threads) {
     std::vector<int64_t> others;
 #if WIDTH
     FewExperts few(r);
-    for (int64_t expert = 0; expert < r.experts; expert++)
-        if (r.weights[expert] && !few.add(expert)) others.push_back(expert);
+#endif
+    for (int64_t expert = 0; expert < r.experts; expert++) {
+        if (!r.weights[expert]) continue;
+#if WIDTH
+        if (few.add(expert)) continue;
+#endif
+        others.push_back(expert);
+    }
+#if WIDTH
     if (!few.rows.empty() && !multiply_few(few.products, few.rows, threads)) return false;
-#else
-    for (int64_t expert = 0; expert < r.experts; expert++)
-        if (r.weights[expert]) others.push_back(expert);
 #endif
     return std::all_of(others.begin(), others.end(), [&](int64_t expert) { return multiply_expert(r, expert, threads); });
 }

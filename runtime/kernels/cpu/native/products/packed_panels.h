@@ -126,17 +126,7 @@ template <class P> struct alignas(64) Panel {
     // multiplied, but not stored.
     template <int B> void read(const Weight& w, const Cut& cut, int64_t row_block, int64_t blocks, int64_t first, int64_t count) {
         for (int64_t at = 0; at < blocks * ROWS; row_block++, at += ROWS) {
-            for (int64_t s = 0; s < count / cut.segment; s++) {
-                const GroupScales own = scales_at(w, row_block, first + s * cut.segment);
-                memcpy(scales[s] + at, own.scale, sizeof own.scale);
-                memcpy(offsets[s] + at, own.offset, sizeof own.offset);
-                const auto* level = static_cast<const int8_t*>(w.scales) + (row_block * w.inputs + first + s * cut.segment) / w.group * ROWS;
-                for (int j = 0; (cut.levels() || P::LEVELED) && j < ROWS; j++) levels[s][at + j] = cut.levels() ? level[j] : 1;
-            }
-            for (int64_t s = 0; cut.levels() && s < count / cut.span; s++) {
-                const Factors own(w, row_block, first + s * cut.span);
-                memcpy(scales[s] + at, own.scale, sizeof own.scale);
-            }
+            cut.levels() ? read_levels(w, cut, row_block, first, count, at) : read_scales(w, cut, row_block, first, count, at);
             if constexpr (P::FOLDS && LEVELS<B>)
                 if (cut.levels()) {
                     unpack<B, true>(w, cut, row_block, first, count, at);
@@ -147,6 +137,30 @@ template <class P> struct alignas(64) Panel {
     }
 
 private:
+    void read_scales(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
+        for (int64_t s = 0; s < count / cut.segment; s++) {
+            const GroupScales own = scales_at(w, row_block, first + s * cut.segment);
+            memcpy(scales[s] + at, own.scale, sizeof own.scale);
+            memcpy(offsets[s] + at, own.offset, sizeof own.offset);
+            for (int j = 0; P::LEVELED && j < ROWS; j++) levels[s][at + j] = 1;
+        }
+    }
+    // A span lies in one super-block, a segment is a group.
+    void read_levels(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
+        const int64_t runs = cut.span / cut.segment;
+        for (int64_t span = 0; span < count / cut.span; span++) {
+            const Factors own(w, row_block, first + span * cut.span);
+            memcpy(scales[span] + at, own.scale, sizeof own.scale);
+            for (int64_t s = span * runs; s < (span + 1) * runs; s++) {
+                const int64_t group = (row_block * w.inputs + first) / w.group + s;
+                const auto* level = static_cast<const int8_t*>(w.scales) + group * ROWS;
+                for (int j = 0; j < ROWS; j++) levels[s][at + j] = level[j];
+                if (!w.offsets) continue;
+                const GroupScales scaled(w, group, own);
+                memcpy(offsets[s] + at, scaled.offset, sizeof scaled.offset);
+            }
+        }
+    }
     template <int B, bool FOLD> void unpack(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
         const uint8_t* block = w.codes + (row_block * (w.inputs / INPUTS) + first / INPUTS) * STORED<B> * 64;
         for (int64_t i = 0; i < count; i += INPUTS, block += STORED<B> * 64) {
