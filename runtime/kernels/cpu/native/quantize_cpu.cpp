@@ -4,6 +4,8 @@
 // -ffp-contract=off), its sums in the order of torch's. Called through ctypes by rounding.py. A row knows nothing of the
 // others, so threads change nothing.
 
+#include <vector>
+
 #include "torch_vectors.h"
 
 namespace {
@@ -226,36 +228,29 @@ struct Columns {  // mirrored by build.py
 };
 constexpr int64_t MOST_COLUMNS = 128, VECTORS = 4, TILE = VECTORS * WIDE, SOON = 6;
 
-// Up to TILE rows from `first`; shifts of all columns stay in the first cache.
+// TILE rows from `first`; shifts of all columns stay in the first cache.
 void solve_rows(const Columns& c, int64_t first) {
     alignas(64) float shifts[MOST_COLUMNS][TILE];
-    const int64_t count = std::min(TILE, c.rows - first);
     for (int64_t i = 0; i < c.columns; i++) {
         const int64_t place = i * c.rows + first;
         const float *matrix = c.matrix + i * c.columns, pivot = matrix[i];
-        for (int64_t line = 0, ahead = place + SOON * c.rows; line < count && i + SOON < c.columns; line += 16) {
+        for (int64_t line = 0, ahead = place + SOON * c.rows; line < TILE && i + SOON < c.columns; line += 16) {
             __builtin_prefetch(c.residual + ahead + line);
             __builtin_prefetch(c.scales + ahead + line);
             __builtin_prefetch(c.shifts + ahead + line, 1);
             if (!line) __builtin_prefetch(c.codes + ahead, 1);
             if (!line && c.before) __builtin_prefetch(c.before + ahead);
         }
-        alignas(64) float left[TILE] = {}, scales[TILE];
-        alignas(64) uint8_t codes[TILE] = {};
-        std::fill(scales, scales + TILE, 1.0f);
-        memcpy(left, c.residual + place, size_t(count) * 4);
-        memcpy(scales, c.scales + place, size_t(count) * 4);
-        if (c.before) memcpy(codes, c.before + place, size_t(count));
         Wide value[VECTORS];
-        for (int64_t v = 0; v < VECTORS; v++) value[v] = read<Wide>(left + v * WIDE);
+        for (int64_t v = 0; v < VECTORS; v++) value[v] = read<Wide>(c.residual + place + v * WIDE);
         for (int64_t j = 0; j < i; j++)
             for (int64_t v = 0; v < VECTORS; v++) value[v] -= spread(matrix[j]) * read<Wide>(shifts[j] + v * WIDE);
-        for (int64_t v = 0; v < VECTORS; v++) {
+        for (int64_t v = 0, at = place; v < VECTORS; v++, at += WIDE) {
             const Group g{nullptr, nullptr, 0, c.half};
-            const Wide scale = read<Wide>(scales + v * WIDE);
+            const Wide scale = read<Wide>(c.scales + at);
             Wide level, shift;
             if (c.before) {
-                const Wide old = from_bytes(codes + v * WIDE) - c.half;
+                const Wide old = from_bytes(c.before + at) - c.half;
                 level = (g.clamped<Wide>(value[v] / pivot / scale + old) + MAGIC) - MAGIC;
                 shift = (level - old) * scale;
             } else {
@@ -263,11 +258,30 @@ void solve_rows(const Columns& c, int64_t first) {
                 shift = (value[v] - level * scale) / pivot;
             }
             put(shifts[i] + v * WIDE, shift);
-            put_bytes(codes + v * WIDE, level + c.half);
+            put(c.shifts + at, shift);
+            put_bytes(c.codes + at, level + c.half);
         }
-        memcpy(c.codes + place, codes, size_t(count));
-        memcpy(c.shifts + place, shifts[i], size_t(count) * 4);
     }
+}
+
+// Fewer rows, from `first` to the last: in a copy that has TILE.
+void solve_last(const Columns& c, int64_t first) {
+    const size_t size = size_t(c.columns * TILE), count = size_t(c.rows - first);
+    std::vector<float> residual(size, 0.0f), scales(size, 1.0f), shifts(size);
+    std::vector<uint8_t> before(size, 0), codes(size);
+    const auto each = [&](auto use) {
+        for (int64_t i = 0; i < c.columns; i++) use(i * c.rows + first, i * TILE);
+    };
+    each([&](int64_t from, int64_t to) {
+        memcpy(&residual[to], c.residual + from, count * 4);
+        memcpy(&scales[to], c.scales + from, count * 4);
+        if (c.before) memcpy(&before[to], c.before + from, count);
+    });
+    solve_rows({residual.data(), c.matrix, scales.data(), c.before ? before.data() : nullptr, codes.data(), shifts.data(), c.columns, TILE, c.half}, 0);
+    each([&](int64_t to, int64_t from) {
+        memcpy(c.codes + to, &codes[from], count);
+        memcpy(c.shifts + to, &shifts[from], count * 4);
+    });
 }
 
 // Eight codes, a byte each, to the low 8 * bits bits: neighbours join, then pairs, then fours.
@@ -300,7 +314,7 @@ EXPORT int round_weight(const Rounding* r, int threads) {
 // As quant/rounding/columns.py says, for up to MOST_COLUMNS; each sum in the order of the columns, so that no machine differs.
 EXPORT void solve_columns(const Columns* c, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t first = 0; first < c->rows; first += TILE) solve_rows(*c, first);
+    for (int64_t first = 0; first < c->rows; first += TILE) first + TILE <= c->rows ? solve_rows(*c, first) : solve_last(*c, first);
 }
 
 // Codes [rows, inputs] to words [rows, words], little end first, as runtime/quantization/packed_weight.py says.

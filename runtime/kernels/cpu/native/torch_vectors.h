@@ -51,10 +51,15 @@ inline void put_bytes(uint8_t* to, Wide values) {
 }
 
 inline Wide from_bytes(const uint8_t* from) {
-    typedef uint8_t Bytes __attribute__((vector_size(WIDE)));
-    Bytes bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, Wide);
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    Wide v;
+    for (int lane = 0; lane < WIDE; lane++) v[lane] = float(from[lane]);
+    return v;
+#endif
 }
 
 // The sum of term(i, V()) over n numbers, V holding those from i on, in torch's order: vectors of 8 lanes in turn to four
