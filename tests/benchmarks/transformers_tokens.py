@@ -27,7 +27,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
-from tests.benchmarks.llama_tokens import agreement
+from tests.benchmarks.llama_tokens import agreement, logits_over
 from tests.support.engines import whole
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -95,10 +95,9 @@ def compared(key: str, path: Path, prompts: list[list[int]], found: dict[str, to
     ours, theirs = whole(model, torch.tensor(prompts)), found[f"{key}/logits"]
     apart = ((ours - theirs).abs().amax(-1) / ours.abs().amax(-1)).max().item()
     top = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
-    same, worst = 0, 0.0
-    for prompt, reply in zip(prompts, found[f"{key}/tokens"].tolist(), strict=True):
-        alike, below = agreement(model, prompt, reply)
-        same, worst = same + alike, max(worst, below)
+    replies = found[f"{key}/tokens"]
+    over = torch.cat([logits_over(model, *one) for one in zip(prompts, replies.tolist(), strict=True)])
+    same, worst = agreement(over, replies.flatten())
     line = (
         f"logits within {apart:.1g} of the largest, {top:.2%} of likeliest tokens the same; {same} of"
         f" {PROMPTS * REPLY} greedy tokens are ours, the others at most {worst:.4f} deviations below"
