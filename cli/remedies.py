@@ -89,6 +89,7 @@ REMEDIES: Mapping[str, str] = {
     "remove-work-folder": "remove the folder, or choose another with --work-dir",
     "finish-or-remove-work": "run it again as it was begun, or remove the folder, or choose another with --work-dir",
     "requantize": "--requantize rounds what must be, and says what was lost",
+    "fp32-or-requantize": "--to safetensors:fp32 keeps all of it; --requantize rounds, and says what was lost",
     "quantize-first": "quantize it first: mycli quantize MODEL",
     # of the hub, and of files
     "pull": "mycli pull {model}",

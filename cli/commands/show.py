@@ -167,7 +167,7 @@ def _rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("chat template", "yes (--template shows it)" if info.template else "no"),
         ("origin", _origin(info)),
         *_card(info),
-        *([] if info.remote else [("folder", str(info.source.folder))]),
+        *([] if info.remote else [("file" if info.source.folder.is_file() else "folder", str(info.source.folder))]),
     ]
 
 

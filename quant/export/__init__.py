@@ -84,6 +84,6 @@ def without_predictor(folder: ModelFolder) -> tuple[str, ...]:
     return () if folder.predictor is None else ("the head that predicts further tokens (mtp.*)",)
 
 
-def would_round(name: str, what: str) -> ModelError:
+def would_round(name: str, what: str, code: str = "requantize") -> ModelError:
     """The error for a tensor that the layout cannot hold exactly."""
-    return ModelError(f"{name}: {what}", code="requantize")
+    return ModelError(f"{name}: {what}", code=code)

@@ -44,9 +44,8 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             kind = dtype_info(dtype).short
             if not bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
                 if not request.requantize:
-                    raise would_round(
-                        name, f"{_stored(weights, name, values)} weights, which {kind} does not hold exactly"
-                    )
+                    what = f"{_stored(weights, name, values)} weights, which {kind} does not hold exactly"
+                    raise would_round(name, what, "requantize" if dtype == torch.float32 else "fp32-or-requantize")
                 rounded.append(Rounded(name, kind, squared_error(values, cast)))
             writer.write(name, cast)
             progress("exporting", done, len(dtypes))

@@ -8,6 +8,7 @@ read.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +49,13 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+
+def _shortest(value: object) -> object:
+    """Of a float that 4 bytes hold, the decimal of fewest digits that they hold so: 0.7 for 0.699999988."""
+    if not isinstance(value, float) or c_float(value).value != value:
+        return value
+    return next(short for digits in range(1, 18) if c_float(short := float(f"{value:.{digits}g}")).value == value)
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class GgufFolder(ModelFolder):
         """What the keys of recommended sampling say, and a warning for every one dropped as unusable."""
         values = self.header.metadata.values
         found = {name: values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-        given = {name: value for name, value in found.items() if value is not None}
+        given = {name: _shortest(value) for name, value in found.items() if value is not None}
         return parse_generation_config(Fields(given, self.raw.source), self.config.vocab_size)
 
     def companions(self) -> dict[str, bytes]:

@@ -123,6 +123,14 @@ def test_rounding_is_done_when_asked_and_says_what_it_cost(
         assert lost == pytest.approx(errors.get(name, 0.0), rel=1e-3, abs=1e-12) and lost <= most
 
 
+def test_what_bf16_does_not_hold_fp32_does(copies: dict[str, Path], tmp_path: Path) -> None:
+    file = run(copies["dense"], "gguf:q8_0", tmp_path / "a.gguf", requantize=True).path
+    with pytest.raises(ModelError, match="bf16 does not hold") as refused:
+        run(file, "safetensors", tmp_path / "out")
+    assert refused.value.code == "fp32-or-requantize"
+    assert same(values(file), values(run(file, "safetensors:fp32", tmp_path / "out").path))
+
+
 def test_an_output_is_not_replaced_unasked_and_its_suffix_is_given(copies: dict[str, Path], tmp_path: Path) -> None:
     done = run(copies["dense"], "gguf", tmp_path / "out")
     assert done.path == tmp_path / "out.gguf"

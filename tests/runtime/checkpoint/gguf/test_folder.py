@@ -187,10 +187,10 @@ def test_tokenizer_template_and_ends_come_from_the_file(pico_file: Path) -> None
 def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     config = json.loads((PICO / "config.json").read_text())
     keys = gguf_files.published_tokenizer(PICO, "smollm")
-    keys |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "general.sampling.top_p": 7.0}
+    keys |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 40, "general.sampling.top_p": 7.0}
     gguf_files.write_model(PICO, tmp_path / "a.gguf", "llama", "BF16", config, keys)
     defaults, warnings = ModelFolder.open(tmp_path / "a.gguf").generation
-    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.5, 40, None)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.7, 40, None), "as it was before it had 4 bytes"
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
 
