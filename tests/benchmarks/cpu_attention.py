@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.kv_cache import PACKED, Stored
-from mycli.runtime.kernels.cpu import attention, build
+from mycli.runtime.kernels.cpu import attention
+from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
 # By set: what our compiler leaves out, and what keeps torch, oneDNN and MKL to it.

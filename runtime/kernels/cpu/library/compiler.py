@@ -10,12 +10,19 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-# And the compiler's options for each: what rounds as torch does rounds every operation on its own.
-SOURCES: Mapping[str, tuple[str, ...]] = {"packed_cpu.cpp": (), "quantize_cpu.cpp": ("-ffp-contract=off",)}
+# The longest first, with the compiler's options for each: what rounds as torch does rounds every operation on its own.
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "few_rows_cpu.cpp": (),
+    "packed_cpu.cpp": (),
+    "attention_cpu.cpp": (),
+    "quantize_cpu.cpp": ("-ffp-contract=off",),
+}
 FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 TIMEOUT = 1200  # seconds for the compiler on a busy machine; alone it needs most of one minute
 
@@ -64,22 +71,27 @@ def digest(sources: Mapping[str, bytes], *depends: str) -> str:
 def compile_sources(
     compiler: str, sources: Mapping[str, bytes], flags: Sequence[str], link: Sequence[str], target: Path
 ) -> None:
-    """A shared library at `target`, all at once; `link` comes behind the objects. Raises BuildError with the reason."""
+    """A shared library at `target`, all at once; `link` comes behind the objects. Raises BuildError with the reason.
+
+    The files of code are compiled side by side, as many as there are processors.
+    """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    objects = [f"{name}.o" for name in SOURCES]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
         for name, text in sources.items():
             (Path(work) / name).parent.mkdir(exist_ok=True)
             (Path(work) / name).write_bytes(text)
-        for command in (
-            *([compiler, *flags, *own, "-c", name, "-o", f"{name}.o"] for name, own in SOURCES.items()),
-            [compiler, "-shared", *objects, *link, "-o", "library.so"],
-        ):
-            try:
-                done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise BuildError(f"{compiler} took more than {TIMEOUT} s") from None
-            if done.returncode:
-                words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-                raise BuildError(f"{compiler} failed: {words[0] if words else done.returncode:.200}")
+        commands = [[compiler, *flags, *own, "-c", name, "-o", f"{name}.o"] for name, own in SOURCES.items()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(partial(_run, work), commands))
+        _run(work, [compiler, "-shared", *(f"{name}.o" for name in SOURCES), *link, "-o", "library.so"])
         os.replace(Path(work) / "library.so", target)
+
+
+def _run(work: str, command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from None
+    if done.returncode:
+        words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed: {words[0] if words else done.returncode:.200}")

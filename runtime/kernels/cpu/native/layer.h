@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#include "attention/attention.h"
+#include "attention/attention_task.h"
 #include "products/few_rows.h"
 #include "products/packed_tiles.h"
 #include "steps.h"
@@ -344,7 +344,7 @@ struct AttentionRun {
             }
             store(a, value, stride, place.values, place.value_scales, vector);
         }
-        if (const int failed = attend_any(a, rowwise.threads, have_amx())) return failed;
+        if (const int failed = attend(&a, rowwise.threads)) return failed;
         if (part.gated)
             rowwise.each([&](int64_t row) {
                 uint16_t* to = attended + row * queries;

@@ -14,7 +14,6 @@
 #include <cmath>
 #include <vector>
 
-#include "attention/attention.h"
 #include "products/dense.h"
 #include "draw.h"
 #include "layer.h"
@@ -26,14 +25,12 @@
 
 namespace {
 
-constexpr int64_t TILED = 5;  // rows from which on AMX beats vectors
-
 enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= FEW) return Path::BYTES;
     // Sums leave the tiles at the end of each segment: of the shortest, and of those of super-blocks, that is more work than words are.
-    return rows >= TILED && cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
+    return cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
@@ -210,16 +207,6 @@ EXPORT void experts_sum(const WeightedSum* s, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t token = 0; token < s->tokens; token++)
         s->type == F32 ? sum_token<float>(*s, token) : sum_token<uint16_t>(*s, token);
-}
-
-// A ragged batch of queries against a cache in blocks, as attention.h says; head_dim is a multiple of 16. 0: done; 1: no
-// memory; 2: lengths or blocks that cannot be.
-EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads, have_amx()); }
-
-// Vectors x [vectors, head_dim] of F32 or BF16, contiguous, as an int4 cache holds them; head_dim is a multiple of 16. 0: done;
-// 1: no memory.
-EXPORT int pack_int4(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* to, int threads) {
-    return pack_vectors(x, type, vectors, head_dim, to, threads) ? 0 : 1;
 }
 
 // As likeliest in draw.h, of each of `rows` of logits, `stride` apart.

@@ -195,21 +195,6 @@ template <class Path> struct Attending {
     }
 };
 
-// Whether every block that will be read is one, and every token has its place.
-inline bool is_sound(const Attention& a) {
-    if (a.starts[0] != 0) return false;
-    for (int64_t s = 0; s < a.sequences; s++) {
-        const int64_t tokens = int64_t(a.starts[s + 1]) - a.starts[s], length = a.lengths[s];
-        if (tokens < 0 || tokens > length || length > a.table_width * a.block_size) return false;
-        if (!tokens) continue;
-        for (int64_t b = std::max<int64_t>(0, length - tokens + 1 - a.window) / a.block_size; b * a.block_size < length; b++) {
-            const int32_t block = a.table[s * a.table_width + b];
-            if (block < 0 || block >= a.blocks) return false;
-        }
-    }
-    return true;
-}
-
 // 0: done; 1: no memory; 2: the lengths or the table are wrong.
 template <class Path> int attend_by(const Attention& a, int threads) {
     if constexpr (Path::ROTATED) {
@@ -232,16 +217,15 @@ template <class Path> int attend_by(const Attention& a, int threads) {
         return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
     }
 }
-inline int attend_any(const Attention& a, int threads, bool tiles) try {
+inline int attend_any(const Attention& a, int threads) try {
     if (!is_sound(a)) return 2;
 #if AMX
-    if (tiles && a.query_type == BF16) {
+    if (have_amx() && a.query_type == BF16) {
         if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
         if (a.cache_type == CACHE_INT4) return attend_by<TilePath<Int4>>(a, threads);
     }
 #endif
-    (void)tiles;
     if (a.cache_type == CACHE_INT8) return attend_by<FloatPath<int8_t>>(a, threads);
     if (a.cache_type == CACHE_INT4) return attend_by<FloatPath<Int4>>(a, threads);
     if (a.cache_type == CACHE_BF16) return attend_by<FloatPath<uint16_t>>(a, threads);

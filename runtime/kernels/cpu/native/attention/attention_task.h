@@ -10,8 +10,6 @@
 
 #include "attention/attention_int4.h"
 
-namespace {
-
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, CACHE_INT4 = 3 };
 
 struct Attention {  // mirrored by build.py
@@ -29,6 +27,28 @@ struct Attention {  // mirrored by build.py
     float scale, softcap;  // score = scale * dot; softcap * tanh(score / softcap) where that is not 0
     int32_t query_type, cache_type, out_type;
 };
+
+// A ragged batch of queries against a cache in blocks; head_dim is a multiple of 16. 0: done; 1: no memory; 2: lengths or blocks
+// that cannot be. In attention_cpu.cpp.
+EXPORT int attend(const Attention* a, int threads);
+
+namespace {
+
+// Whether every block that will be read is one, and every token has its place.
+inline bool is_sound(const Attention& a) {
+    if (a.starts[0] != 0) return false;
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t tokens = int64_t(a.starts[s + 1]) - a.starts[s], length = a.lengths[s];
+        if (tokens < 0 || tokens > length || length > a.table_width * a.block_size) return false;
+        if (!tokens) continue;
+        for (int64_t b = std::max<int64_t>(0, length - tokens + 1 - a.window) / a.block_size; b * a.block_size < length; b++) {
+            const int32_t block = a.table[s * a.table_width + b];
+            if (block < 0 || block >= a.blocks) return false;
+        }
+    }
+    return true;
+}
+
 // Elements from one position to the next: values or codes of a head, or the bytes of an int4 vector.
 inline int64_t vector_size(const Attention& a) { return a.cache_type == CACHE_INT4 ? int4_bytes(a.head_dim) : a.head_dim; }
 // The vector of keys or values that begins at an element.

@@ -9,6 +9,9 @@
 
 #include "products/packed_integer.h"
 
+// y[0] to y[rows - 1]: the 16 outputs of one row block, of up to FEW rows of integers. In few_rows_cpu.cpp.
+void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
+
 namespace {
 
 // Memory of one call, given back at its end.
@@ -36,7 +39,9 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
 }
 
 // Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
-#if WIDTH == 64 || WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
+#if WIDTH == 64
+constexpr int64_t FEW = 8;
+#elif WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
 constexpr int64_t FEW = 4;
 #elif WIDTH
 constexpr int64_t FEW = 2;
@@ -44,21 +49,6 @@ constexpr int64_t FEW = 2;
 constexpr int64_t FEW = 0;
 #endif
 #if WIDTH
-template <int B, int M> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    if constexpr (LEVELS<B>)
-        if (w.factors) return rows_levels<B, M>(w, row_block, x, y);
-    if (cut_of(w).segment < INPUTS) rows_bytes<B, M, FOURS / 2>(w, row_block, x, y);
-    else rows_bytes<B, M, FOURS>(w, row_block, x, y);
-}
-template <int B> void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    if (rows == 1) return few_rows_of<B, 1>(w, row_block, x, y);
-    if (rows == 2) return few_rows_of<B, 2>(w, row_block, x, y);
-    if constexpr (FEW > 2) {
-        if (rows == 3) return few_rows_of<B, 3>(w, row_block, x, y);
-        few_rows_of<B, 4>(w, row_block, x, y);
-    }
-}
-
 // Rows of activations as integers in bytes, in memory that is given.
 struct IntegerRows {
     int64_t inputs;
@@ -71,7 +61,7 @@ struct IntegerRows {
     IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
         const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
         const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
-                          reinterpret_cast<float*>(memory + room + 2 * notes), inputs / cut.segment, 1};
+                          reinterpret_cast<float*>(memory + room + 2 * notes), 1, rows};
         bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
     }
     // x [inputs] becomes row `row`.
@@ -79,9 +69,9 @@ struct IntegerRows {
         int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
         const Units own = bytes.units.from(row);
         for (int64_t i = 0; i < inputs; i += SPAN) {
-            const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment;
+            const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * own.segment;
             int16_t integers[SPAN];
-            make_integers(x + i, count, cut, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, 1});
+            make_integers(x + i, count, cut, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, own.segment});
             cut_bytes(integers, count, high + i, high + bytes.stride + i);
         }
     }
@@ -135,7 +125,7 @@ public:
                 const FewProduct& one = products[turn.product];
                 const int64_t n = i - starts[turn.product];
                 float part[FEW][ROWS];
-                by_bits(*one.weight, [&](auto bits) { few_rows<bits.value>(*one.weight, n, x.from(one.first), one.count, part); });
+                few_rows(*one.weight, n, x.from(one.first), one.count, part);
                 for (int64_t m = 0; m < one.count; m++)
                     store_row(one.y, BF16, m * one.stride + n * ROWS, part[m], std::min<int64_t>(ROWS, one.weight->rows - n * ROWS));
             }

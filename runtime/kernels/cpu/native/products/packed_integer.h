@@ -1,18 +1,9 @@
-// Rows of bf16 as 16-bit integers, and few rows of them times a weight: exact sums of bytes with AVX-512 VNNI, AVX-VNNI, AVX2 or
-// NEON's dot products.
+// Rows of bf16 as 16-bit integers, in words and in bytes, codes as bytes, and dot products of bytes: with AVX-512 VNNI, AVX-VNNI,
+// AVX2 or NEON.
 
 #pragma once
 
 #include "products/packed_scales.h"
-
-namespace {
-
-inline float power_of_two(int exponent) {
-    const uint32_t word = uint32_t(127 + exponent) << 23;
-    float value;
-    memcpy(&value, &word, 4);
-    return value;
-}
 
 // What rows of activations are in units of, segment by segment. Those of a row and a segment lie at row * `row` + segment * `segment`.
 struct Units {
@@ -22,6 +13,22 @@ struct Units {
     int64_t row, segment;
     Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // without the rows before
 };
+
+// Integers in bytes: [rows][high, low][stride].
+struct Bytes {
+    const int8_t* bytes;
+    int64_t stride;  // inputs and a cache line: rows a power of two apart would share a few lines of the cache
+    Units units;
+};
+
+namespace {
+
+inline float power_of_two(int exponent) {
+    const uint32_t word = uint32_t(127 + exponent) << 23;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
 
 // How every path adds a span to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift of each segment,
 // each rounded once. The unit and the shifts are of the row's.
@@ -130,121 +137,6 @@ template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* 
     code = (U)((int8x16_t)code - int8_t(ZERO<B>));
 #endif
     return code;
-}
-
-// Integers in bytes: [rows][high, low][stride].
-struct Bytes {
-    const int8_t* bytes;
-    int64_t stride;  // inputs and a cache line: rows a power of two apart would share a few lines of the cache
-    Units units;
-};
-
-// Sums of a segment for the rows of one half of a block: of `steps` blocks, or of one from four `first` on, of `PART` fours a
-// block. The segment is at `place` of the units.
-template <int B, int M, int PART>
-inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int64_t steps, int first, int half, const Bytes& x, int64_t input,
-                                                       int64_t place, I (&sum)[M]) {
-    constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
-    I high[M][CHAINS] = {}, low[M][CHAINS] = {};
-    for (int64_t b = 0; b < steps; b++, block += STORED<B> * 64) {
-        const int8_t* at = x.bytes + input + b * INPUTS;
-        if (half == 0 && first == 0) prefetch_twice<B>(block);
-#pragma GCC unroll 8
-        for (int q = first; q < first + PART; q++) {
-            const U codes = four_of<B>(block, q, half);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                int32_t two[2];
-                memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
-                memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
-                high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
-                low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-        sum[m] = high[m][0] * 256 + low[m][0] - (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[m * x.units.row + place]);
-    }
-}
-
-// Adds a span's sums, whose units are at `place`.
-template <int M> inline void add_span(const int32_t (*sums)[ROWS], const Floats* scale, const Bytes& x, int64_t place, Floats (*total)[M]) {
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++)
-            total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), scale[part],
-                                    spread_lanes(x.units.unit[m * x.units.row + place]), total[part][m]);
-}
-template <int M> inline void add_offsets(const Floats* offset, const Bytes& x, int64_t place, Floats (*total)[M]) {
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++)
-            total[part][m] = shifted(offset[part], spread_lanes(x.units.shift[m * x.units.row + place]), total[part][m]);
-}
-
-// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `PART` fours of a block.
-// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
-template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    const int64_t segment = cut_of(w).segment, steps = PART == FOURS ? segment / INPUTS : 1, together = w.group / segment;
-    constexpr int64_t size = STORED<B> * 64;  // of a block
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
-    Floats total[PARTS][M] = {};
-    int64_t at = row_block * (w.inputs / w.group);
-    GroupScales group(w, at);
-    for (int64_t input = 0, s = 0, next = together; input < w.inputs; input += steps * INPUTS, block += steps * size)
-#pragma GCC unroll 2
-        for (int first = 0; first < FOURS; first += PART, s++) {
-            if (s == next) group = GroupScales(w, ++at), next += together;
-            alignas(64) int32_t sums[M][ROWS];
-#pragma GCC unroll 2
-            for (int half = 0; half < HALVES; half++) {
-                I sum[M];
-                sum_segment<B, M, PART>(block, steps, first, half, x, input, s * x.units.segment, sum);
-                for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &sum[m], WIDTH);
-            }
-            add_span<M>(sums, group.scale, x, s * x.units.segment, total);
-            if (w.offsets) add_offsets<M>(group.offset, x, s * x.units.segment, total);
-        }
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
-}
-
-// As above, of super-blocks.
-template <int B, int M> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    constexpr int64_t size = STORED<B> * 64;
-    constexpr int PART = LEVELS<B> / 4;
-    const int64_t span = cut_of(w).span;
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
-    const int64_t groups = row_block * (w.inputs / LEVELS<B>);
-    const int8_t* level = static_cast<const int8_t*>(w.scales) + groups * ROWS;
-    Floats total[PARTS][M] = {};
-    for (int64_t input = 0, s = 0; input < w.inputs; input += span) {
-        alignas(64) int32_t sums[M][ROWS];
-        const int64_t place = s;
-#pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) {
-            I whole[M] = {};
-            s = place;
-            for (int64_t i = 0; i < span; i += INPUTS)
-#pragma GCC unroll 2
-                for (int first = 0; first < FOURS; first += PART, s++) {
-                    I sum[M], levels;
-                    for (int j = 0; j < WIDTH / 4; j++) levels[j] = level[s * ROWS + half * (WIDTH / 4) + j];
-                    sum_segment<B, M, PART>(block + i / INPUTS * size, 1, first, half, x, input + i, s * x.units.segment, sum);
-                    for (int m = 0; m < M; m++) whole[m] += sum[m] * levels;
-                }
-            for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &whole[m], WIDTH);
-        }
-        block += span / INPUTS * size;
-        const Factors factors(w, row_block, input);
-        add_span<M>(sums, factors.scale, x, place * x.units.segment, total);
-        for (int64_t i = place; w.offsets && i < s; i++)
-            add_offsets<M>(GroupScales(w, groups + i, factors).offset, x, i * x.units.segment, total);
-    }
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
 }
 #endif
 

@@ -44,15 +44,8 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && VECTOR == 64 && defined(__linux__)
 #define AMX 1
 #endif
+// Outside the unnamed namespace is what several files of code share.
 #define EXPORT extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
-
-constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
-constexpr int64_t SUPER_BLOCK = 256;  // inputs that share the factors of their scales
-constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
 struct Weight {  // mirrored by build.py
     const uint8_t* codes;
@@ -63,6 +56,14 @@ struct Weight {  // mirrored by build.py
     int32_t bits, scale_type;
     int32_t e2m1;  // whether codes are E2M1 and not integers; then `scales` are of half their values
 };
+
+namespace {
+
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+
+constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
+constexpr int64_t SUPER_BLOCK = 256;  // inputs that share the factors of their scales
+constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
