@@ -9,7 +9,8 @@
 
 #include "products/packed_integer.h"
 
-// y[0] to y[rows - 1]: the 16 outputs of one row block, of up to FEW rows of integers. In few_rows_cpu.cpp.
+// y[0] to y[rows - 1]: the 16 outputs of one row block, of up to FEW rows of integers, whose units lie row beside row. In
+// few_rows_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
 
 namespace {
@@ -48,6 +49,7 @@ constexpr int64_t FEW = 2;
 #else
 constexpr int64_t FEW = 0;
 #endif
+constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // rows up to which each thread makes all integers for itself
 #if WIDTH
 // Rows of activations as integers in bytes, in memory that is given.
 struct IntegerRows {
@@ -147,13 +149,13 @@ class FewStage {
 public:
     // The weights are alike in inputs and their cut.
     FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
-        : x(x), inputs(products[0].weight->inputs), cut(cut_of(*products[0].weight)), memory((rows() <= FEW ? threads : 1) * size()),
+        : x(x), inputs(products[0].weight->inputs), cut(cut_of(*products[0].weight)), memory((rows() <= OWN ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
 
     // By all threads of a region, of which this is `self`. Each makes all rows for itself: of few that is sooner done than waited for.
     void multiply(int self) {
-        if (rows() > FEW) return multiply_shared([](int64_t) {});
+        if (rows() > OWN) return multiply_shared([](int64_t) {});
         FewBlocks::Turn turn{};
         if (!blocks.take(turn)) return;
         const IntegerRows own = integers(self);
