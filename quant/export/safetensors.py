@@ -45,7 +45,8 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             if not bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
                 if not request.requantize:
                     what = f"{_stored(weights, name, values)} weights, which {kind} does not hold exactly"
-                    raise would_round(name, what, "requantize" if dtype == torch.float32 else "fp32-or-requantize")
+                    narrow = dtype != torch.float32
+                    raise would_round(name, what, code="fp32-or-requantize" if narrow else "requantize")
                 rounded.append(Rounded(name, kind, squared_error(values, cast)))
             writer.write(name, cast)
             progress("exporting", done, len(dtypes))
