@@ -6,6 +6,7 @@ through `runtime.utils.sanitize`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Self
 
@@ -76,6 +77,17 @@ class GateError(UserError):
     """The work was done, but its result fails a check that was asked for."""
 
     exit_code = ExitCode.GATE
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The reason why a kernel or a pass does not take a piece of work: a code and its values.
+
+    `cli/reasons.py` holds the message of each code; a test compares the two.
+    """
+
+    code: str
+    data: Mapping[str, object] = field(default_factory=dict)
 
 
 def in_a_line(error: BaseException) -> str:
