@@ -9,8 +9,8 @@ from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.search import FoundModel, search_models
-from mycli.runtime.models.config import families
 from mycli.runtime.models.multimodal import TEXT_PARTS
+from mycli.runtime.models.registry import families
 
 EXAMPLES = (
     "mycli search llama 3.2  # needs the network",

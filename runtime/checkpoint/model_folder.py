@@ -15,9 +15,10 @@ from mycli.runtime.checkpoint.formats import Headers, described, read_quantizati
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
 from mycli.runtime.models.multimodal import PREDICTOR, PredictorPart, TextPart
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes

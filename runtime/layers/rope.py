@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.registry import ROTATION
-from mycli.runtime.models.config import ModelConfig, RopeScaling
-from mycli.runtime.models.part_spec import RopeSpec
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
 
 
 def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device) -> Tensor:

@@ -4,53 +4,70 @@ Knows the shape of every tensor of the decoder families supported here, and how 
 reads it. Does not import torch, and does not know where a file lies or which tensors are quantized.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models import families as family_modules
-from mycli.runtime.models.decoder_layer import decoder_layer
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import ActivationName, AttentionSpec, LinearSpec, NormSpec, RopeSpec, Shape
-from mycli.runtime.models.refused import REFUSED
+from mycli.runtime.models.part_spec import (
+    ActivationName,
+    AttentionSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+    RopeScaling,
+    RopeSpec,
+    Shape,
+)
 from mycli.runtime.utils.dtypes import Dtype
-from mycli.runtime.utils.json_fields import Fields
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Kv = Literal["auto", "bf16", "int8", "int4"]  # how the cache holds keys and values; auto: as they are computed
 
 MAX_LAYERS = 4096
 MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched past the trained context. Unused fields keep their neutral value.
-
-    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise). `short` and
-    `long`, of longrope, divide the frequencies, one number for each: in contexts of up to `original_context` tokens,
-    and in longer ones. `share`: of the frequencies, the first that turn (proportional). Queries are multiplied by
-    1 + `query_beta` ln(1 + floor(position / original_context)).
-    """
-
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
-    share: float = 1.0
-    query_beta: float = 0.0
+def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
+    """A layer of the Llama kind: a norm before each part, q, k, v, gate and up each a tensor of its own."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    up = LinearSpec(f"{mlp}.up_proj", inner, hidden, config.mlp_bias)
+    gate = LinearSpec(f"{mlp}.gate_proj", inner, hidden, config.mlp_bias)
+    return LayerSpec(
+        index,
+        AttentionSpec(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            window=config.window(index),
+            norm=config.norm_of(f"{prefix}.input_layernorm"),
+            qkv=(
+                LinearSpec(f"{attention}.q_proj", query, hidden, config.qkv_bias),
+                LinearSpec(f"{attention}.k_proj", key, hidden, config.qkv_bias),
+                LinearSpec(f"{attention}.v_proj", key, hidden, config.qkv_bias),
+            ),
+            q_norm=config.norm_of(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=config.norm_of(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            o=LinearSpec(f"{attention}.o_proj", hidden, query, config.output_bias),
+            rope=config.rotation(index),
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            residual=config.residual_scale,
+        ),
+        MlpSpec(
+            size=inner,
+            norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
+            gate_up=(up,) if config.activation == "relu2" else (gate, up),
+            down=LinearSpec(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
+            activation=config.activation,
+            residual=config.residual_scale,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # sliding window per layer; empty: none anywhere
     eos: tuple[int, ...] = ()
     bos: int | None = None
-    declare: Callable[["ModelConfig", int], LayerSpec] = decoder_layer
+    declare: Callable[["ModelConfig", int], LayerSpec] = llama_layer
     activation: ActivationName = "silu"
     rotary_dim: int | None = None
     interleaved: bool = False
@@ -285,21 +302,3 @@ def _check_attention(spec: AttentionSpec) -> None:
         for key, factors in (("short_factor", spec.rope.scaling.short), ("long_factor", spec.rope.scaling.long)):
             if len(factors) != spec.rope.dim // 2:
                 raise ModelError(f"config.json: {key} has {len(factors)} numbers for {spec.rope.dim // 2} pairs", "")
-
-
-def families() -> list[str]:
-    """The `model_type` values that can be read: the modules of `runtime.models.families`."""
-    return sorted(module.name for module in pkgutil.iter_modules(family_modules.__path__))
-
-
-def parse_config(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a parsed config.json. Raises ModelError naming the field at fault."""
-    model_type = raw.text("model_type")
-    if model_type not in families():
-        reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
-        raise raw.fail(
-            "model_type", f"{model_type!r:.60} is not supported{reason}", f"supported: {', '.join(families())}"
-        )
-    module = importlib.import_module(f"mycli.runtime.models.families.{model_type}")
-    config: ModelConfig = module.read(raw)
-    return config

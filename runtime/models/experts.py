@@ -5,16 +5,12 @@ A family says how many there are, how they are chosen and what their tensors are
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, Shape
 from mycli.runtime.utils.json_fields import Fields
-
-if TYPE_CHECKING:
-    from mycli.runtime.models.config import ModelConfig
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # those of `hf_config.NEUTRAL` that count experts
 MAX_EXPERTS = 1 << 15  # of all layers together: about as many as a folder may have tensors for
@@ -54,13 +50,13 @@ class Mixture:
     names: ExpertNames = ExpertNames()
     dense: frozenset[int] = frozenset()
     shared: int = 0
-    base: "Callable[[ModelConfig, int], LayerSpec]" = decoder_layer
+    base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
 
-    def __call__(self, config: "ModelConfig", index: int) -> LayerSpec:
+    def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """A layer of the kind of `base` with these experts; as `ModelConfig.declare`."""
         return self.put_into(self.base(config, index), config)
 
-    def put_into(self, layer: LayerSpec, config: "ModelConfig") -> LayerSpec:
+    def put_into(self, layer: LayerSpec, config: ModelConfig) -> LayerSpec:
         """`layer` with the experts in place of its MLP, unless it is one of the `dense`."""
         if layer.index in self.dense:
             return layer
@@ -91,7 +87,7 @@ class Mixture:
             StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
         )
 
-    def _mlp(self, prefix: str, size: int, config: "ModelConfig") -> MlpSpec:
+    def _mlp(self, prefix: str, size: int, config: ModelConfig) -> MlpSpec:
         names, hidden = self.names, config.hidden_size
         gate_up = LinearSpec(f"{prefix}.{names.gate}", size, hidden), LinearSpec(f"{prefix}.{names.up}", size, hidden)
         return MlpSpec(size, None, gate_up, LinearSpec(f"{prefix}.{names.down}", hidden, size), None, config.activation)

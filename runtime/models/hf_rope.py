@@ -7,7 +7,7 @@ Knows `rope_parameters`, `rope_scaling`, `rope_theta`, and what may stand in the
 import math
 from collections.abc import Collection, Mapping
 
-from mycli.runtime.models.config import RopeKind, RopeScaling
+from mycli.runtime.models.part_spec import RopeKind, RopeScaling
 from mycli.runtime.utils.json_fields import Fields
 
 UNSUPPORTED_HINT = "this program would compute something else than the model; use transformers or vLLM for it"

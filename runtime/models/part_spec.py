@@ -5,14 +5,12 @@ Knows names and shapes of tensors. Does not know what stands in a layer, or what
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from mycli.runtime.models.config import RopeScaling
+from typing import Literal, Protocol
 
 Shape = tuple[int, ...]
 # Of a gate, times what goes up beside it. relu2 has no gate; swiglu_clamped, of gpt-oss, has gate and up in turn.
 ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,31 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the trained context. Unused fields keep their neutral value.
+
+    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise). `short` and
+    `long`, of longrope, divide the frequencies, one number for each: in contexts of up to `original_context` tokens,
+    and in longer ones. `share`: of the frequencies, the first that turn (proportional). Queries are multiplied by
+    1 + `query_beta` ln(1 + floor(position / original_context)).
+    """
+
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    share: float = 1.0
+    query_beta: float = 0.0
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """A rotation of the first `dim` values of each head by position.
 
@@ -63,7 +86,7 @@ class RopeSpec:
 
     theta: float
     dim: int
-    scaling: "RopeScaling"
+    scaling: RopeScaling
     interleaved: bool = False
 
 

@@ -16,7 +16,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.models.config import parse_config
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.random_packed import PACKING, mixture_fields, random_model
 from tests.support.waiting_threads import wait_as_the_command_does

@@ -25,7 +25,8 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.models import CPU
 

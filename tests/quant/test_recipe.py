@@ -7,7 +7,8 @@ import pytest
 
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from mycli.runtime.engine.unfused import unfused
-from mycli.runtime.models.config import families
 from mycli.runtime.models.multimodal import TEXT_PARTS
-from mycli.runtime.models.refused import REFUSED
+from mycli.runtime.models.registry import REFUSED, families
 from tests.support.published import PUBLISHED, published
 
 MARKS = ("<!-- from the code: make docs -->", "<!-- end -->")

@@ -11,7 +11,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import RopeScaling
+from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.prefix_model import CONFIG, CPU
 
 CAPACITY = 32

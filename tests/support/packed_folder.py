@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import CheckpointWriter
-from mycli.runtime.models.config import parse_config
 from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields

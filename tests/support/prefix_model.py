@@ -15,7 +15,8 @@ from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 

@@ -10,8 +10,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
@@ -22,7 +21,7 @@ MODULUS = 65521
 
 def declare(config: ModelConfig, index: int) -> LayerSpec:
     """A layer that attends, whose cache holds the text, and one that keeps a state of two numbers."""
-    base, hidden = decoder_layer(config, index), config.hidden_size
+    base, hidden = llama_layer(config, index), config.hidden_size
     if index == 0:
         return base
     convolution = ConvolutionSpec("conv", 2, 2)

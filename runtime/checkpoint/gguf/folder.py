@@ -29,8 +29,9 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, parse_generation_config
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.gguf_tokenizer import end_ids, tokenizer_json, tokenizer_settings

@@ -4,8 +4,7 @@ turned, in the layers with a sliding window only; logits times a constant."""
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
@@ -13,7 +12,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's linears, one norm."""
-    llama = decoder_layer(config, index)
+    llama = llama_layer(config, index)
     return replace(llama, mlp=replace(llama.mlp, norm=None), parallel=True)
 
 

@@ -7,8 +7,7 @@ Files may hold a head that predicts a token further, which is not read.
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import ExpertNames, Mixture, read_counts
 from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
@@ -25,7 +24,7 @@ _NAMES = ExpertNames(
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's, beside the head that nothing reads."""
-    return replace(decoder_layer(config, index), unread=("model.mtp_",))
+    return replace(llama_layer(config, index), unread=("model.mtp_",))
 
 
 def _dense(raw: Fields, layers: int) -> frozenset[int]:

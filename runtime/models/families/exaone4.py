@@ -4,8 +4,7 @@ sliding window, the others do not turn their heads."""
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.families import olmo2
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeSpec
@@ -14,7 +13,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """OLMo 2's norms of the stream, Llama's place for those of heads."""
-    outputs, llama = olmo2.layer(config, index), decoder_layer(config, index).attention
+    outputs, llama = olmo2.layer(config, index), llama_layer(config, index).attention
     return replace(outputs, mixer=replace(outputs.attention, q_norm=llama.q_norm, k_norm=llama.k_norm))
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.json_fields import Fields
@@ -17,7 +16,7 @@ _HANDLED = ("attn_logit_softcapping", "final_logit_softcapping", "rope_parameter
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's linears between two norms each."""
-    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+    llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     after_attention = config.norm_of(f"{prefix}.post_attention_layernorm")
     before_mlp = config.norm_of(f"{prefix}.pre_feedforward_layernorm")
     after_mlp = config.norm_of(f"{prefix}.post_feedforward_layernorm")

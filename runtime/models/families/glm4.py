@@ -4,8 +4,7 @@ gate and up stored as one tensor."""
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
@@ -14,7 +13,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's layer with a norm behind each part."""
-    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+    llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
     after_attention = config.norm_of(f"{prefix}.post_self_attn_layernorm")
     after_mlp = config.norm_of(f"{prefix}.post_mlp_layernorm")

@@ -8,8 +8,7 @@ Files hold one layer more, which predicts a token further and is not read.
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_choice, read_counts
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -20,7 +19,7 @@ _NAMES = ExpertNames(shared="shared_experts", shared_gate=None, correction="gate
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's, beside the layer that nothing reads."""
-    return replace(decoder_layer(config, index), unread=(f"model.layers.{config.layers}.",))
+    return replace(llama_layer(config, index), unread=(f"model.layers.{config.layers}.",))
 
 
 def read_mixture(raw: Fields, layers: int) -> Mixture:

@@ -8,8 +8,7 @@ which store them transposed, are not read.
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_counts
 from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, StackSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
@@ -38,7 +37,7 @@ class GptOssLayers:
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """Llama's attention with sinks, and the experts."""
-        llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+        llama, prefix = llama_layer(config, index), f"model.layers.{index}"
         return replace(
             llama,
             mixer=replace(llama.attention, sinks=f"{prefix}.self_attn.sinks"),

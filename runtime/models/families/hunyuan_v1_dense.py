@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig, RopeScaling
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's layer with norms of its own name."""
-    llama, prefix = decoder_layer(config, index), f"model.layers.{index}.self_attn"
+    llama, prefix = llama_layer(config, index), f"model.layers.{index}.self_attn"
     attention = replace(
         llama.attention,
         q_norm=config.norm_of(f"{prefix}.query_layernorm", config.head_dim),

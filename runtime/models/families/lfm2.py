@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, ShortConvSpec
@@ -21,7 +20,7 @@ class ConvolutionLayers:
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """As `ModelConfig.declare`: Llama's layer under other names."""
-        base, layer, hidden = decoder_layer(config, index), f"model.layers.{index}", config.hidden_size
+        base, layer, hidden = llama_layer(config, index), f"model.layers.{index}", config.hidden_size
         gate, up = base.dense_mlp.gate_up
         mlp = replace(
             base.dense_mlp,

@@ -7,15 +7,14 @@ The residual stream itself enters q, k, v, gate and up.
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's linears, other norms."""
-    llama, prefix = decoder_layer(config, index), f"model.layers.{index}"
+    llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     attention = replace(
         llama.attention,
         norm=None,

@@ -6,8 +6,7 @@ What is projected may be clipped (`clip_qkv`), queries and keys after their norm
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
 from mycli.runtime.models.experts_spec import ExpertChoice
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -23,7 +22,7 @@ class OlmoeLayers:
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """Llama's attention with two norms, and the experts."""
-        llama, prefix = decoder_layer(config, index), f"model.layers.{index}.self_attn"
+        llama, prefix = llama_layer(config, index), f"model.layers.{index}.self_attn"
         attention = replace(
             llama.attention,
             q_norm=config.norm_of(f"{prefix}.q_norm", config.heads * config.head_dim),

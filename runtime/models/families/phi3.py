@@ -6,8 +6,7 @@ Phi-3.5 and 4-mini stretch their contexts by longrope, and 4-mini turns a part o
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
@@ -16,7 +15,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's layer with two of its products stored whole."""
-    llama, prefix, hidden = decoder_layer(config, index), f"model.layers.{index}", config.hidden_size
+    llama, prefix, hidden = llama_layer(config, index), f"model.layers.{index}", config.hidden_size
     qkv = LinearSpec(f"{prefix}.self_attn.qkv_proj", (config.heads + 2 * config.kv_heads) * config.head_dim, hidden)
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, hidden)
     return LayerSpec(index, replace(llama.attention, qkv=(qkv,)), replace(llama.dense_mlp, gate_up=(gate_up,)))

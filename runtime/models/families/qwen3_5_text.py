@@ -4,8 +4,7 @@ outputs, which turns a quarter of each head; norms of query and key heads, and g
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.decoder_layer import decoder_layer
+from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, Mixture
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -33,7 +32,7 @@ class DeltaLayers:
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         """As `ModelConfig.declare`."""
-        base = decoder_layer(config, index)
+        base = llama_layer(config, index)
         if self.mixture is not None:
             base = self.mixture.put_into(base, config)
         unread = ("mtp.",)  # of the head that predicts, a model of its own

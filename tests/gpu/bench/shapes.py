@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 
 INT4 = Packing(4, 128)

@@ -13,7 +13,7 @@ import pytest
 from mycli.quant.planning.memory import QuantizationWork, choose, need
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.models.config import parse_config
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.models import SMALL, random_model
 from tests.support.paths import ROOT

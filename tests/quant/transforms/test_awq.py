@@ -15,8 +15,9 @@ from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import OutputRows
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.rounding import problem

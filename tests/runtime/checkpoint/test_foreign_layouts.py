@@ -19,8 +19,8 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import prepare_product
-from mycli.runtime.models.config import parse_config
 from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields

@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from mycli.runtime.checkpoint.formats import read_quantization
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import parse_config
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 

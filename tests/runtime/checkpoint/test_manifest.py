@@ -15,7 +15,8 @@ from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError, NotFoundError
-from mycli.runtime.models.config import ModelConfig, parse_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import STORED
 from mycli.runtime.utils.json_fields import Fields

@@ -14,7 +14,7 @@ from mycli.runtime.engine import cuda_graph as replay
 from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.models.config import RopeScaling
+from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.fused_pass import CAPACITY, Sums, model, one, session, several
 from tests.support.graphs import recording
 from tests.support.prefix_model import CPU

@@ -18,7 +18,7 @@ from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import RopeScaling
+from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import in_lane, kept, together
 from tests.support.graphs import recording

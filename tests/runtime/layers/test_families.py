@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.models.config import families
+from mycli.runtime.models.registry import families
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
 from tests.support.family_parts import SMALL

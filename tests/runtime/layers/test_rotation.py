@@ -64,7 +64,7 @@ def test_the_short_factors_are_those_of_a_short_context() -> None:
     """However long the text is so far: keys stay as they were turned."""
     from dataclasses import replace
 
-    from mycli.runtime.models.config import RopeScaling
+    from mycli.runtime.models.part_spec import RopeScaling
 
     pairs = 64
     scaling = RopeScaling("longrope", 4.0, 16, short=(1.0,) * pairs, long=(2.0,) * pairs)

@@ -21,7 +21,8 @@ from mycli.runtime.memory.estimate import (
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
-from mycli.runtime.models.config import ModelConfig, RopeScaling
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.published import plan, published

@@ -8,7 +8,8 @@ import pytest
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import CACHE_BLOCK, cache_bytes, state_bytes
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
-from mycli.runtime.models.config import ModelConfig, families
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import families
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.published import PUBLISHED, plan, published
 

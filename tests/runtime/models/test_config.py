@@ -8,7 +8,9 @@ import pytest
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, RopeScaling, families, parse_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling
+from mycli.runtime.models.registry import families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 
 LLAMA: dict[str, Any] = {

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig, families, parse_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec, NormSpec, OutputRows, RopeSpec
-from mycli.runtime.models.refused import REFUSED
+from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 
 SHAPE: dict[str, Any] = {
