@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CPart, CToldPart
+from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CPart, CPerLayerPart
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.expert_slots import ExpertSource
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
 from mycli.runtime.layers.linear import Linear, load_linears
-from mycli.runtime.layers.native.parts import NativePart, Preparable, ReadyPart, attention_part, told_part
+from mycli.runtime.layers.native.parts import NativePart, Preparable, ReadyPart, attention_part, per_layer_part
 from mycli.runtime.layers.native.recurrent import CRecurrentPart, recurrent_part
 from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.layers.recurrent import make_mixer
@@ -158,9 +158,9 @@ class PerLayer(LayerPart):
         self._spec = spec
         self._prepared = self._native_part()
 
-    def prepare(self) -> CToldPart:
+    def prepare(self) -> CPerLayerPart:
         """As `Preparable.prepare`."""
-        return told_part(self._spec, self._around(), self._layer, self.gate, self.projection)
+        return per_layer_part(self._spec, self._around(), self._layer, self.gate, self.projection)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.inner`."""

@@ -23,7 +23,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CExpertsPart,
     CMlpPart,
     CParallelPart,
-    CToldPart,
+    CPerLayerPart,
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.registry import prepare_product
@@ -65,7 +65,7 @@ NAMES = {
     CMlpPart: "mlp",
     CExpertsPart: "experts",
     CParallelPart: "parallel",
-    CToldPart: "told",
+    CPerLayerPart: "per_layer",
     CDeltaPart: "delta",
     CConvolutionPart: "convolution",
 }

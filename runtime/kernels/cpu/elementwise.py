@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotation, Native
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotateTask, Native
 
 _FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
 GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clamped": 3}  # `GateType` of steps.h; relu2 has no gate
@@ -137,5 +137,5 @@ def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
     y = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
     sizes = sequences, tokens, heads, head_dim, half, x.stride(0), x.stride(1)
-    found.rotate(ctypes.byref(CRotation(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
+    found.rotate(ctypes.byref(CRotateTask(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
     return y

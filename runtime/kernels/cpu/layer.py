@@ -1,7 +1,4 @@
-"""Parts of layers on few rows of bf16, many in one call: the structures of layer.h and chain.h, and the calls.
-
-Knows addresses and shapes; which modules become which structure is decided in `runtime.layers.native`.
-"""
+"""Calls into C++ that run whole layer parts on few bf16 rows; the structures are those of layer.h and chain.h."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,14 +12,14 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.experts import CChoice
 from mycli.runtime.kernels.cpu.library.build import Native
 
-MOST_PARTS = 3  # of a product
-_NOT_FETCHED = 3  # what a chain returns where an expert could not be read
+# Each C* structure mirrors the C++ structure of the same name without the C in layer.h, experts_part.h,
+# recurrent_part.h or chain.h: same fields, same order.
+MAX_PARTS = 3  # products side by side in one linear (query, key and value)
+_NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain
 _FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
 
 
 class CProduct(ctypes.Structure):
-    """`Product` of layer.h."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "dense")),
         *((name, c_int64) for name in ("outputs", "inputs")),
@@ -30,30 +27,22 @@ class CProduct(ctypes.Structure):
 
 
 class CLinear(ctypes.Structure):
-    """`Linear` of layer.h."""
-
-    _fields_ = [("parts", CProduct * MOST_PARTS), ("count", c_int64), ("outputs", c_int64), ("bias", c_void_p)]
+    _fields_ = [("parts", CProduct * MAX_PARTS), ("count", c_int64), ("outputs", c_int64), ("bias", c_void_p)]
 
 
-class CGain(ctypes.Structure):
-    """`Gain` of layer.h."""
-
+class CNormParams(ctypes.Structure):
     _fields_ = [("gain", c_void_p), ("size", c_int64), ("eps", c_float), ("type", c_int32), ("centred", c_int32)]
 
 
-class CSum(ctypes.Structure):
-    """`Sum` of layer.h."""
-
-    _fields_ = [("norm", CGain), ("scalar", c_void_p), ("hidden", c_int64), ("residual", c_float)]
+class CResidualAdd(ctypes.Structure):
+    _fields_ = [("norm", CNormParams), ("scalar", c_void_p), ("hidden", c_int64), ("multiplier", c_float)]
 
 
 class CAttentionPart(ctypes.Structure):
-    """`AttentionPart` of layer.h."""
-
     _fields_ = [
-        *((name, CGain) for name in ("norm", "q_norm", "k_norm", "v_norm")),
+        *((name, CNormParams) for name in ("norm", "q_norm", "k_norm", "v_norm")),
         *((name, CLinear) for name in ("qkv", "o")),
-        ("sum", CSum),
+        ("residual", CResidualAdd),
         ("sinks", c_void_p),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "half", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
@@ -62,38 +51,28 @@ class CAttentionPart(ctypes.Structure):
     ]
 
 
-class CFeed(ctypes.Structure):
-    """`Feed` of layer.h."""
-
+class CFeedForward(ctypes.Structure):
     _fields_ = [("gate_up", CLinear), ("down", CLinear), ("size", c_int64), ("gate_type", c_int64)]
 
 
 class CMlpPart(ctypes.Structure):
-    """`MlpPart` of layer.h."""
-
-    _fields_ = [("norm", CGain), ("feed", CFeed), ("sum", CSum)]
+    _fields_ = [("norm", CNormParams), ("feed", CFeedForward), ("residual", CResidualAdd)]
 
 
 class CParallelPart(ctypes.Structure):
-    """`ParallelPart` of layer.h."""
-
     _fields_ = [("attention", CAttentionPart), ("mlp", CMlpPart)]
 
 
-class CToldPart(ctypes.Structure):
-    """`ToldPart` of layer.h."""
-
+class CPerLayerPart(ctypes.Structure):
     _fields_ = [
-        ("norm", CGain),
+        ("norm", CNormParams),
         *((name, CLinear) for name in ("gate", "projection")),
-        ("sum", CSum),
-        *((name, c_int64) for name in ("first", "size", "gate_type")),
+        ("residual", CResidualAdd),
+        *((name, c_int64) for name in ("offset", "size", "gate_type")),
     ]
 
 
 class CExpertProduct(ctypes.Structure):
-    """`ExpertProduct` of experts_part.h; it holds the arrays that it is given."""
-
     _fields_ = [
         *((name, ctypes.POINTER(c_void_p)) for name in ("weights", "biases")),
         *((name, c_int64) for name in ("outputs", "inputs", "stored")),
@@ -101,46 +80,44 @@ class CExpertProduct(ctypes.Structure):
 
 
 class Fetch:
-    """`Fetch` of experts_part.h: asks `make_ready` for the experts that a pass has hit, piece by piece.
+    """The callback by which C++ has the experts that a pass chose read into memory, batch by batch.
 
-    make_ready: of a pass the first time, with the experts hit; the places in them of those that are ready then, and
-    piece by piece of all. What it raises is raised by the pass.
+    `load(experts)` yields, for each batch, the indices into `experts` that are now in memory. An exception raised there
+    is raised again by the pass (`take_error`).
     """
 
-    def __init__(self, make_ready: Callable[[Sequence[int]], Iterable[Sequence[int]]]) -> None:
-        self._make_ready = make_ready
-        self._pieces: Iterator[Sequence[int]] = iter(())
-        self._raised: BaseException | None = None
+    def __init__(self, load: Callable[[Sequence[int]], Iterable[Sequence[int]]]) -> None:
+        self._load = load
+        self._batches: Iterator[Sequence[int]] = iter(())
+        self._error: BaseException | None = None
         self.function = _FETCH(self._fetch)
 
-    def _fetch(self, piece: int, hit: Sequence[int], hits: int, ready: list[int]) -> int:
+    def _fetch(self, batch: int, experts: Sequence[int], count: int, ready: list[int]) -> int:
         try:
-            if not piece:
-                self._pieces = iter(self._make_ready(hit[:hits]))
-            places = next(self._pieces)
-        except BaseException as error:  # no exception passes through C
-            self._raised = error
+            if not batch:
+                self._batches = iter(self._load(experts[:count]))
+            loaded = next(self._batches)
+        except BaseException as error:  # an exception must not pass through C
+            self._error = error
             return 0
-        for place in places:
-            ready[place] = 1
-        return len(places)
+        for index in loaded:
+            ready[index] = 1
+        return len(loaded)
 
-    def failure(self) -> BaseException | None:
-        """What was raised, if anything; it is let go of."""
-        error, self._raised = self._raised, None
+    def take_error(self) -> BaseException | None:
+        """Return and clear the exception of the last fetch."""
+        error, self._error = self._error, None
         return error
 
 
 class CExpertsPart(ctypes.Structure):
-    """`ExpertsPart` of experts_part.h; `fetcher` has the function that it fetches by, where it does."""
-
     fetcher: Fetch | None = None
 
     _fields_ = [
-        *((name, CGain) for name in ("norm", "router_norm", "expert_norm", "expert_output_norm")),
-        *((name, CGain) for name in ("shared_norm", "shared_output_norm")),
+        *((name, CNormParams) for name in ("norm", "router_norm", "expert_norm", "expert_output_norm")),
+        *((name, CNormParams) for name in ("shared_norm", "shared_output_norm")),
         *(("router", CLinear), ("gate_up", CExpertProduct), ("down", CExpertProduct)),
-        *(("shared", CFeed), ("shared_gate", CLinear), ("sum", CSum), ("scales", c_void_p)),
+        *(("shared", CFeedForward), ("shared_gate", CLinear), ("residual", CResidualAdd), ("scales", c_void_p)),
         ("choice", CChoice),
         *((name, c_int64) for name in ("experts", "size", "gate_type")),
         ("fetch", _FETCH),
@@ -148,113 +125,103 @@ class CExpertsPart(ctypes.Structure):
 
 
 class CDeltaPart(ctypes.Structure):
-    """`DeltaPart` of recurrent_part.h."""
-
     _fields_ = [
-        *((name, CGain) for name in ("norm", "head_norm")),
+        *((name, CNormParams) for name in ("norm", "head_norm")),
         *((name, CLinear) for name in ("projection", "gates", "out")),
-        ("sum", CSum),
+        ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias")),
         *((name, c_int64) for name in ("taps", "heads", "key_heads", "key_dim", "value_dim", "by_key_head")),
     ]
 
 
 class CConvolutionPart(ctypes.Structure):
-    """`ConvolutionPart` of recurrent_part.h."""
-
     _fields_ = [
-        ("norm", CGain),
+        ("norm", CNormParams),
         *((name, CLinear) for name in ("projection", "out")),
-        ("sum", CSum),
+        ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("weight", "bias")),
         *((name, c_int64) for name in ("channels", "taps")),
     ]
 
 
-class CTurn(ctypes.Structure):
-    """`Turn` of layer.h."""
-
+class CRotation(ctypes.Structure):
     _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("scale", c_void_p)]
 
 
 class CPassRows(ctypes.Structure):
-    """`PassRows` of layer.h; it holds the array of turns that it is given."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "lengths", "table", "slots", "drafts")),
-        ("turns", ctypes.POINTER(CTurn)),
-        *((name, c_void_p) for name in ("told", "kept")),
-        *((name, c_int64) for name in ("rows", "sequences", "table_width", "told_width", "by_position")),
+        ("rotations", ctypes.POINTER(CRotation)),
+        *((name, c_void_p) for name in ("per_layer_inputs", "draft_inputs")),
+        *((name, c_int64) for name in ("rows", "sequences", "table_width", "per_layer_stride", "by_position")),
     ]
 
 
-class CPlace(ctypes.Structure):
-    """`Place` of layer.h."""
-
+class CLayerCache(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        *((name, c_int64) for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type", "turn")),
+        *(
+            (name, c_int64)
+            for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type", "rotation")
+        ),
     ]
 
 
-class CStatePlace(ctypes.Structure):
-    """`StatePlace` of recurrent_part.h."""
-
-    _fields_ = [*((name, c_void_p) for name in ("inputs", "matrices")), ("slots", c_int64), ("at", c_int64)]
+class CLayerStates(ctypes.Structure):
+    _fields_ = [*((name, c_void_p) for name in ("inputs", "matrices")), ("slots", c_int64), ("draft_offset", c_int64)]
 
 
 class CHead(ctypes.Structure):
-    """`Head` of chain.h."""
-
-    _fields_ = [("norm", CGain), ("product", CLinear)]
+    _fields_ = [("norm", CNormParams), ("product", CLinear)]
 
 
-CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CToldPart | CDeltaPart | CConvolutionPart
+CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CPerLayerPart | CDeltaPart | CConvolutionPart
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
 
 class _CStep(ctypes.Structure):
-    """`Step` of chain.h."""
-
-    _fields_ = [("kind", c_int64), ("part", c_void_p), ("place", c_void_p)]
+    _fields_ = [("kind", c_int64), ("part", c_void_p), ("cache", c_void_p)]
 
 
 class CChain:
-    """Parts in order, and a place for each that reads the cache, ready to be run in one call; it holds them."""
+    """Layer parts in order, each with the cache that it reads, run in one call; keeps all its structures alive."""
 
-    def __init__(self, parts: Sequence[CPart], places: Sequence[CPlace | CStatePlace | None]) -> None:
-        self.parts, self._places = tuple(parts), places
+    def __init__(self, parts: Sequence[CPart], caches: Sequence[CLayerCache | CLayerStates | None]) -> None:
+        self.parts, self._caches = tuple(parts), caches
         steps = [
-            _CStep(_KINDS[type(part)], ctypes.addressof(part), None if place is None else ctypes.addressof(place))
-            for part, place in zip(parts, places, strict=True)
+            _CStep(_KINDS[type(part)], ctypes.addressof(part), None if cache is None else ctypes.addressof(cache))
+            for part, cache in zip(parts, caches, strict=True)
         ]
-        self.steps = (_CStep * len(steps))(*steps), len(steps)  # as native code takes them
+        self.steps = (_CStep * len(steps))(*steps), len(steps)  # the first two arguments of the C++ functions
 
     def __call__(self, library: Native, rows: CPassRows, x: Tensor) -> Tensor:
-        """The stream x [..., hidden], bf16 and contiguous, through all parts. The cache takes keys, values and states.
+        """Run the parts on the residual stream x [..., hidden], contiguous bf16, and fill the cache.
 
-        Raises ValueError where lengths, blocks or slots cannot be, and what fetching experts raises.
+        Raises ValueError if lengths, blocks or slots are out of range, ResourceError without memory, and whatever
+        loading an expert raises.
         """
         out = torch.empty_like(x)
-        asked = *self.steps, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
-        self.check(library.run_parts(*asked, torch.get_num_threads()), rows)
+        arguments = *self.steps, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
+        self.check(library.run_parts(*arguments, torch.get_num_threads()), rows)
         return out
 
-    def check(self, failed: int, rows: CPassRows) -> None:
-        """Raise what native code says went wrong, 0 for nothing, in a pass over `rows`."""
-        if failed == 1:
+    def check(self, status: int, rows: CPassRows) -> None:
+        """Raise the error for the `status` that a C++ pass over `rows` returned; 0 is success."""
+        if status == _NO_MEMORY:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
-        if failed == _NOT_FETCHED:
+        if status == _NOT_FETCHED:
             fetchers = (part.fetcher for part in self.parts if isinstance(part, CExpertsPart))
-            raise next(error for one in fetchers if one is not None and (error := one.failure()) is not None)
-        if failed:
-            raise ValueError("the lengths do not fit the blocks, or slots those that there are")
+            raise next(
+                error for fetcher in fetchers if fetcher is not None and (error := fetcher.take_error()) is not None
+            )
+        if status:
+            raise ValueError("sequence lengths do not fit their cache blocks, or a state slot does not exist")
 
 
 def run_head(library: Native, head: CHead, x: Tensor) -> Tensor:
-    """The stream x [rows, hidden], bf16 and contiguous, normed and multiplied: bf16 [rows, vocab]."""
+    """Return the bf16 logits [rows, vocab] of the residual stream x [rows, hidden], contiguous bf16."""
     out = x.new_empty(len(x), head.product.outputs)
-    asked = ctypes.byref(head), len(x), x.data_ptr(), out.data_ptr()
-    if library.run_head(*asked, torch.get_num_threads()):
+    arguments = ctypes.byref(head), len(x), x.data_ptr(), out.data_ptr()
+    if library.run_head(*arguments, torch.get_num_threads()):
         raise ResourceError(f"no memory for the logits of {len(x)} rows", code="less-context")
     return out

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.cpu.layer import CChain, CPlace, CStatePlace
+from mycli.runtime.kernels.cpu.layer import CChain, CLayerCache, CLayerStates
 from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block, Parallel
@@ -44,7 +44,7 @@ class _Run:
             chain = self.chains[native.cache] = CChain([one.part for one in self.parts], places)
         return chain
 
-    def _place(self, ready: ReadyPart, native: NativePass) -> CPlace | CStatePlace | None:
+    def _place(self, ready: ReadyPart, native: NativePass) -> CLayerCache | CLayerStates | None:
         if ready.mixer is not None:
             return self.states.place(ready, native.cache)
         return None if ready.layer is None else native.place(ready)

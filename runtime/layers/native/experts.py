@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
-from mycli.runtime.kernels.cpu.layer import CExpertProduct, CExpertsPart, CFeed, CLinear, Fetch
+from mycli.runtime.kernels.cpu.layer import CExpertProduct, CExpertsPart, CFeedForward, CLinear, Fetch
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native.parts import feed, gate_type
-from mycli.runtime.layers.native.tensors import Around, NotNative, bias_address, c_gain, c_linear, c_sum, vectors
+from mycli.runtime.layers.native.tensors import Around, NotNative, bias_address, c_linear, c_norm, c_residual, vectors
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -90,14 +90,14 @@ def _product(linears: Sequence[Linear], fetched: bool) -> CExpertProduct:
 def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpertsPart:
     """Experts as experts_part.h has them. Raises NotNative."""
     part = CExpertsPart(
-        c_gain(around.norm),
-        *(c_gain(norm) for norm in own.norms),
+        c_norm(around.norm),
+        *(c_norm(norm) for norm in own.norms),
         c_linear(own.router),
         _product(own.gate_up, own.fetch is not None),
         _product(own.down, own.fetch is not None),
-        CFeed() if spec.shared is None or own.shared is None else feed(spec.shared.mlp, *own.shared),
+        CFeedForward() if spec.shared is None or own.shared is None else feed(spec.shared.mlp, *own.shared),
         CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
-        c_sum(around),
+        c_residual(around),
         None if own.scales is None else own.scales.data_ptr(),
         c_choice(spec.choice, own.correction),
         len(spec.experts),

@@ -20,20 +20,20 @@ from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
-    CFeed,
+    CFeedForward,
     CHead,
+    CLayerCache,
     CMlpPart,
     CPart,
     CPassRows,
-    CPlace,
-    CToldPart,
-    CTurn,
+    CPerLayerPart,
+    CRotation,
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Changes, Linear
-from mycli.runtime.layers.native.tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer, vectors
+from mycli.runtime.layers.native.tensors import Around, NotNative, c_linear, c_norm, c_residual, pointer, vectors
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
 from mycli.runtime.layers.rope import Rope
@@ -60,11 +60,11 @@ def attention_part(
         raise NotNative("takes no clips")
     half = 0 if rope is None else vectors(rope.dim // 2, "what is turned of a head")
     return CAttentionPart(
-        c_gain(around.norm),
-        *(c_gain(norm) for norm in norms),
+        c_norm(around.norm),
+        *(c_norm(norm) for norm in norms),
         c_linear(qkv),
         c_linear(o),
-        c_sum(around),
+        c_residual(around),
         pointer(sinks),
         heads=spec.heads,
         kv_heads=spec.kv_heads,
@@ -88,25 +88,25 @@ def gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
     return GATE_TYPES[spec.activation]
 
 
-def told_part(spec: PerLayerSpec, around: Around, layer: int, gate: Linear, projection: Linear) -> CToldPart:
+def per_layer_part(spec: PerLayerSpec, around: Around, layer: int, gate: Linear, projection: Linear) -> CPerLayerPart:
     """What a layer is told of its tokens as layer.h has it. Raises NotNative."""
     size, products = vectors(spec.gate.out_features, "what a layer is told"), (c_linear(gate), c_linear(projection))
-    return CToldPart(c_gain(around.norm), *products, c_sum(around), layer * size, size, gate_type(spec))
+    return CPerLayerPart(c_norm(around.norm), *products, c_residual(around), layer * size, size, gate_type(spec))
 
 
-def feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeed:
+def feed(spec: MlpSpec, gate_up: Linear, down: Linear) -> CFeedForward:
     """An MLP by itself, as layer.h has it. Raises NotNative."""
-    return CFeed(c_linear(gate_up), c_linear(down), vectors(spec.size, "an MLP"), gate_type(spec))
+    return CFeedForward(c_linear(gate_up), c_linear(down), vectors(spec.size, "an MLP"), gate_type(spec))
 
 
 def mlp_part(spec: MlpSpec, around: Around, gate_up: Linear, down: Linear) -> CMlpPart:
     """An MLP as layer.h has it. Raises NotNative."""
-    return CMlpPart(c_gain(around.norm), feed(spec, gate_up, down), c_sum(around))
+    return CMlpPart(c_norm(around.norm), feed(spec, gate_up, down), c_residual(around))
 
 
 def head_part(norm: RMSNorm, head: Linear) -> CHead:
     """What comes after the last layer, as chain.h has it. Raises NotNative."""
-    return CHead(c_gain(norm), c_linear(head))
+    return CHead(c_norm(norm), c_linear(head))
 
 
 class NativePart(Generic[_T]):
@@ -192,7 +192,7 @@ class NativePass:
         every = rope.every(max([span.length for span in batch.spans]))
         tables = rope.rows(batch.spans) if every is None else every
         self.rotations = tuple(tables)
-        turns = [CTurn(*map(pointer, (one.cos, one.sin, one.query_scale))) for one in tables.values()]
+        turns = [CRotation(*map(pointer, (one.cos, one.sin, one.query_scale))) for one in tables.values()]
         starts, lengths = batch.starts_and_lengths
         table, width = batch.padded_blocks
         slots, self.drafted = [span.state for span in batch.spans], [span for span in batch.spans if span.drafted]
@@ -200,7 +200,7 @@ class NativePass:
         held = [(c_int32 * len(each))(*each) for each in (starts, lengths, table, slots)]
         self._held = held, drafts, tables, told  # the addresses below are theirs
         shape = starts[-1], len(lengths), width, 0 if told is None else told.stride(1)
-        addresses = (*map(addressof, held), addressof(drafts), (CTurn * len(turns))(*turns), pointer(told), None)
+        addresses = (*map(addressof, held), addressof(drafts), (CRotation * len(turns))(*turns), pointer(told), None)
         self.rows = CPassRows(*addresses, *shape, every is not None)
 
     @classmethod
@@ -214,12 +214,12 @@ class NativePass:
         library = native_code(x[0])
         return None if library is None else cls(library, batch, cache, rope, told)
 
-    def place(self, ready: ReadyPart) -> CPlace:
+    def place(self, ready: ReadyPart) -> CLayerCache:
         """Where attention finds the keys and values of its layer."""
         assert ready.layer is not None
         keys, values = self.cache.all(ready.layer)
         strides = keys.data.stride()
-        return CPlace(
+        return CLayerCache(
             *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
             keys.data.shape[0],
             keys.data.shape[2],

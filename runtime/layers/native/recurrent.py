@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels.cpu.layer import CConvolutionPart, CDeltaPart, CStatePlace
+from mycli.runtime.kernels.cpu.layer import CConvolutionPart, CDeltaPart, CLayerStates
 from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta
 from mycli.runtime.layers.native.parts import NativePass, ReadyPart
-from mycli.runtime.layers.native.tensors import Around, NotNative, c_gain, c_linear, c_sum, pointer
+from mycli.runtime.layers.native.tensors import Around, NotNative, c_linear, c_norm, c_residual, pointer
 from mycli.runtime.layers.recurrent import Convolution, DeltaNet, ShortConv, wait_for_drafts
 
 CRecurrentPart = CDeltaPart | CConvolutionPart
@@ -30,15 +30,15 @@ def _convolution(convolution: Convolution) -> tuple[int | None, int | None]:
 
 
 def _delta_part(mixer: DeltaNet, around: Around) -> CDeltaPart:
-    spec, head_norm = mixer.spec, c_gain(mixer.norm)
+    spec, head_norm = mixer.spec, c_norm(mixer.norm)
     _taken(decline_delta(mixer.sizes))
     if mixer.norm.weight.dtype != torch.bfloat16:
         raise NotNative("takes norms of heads with gains of bf16")
     return CDeltaPart(
-        c_gain(around.norm),
+        c_norm(around.norm),
         head_norm,
         *(c_linear(linear) for linear in (mixer.projection, mixer.gates, mixer.out)),
-        c_sum(around),
+        c_residual(around),
         *_convolution(mixer.convolution),
         *(pointer(one) for one in (mixer.rate, mixer.dt_bias)),
         taps=spec.convolution.taps,
@@ -55,9 +55,9 @@ def recurrent_part(mixer: DeltaNet | ShortConv, around: Around) -> CRecurrentPar
     if isinstance(mixer, DeltaNet):
         return _delta_part(mixer, around)
     return CConvolutionPart(
-        c_gain(around.norm),
+        c_norm(around.norm),
         *(c_linear(linear) for linear in (mixer.projection, mixer.out)),
-        c_sum(around),
+        c_residual(around),
         *_convolution(mixer.convolution),
         channels=mixer.spec.convolution.channels,
         taps=mixer.spec.convolution.taps,
@@ -76,7 +76,7 @@ class StatesOfRun:
         """Whether any of them keeps a state."""
         return bool(self._mixers)
 
-    def place(self, ready: ReadyPart, cache: KVCache) -> CStatePlace:
+    def place(self, ready: ReadyPart, cache: KVCache) -> CLayerStates:
         """Where a part finds the states of its layer."""
         before = 0
         for layer, mixer in self._mixers:
@@ -85,14 +85,14 @@ class StatesOfRun:
             before += sum(mixer.widths)
         assert ready.layer is not None
         states = cache.states.layer(ready.layer)
-        return CStatePlace(*map(pointer, (*states, None)[:2]), cache.states.slots, before)
+        return CLayerStates(*map(pointer, (*states, None)[:2]), cache.states.slots, before)
 
     def keep(self, native: NativePass) -> torch.Tensor | None:
         """Room for what states are to go on by, shown to native code; None where nothing is drafted."""
         kept = None
         if native.drafted and self._width:
             kept = torch.empty(native.rows.rows * self._width, dtype=torch.bfloat16)
-        native.rows.kept = pointer(kept)
+        native.rows.draft_inputs = pointer(kept)
         return kept
 
     def wait(self, native: NativePass, kept: torch.Tensor | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.layer import MOST_PARTS, CGain, CLinear, CProduct, CSum
+from mycli.runtime.kernels.cpu.layer import MAX_PARTS, CLinear, CNormParams, CProduct, CResidualAdd
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
@@ -39,15 +39,15 @@ def vectors(count: int, what: str) -> int:
     return count
 
 
-def c_gain(norm: RMSNorm | None) -> CGain:
+def c_norm(norm: RMSNorm | None) -> CNormParams:
     """`norm` as layer.h has it. Raises NotNative."""
     if norm is None:
-        return CGain()
+        return CNormParams()
     gain = norm.weight
     if gain.dtype not in ROW_TYPES or not gain.is_contiguous():
         raise NotNative("takes norms with gains of bf16 or fp32")
     size = vectors(gain.shape[0], "the width of a norm")
-    return CGain(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.centred)
+    return CNormParams(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.centred)
 
 
 def _product(matmul: Matmul) -> CProduct:
@@ -63,10 +63,10 @@ def _product(matmul: Matmul) -> CProduct:
 
 def c_linear(linear: Linear) -> CLinear:
     """`linear` as layer.h has it. Raises NotNative."""
-    if not 0 < len(linear.matmuls) <= MOST_PARTS:
-        raise NotNative(f"takes products of at most {MOST_PARTS} parts")
+    if not 0 < len(linear.matmuls) <= MAX_PARTS:
+        raise NotNative(f"takes products of at most {MAX_PARTS} parts")
     parts = [_product(matmul) for matmul in linear.matmuls]
-    return CLinear((CProduct * MOST_PARTS)(*parts), len(parts), linear.out_features, bias_address(linear))
+    return CLinear((CProduct * MAX_PARTS)(*parts), len(parts), linear.out_features, bias_address(linear))
 
 
 def bias_address(linear: Linear) -> int | None:
@@ -77,13 +77,13 @@ def bias_address(linear: Linear) -> int | None:
     return pointer(bias)
 
 
-def c_sum(around: Around) -> CSum:
+def c_residual(around: Around) -> CResidualAdd:
     """`around` as layer.h has it. Raises NotNative."""
     scalar = around.scalar
     if scalar is not None and scalar.dtype != torch.bfloat16:
         raise NotNative("takes factors of bf16")
     address = None if scalar is None else scalar.data_ptr()
-    return CSum(c_gain(around.output_norm), address, vectors(around.hidden, "the stream"), around.residual)
+    return CResidualAdd(c_norm(around.output_norm), address, vectors(around.hidden, "the stream"), around.residual)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

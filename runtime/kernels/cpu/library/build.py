@@ -86,8 +86,8 @@ class CNorm(ctypes.Structure):
     ]
 
 
-class CRotation(ctypes.Structure):
-    """`Rotation` of steps.h."""
+class CRotateTask(ctypes.Structure):
+    """`RotateTask` of steps.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
@@ -176,7 +176,7 @@ def load_library(path: Path, origin: str = "") -> Native:
         norm=function("norm", None, ctypes.POINTER(CNorm), c_int),
         gate=function("gate", None, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int),
         weigh=function("weigh", None, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int),
-        rotate=function("rotate", None, ctypes.POINTER(CRotation), c_int),
+        rotate=function("rotate", None, ctypes.POINTER(CRotateTask), c_int),
         run_parts=function("run_parts", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
         run_head=function("run_head", c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int),
         run_passes=function("run_passes", c_int, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_int),

@@ -10,25 +10,25 @@
 namespace {
 
 // The structures are mirrored by layer.py.
-enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, TOLD_STEP, DELTA_STEP, CONVOLUTION_STEP };
+enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP };
 struct Step {
     int64_t kind;
     const void* part;   // AttentionPart and so on
-    const void* place;  // Place of attention, StatePlace of what keeps states
+    const void* cache;  // LayerCache of attention, LayerStates of a recurrent layer, null otherwise
 };
 struct Head {  // from the stream to logits
-    Gain norm;
+    NormParams norm;
     Linear product;
 };
 
 inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
-    const Place* place = static_cast<const Place*>(step.place);
-    const StatePlace* states = static_cast<const StatePlace*>(step.place);
+    const LayerCache* cache = static_cast<const LayerCache*>(step.cache);
+    const LayerStates* states = static_cast<const LayerStates*>(step.cache);
     switch (step.kind) {
-        case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *place, rowwise}.run(x, out);
+        case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *cache, rowwise}.run(x, out);
         case MLP_STEP: return run_mlp(*static_cast<const MlpPart*>(step.part), rowwise, x, out);
-        case PARALLEL_STEP: return run_parallel(*static_cast<const ParallelPart*>(step.part), pass, *place, rowwise, x, out);
-        case TOLD_STEP: return run_told(*static_cast<const ToldPart*>(step.part), pass, rowwise, x, out);
+        case PARALLEL_STEP: return run_parallel(*static_cast<const ParallelPart*>(step.part), pass, *cache, rowwise, x, out);
+        case PER_LAYER_STEP: return run_per_layer(*static_cast<const PerLayerPart*>(step.part), pass, rowwise, x, out);
         case DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const DeltaPart*>(step.part), x, out);
         case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
         default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);

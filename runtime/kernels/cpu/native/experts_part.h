@@ -19,13 +19,13 @@ struct ExpertProduct {
 typedef int64_t (*Fetch)(int64_t piece, const int32_t* hit, int64_t hits, uint8_t* ready);
 
 struct ExpertsPart {
-    Gain norm;  // of what all read that have no norm of their own below
-    Gain router_norm, expert_norm, expert_output_norm, shared_norm, shared_output_norm;
+    NormParams norm;  // of what all read that have no norm of their own below
+    NormParams router_norm, expert_norm, expert_output_norm, shared_norm, shared_output_norm;
     Linear router;
     ExpertProduct gate_up, down;
-    Feed shared;  // of no outputs: none
+    FeedForward shared;  // of no outputs: none
     Linear shared_gate;  // of one output, or none
-    Sum sum;
+    ResidualAdd residual;
     const float* scales;  // [experts], of the weights, or null
     Choice choice;
     int64_t experts, size, gate_type;
@@ -114,29 +114,29 @@ struct ExpertsRun {
     }
 
     // x [rows, hidden], or its norm in memory of `scratch`.
-    const uint16_t* normed(const Gain& gain, const uint16_t* x, Scratch& scratch) const {
-        return gain.gain ? rowwise.entering(gain, x, scratch.take(rowwise.rows * part.sum.hidden)) : x;
+    const uint16_t* normed(const NormParams& gain, const uint16_t* x, Scratch& scratch) const {
+        return gain.gain ? rowwise.entering(gain, x, scratch.take(rowwise.rows * part.residual.hidden)) : x;
     }
 
     // What the shared expert makes of x [rows, hidden], times the sigmoid of its gate where it has one; null: no memory.
     const uint16_t* beside(const uint16_t* x, Scratch& scratch) const {
-        uint16_t* made = scratch.take(rowwise.rows * part.sum.hidden);
+        uint16_t* made = scratch.take(rowwise.rows * part.residual.hidden);
         if (!feed_forward(part.shared, rowwise, normed(part.shared_norm, x, scratch), scratch, made)) return nullptr;
-        if (part.shared_output_norm.gain) rowwise.norm(part.shared_output_norm, made, part.sum.hidden, part.sum.hidden, made);
+        if (part.shared_output_norm.gain) rowwise.norm(part.shared_output_norm, made, part.residual.hidden, part.residual.hidden, made);
         if (!part.shared_gate.outputs) return made;
         uint16_t *gate = scratch.take(rowwise.rows), *spare = scratch.take(rowwise.rows);
         if (!rowwise.multiply(part.shared_gate, x, gate, spare)) return nullptr;
         rowwise.each([&](int64_t row) {
-            uint16_t* at = made + row * part.sum.hidden;
-            weigh_row(at, gate[row], part.sum.hidden, at);
+            uint16_t* at = made + row * part.residual.hidden;
+            weigh_row(at, gate[row], part.residual.hidden, at);
         });
         return made;
     }
 
     // 0: done; 1: no memory; 3: an expert could not be fetched.
     int run(const uint16_t* x, uint16_t* out) const {
-        const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, pairs = rows * part.choice.top;
-        Scratch scratch(8 * values + feed_values(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
+        const int64_t rows = rowwise.rows, values = rows * part.residual.hidden, pairs = rows * part.choice.top;
+        Scratch scratch(8 * values + feed_forward_scratch(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
                         pairs * (part.gate_up.outputs + part.size + part.down.outputs));
         if (!scratch.at) return 1;
         const uint16_t* entering = normed(part.norm, x, scratch);
@@ -148,13 +148,13 @@ struct ExpertsRun {
         uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
         uint16_t *each = scratch.take(pairs * part.down.outputs), *made = scratch.take(values);
         if (const int failed = feed_all(r, hits, normed(part.expert_norm, entering, scratch), both, activated, each)) return failed;
-        const WeightedSum sum{each, r.places, r.weights, made, rows, part.choice.top, part.sum.hidden, BF16};
+        const WeightedSum sum{each, r.places, r.weights, made, rows, part.choice.top, part.residual.hidden, BF16};
         rowwise.each([&](int64_t row) {
             sum_token<uint16_t>(sum, row);
         });
         if (part.expert_output_norm.gain) rowwise.norm(part.expert_output_norm, made, sum.size, sum.size, made);
         if (shared) rowwise.each([&](int64_t row) { add_row(made + row * sum.size, shared + row * sum.size, sum.size); });
-        rowwise.add(part.sum, x, made, scratch.take(values), out);
+        rowwise.add(part.residual, x, made, scratch.take(values), out);
         return 0;
     }
 };

@@ -25,55 +25,55 @@ struct Product {
     const uint16_t* dense;  // else [outputs, inputs]
     int64_t outputs, inputs;
 };
-constexpr int64_t MOST_PARTS = 3;
+constexpr int64_t MAX_PARTS = 3;
 struct Linear {
-    Product parts[MOST_PARTS];  // their outputs side by side
+    Product parts[MAX_PARTS];  // their outputs side by side
     int64_t count, outputs;
     const uint16_t* bias;  // [outputs], or null
 };
-struct Gain {  // of a norm over `size` values
+struct NormParams {  // of a norm over `size` values
     const void* gain;  // null: no norm
     int64_t size;
     float eps;
     int32_t type, centred;
 };
-struct Sum {  // how what a part has made joins the stream
-    Gain norm;
+struct ResidualAdd {  // stream = (stream + norm(output of a part) * multiplier) * scalar
+    NormParams norm;
     const uint16_t* scalar;  // [1], multiplies the sum; or null
     int64_t hidden;
-    float residual;
+    float multiplier;
 };
 struct AttentionPart {
-    Gain norm, q_norm, k_norm, v_norm;
+    NormParams norm, q_norm, k_norm, v_norm;
     Linear qkv, o;
-    Sum sum;
+    ResidualAdd residual;
     const float* sinks;  // see Attention
-    int64_t heads, kv_heads, head_dim, half, window;  // half: pairs of a head that are turned, 0 for none
+    int64_t heads, kv_heads, head_dim, half, window;  // half: rotated pairs of a head, 0 for none
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
     int64_t gated;  // whether the product has, after the query of each head, as many values that gate what it attended to
 };
-struct Feed {  // an MLP by itself
+struct FeedForward {  // an MLP by itself
     Linear gate_up, down;
     int64_t size;
     int64_t gate_type;
 };
 struct MlpPart {
-    Gain norm;
-    Feed feed;
-    Sum sum;
+    NormParams norm;
+    FeedForward feed;
+    ResidualAdd residual;
 };
 struct ParallelPart {  // two that read what the first one's norm makes; both are added to the stream
     AttentionPart attention;
     MlpPart mlp;
 };
-struct ToldPart {  // what a layer is told of each token, through a gate
-    Gain norm;
+struct PerLayerPart {  // adds the per-layer input of each token, through a gate
+    NormParams norm;
     Linear gate, projection;
-    Sum sum;
-    int64_t first, size, gate_type;  // first: of what is told of a token
+    ResidualAdd residual;
+    int64_t offset, size, gate_type;  // offset: of this layer in a row of per_layer_inputs
 };
-struct Turn {  // a kind of rotation: cosines and sines [rows, half] of a pass, or of all positions
+struct Rotation {  // a kind of rotation: cosines and sines [rows, half] of a pass, or of all positions
     const uint16_t *cos, *sin;
     const uint16_t* scale;  // of the queries there, or null
 };
@@ -81,17 +81,17 @@ struct PassRows {  // of one pass; see Attention
     const int32_t *starts, *lengths, *table;
     const int32_t* slots;   // [sequences]: where each has the states of recurrent layers
     const uint8_t* drafts;  // [sequences]: whether tokens of it are drafted, so that its states stay as they were
-    const Turn* turns;
-    const uint16_t* told;  // [rows, told_width]: what layers are told of each token, or null
-    uint16_t* kept;        // where recurrent layers keep what their states are to go on by; null: nothing is drafted
-    int64_t rows, sequences, table_width, told_width;
-    int64_t by_position;  // whether turns have all positions
+    const Rotation* rotations;  // one for each kind of rotary embedding that the layers use
+    const uint16_t* per_layer_inputs;  // [rows, layers * size], rows per_layer_stride apart (Gemma 3n and 4), or null
+    uint16_t* draft_inputs;  // where recurrent layers store the inputs of draft tokens, by which states advance later; null: no drafts
+    int64_t rows, sequences, table_width, per_layer_stride;
+    int64_t by_position;  // whether rotations hold all positions, not only those of the pass
 };
-struct Place {  // where attention finds what is not its own: the cache of a layer, and which of the turns is its
+struct LayerCache {  // the keys and values of one attention layer, and the index of its rotation in PassRows::rotations
     void *keys, *values;
     float *key_scales, *value_scales;
     int64_t blocks, block_size, block_stride, head_stride;
-    int64_t cache_type, turn;
+    int64_t cache_type, rotation;
 };
 
 constexpr int64_t ALONE = 16;  // rows up to which one thread has done a step before others are awake
@@ -180,28 +180,28 @@ struct Rowwise {
     }
 
     // Rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values normed by itself.
-    void norm(const Gain& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
+    void norm(const NormParams& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
         each([&](int64_t row) {
             const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type, gain.centred};
             for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
         });
     }
     // What enters the products of a part: the stream x, or its norm in y.
-    const uint16_t* entering(const Gain& gain, const uint16_t* x, uint16_t* y) const {
+    const uint16_t* entering(const NormParams& gain, const uint16_t* x, uint16_t* y) const {
         if (!gain.gain) return x;
         norm(gain, x, gain.size, gain.size, y);
         return y;
     }
 
     // out = the stream x and what a part made of it, `made`, each [rows, hidden].
-    void add(const Sum& sum, const uint16_t* x, const uint16_t* made, uint16_t* spare, uint16_t* out) const {
-        const uint16_t* given = entering(sum.norm, made, spare);
+    void add(const ResidualAdd& residual, const uint16_t* x, const uint16_t* made, uint16_t* spare, uint16_t* out) const {
+        const uint16_t* given = entering(residual.norm, made, spare);
         each([&](int64_t row) {
-            for (int64_t i = row * sum.hidden; i < (row + 1) * sum.hidden; i += LANE) {
+            for (int64_t i = row * residual.hidden; i < (row + 1) * residual.hidden; i += LANE) {
                 V16 more = load16(given + i);
-                if (sum.residual != 1) more = rounded(more * sum.residual);
+                if (residual.multiplier != 1) more = rounded(more * residual.multiplier);
                 V16 all = rounded(load16(x + i) + more);
-                if (sum.scalar) all *= from_bf16(*sum.scalar);
+                if (residual.scalar) all *= from_bf16(*residual.scalar);
                 store16(out + i, all);
             }
         });
@@ -211,29 +211,29 @@ struct Rowwise {
 struct AttentionRun {
     const AttentionPart& part;
     const PassRows& pass;
-    const Place& place;
+    const LayerCache& cache;
     const Rowwise rowwise;
 
-    // Of each row the row of the tables of turns that is its.
-    void place_turns(int64_t* at) const {
+    // Writes for each row the row of the rotation tables that holds its position.
+    void rotary_rows(int64_t* at) const {
         for (int64_t s = 0; s < pass.sequences; s++)
             for (int64_t row = pass.starts[s]; row < pass.starts[s + 1]; row++)
                 at[row] = pass.by_position ? pass.lengths[s] - pass.starts[s + 1] + row : row;
     }
 
-    // `count` heads of each row of x, rows `stride` apart, turned: to [rows, count, head_dim].
-    void turn(const int64_t* at, const uint16_t* x, int64_t count, int64_t stride, uint16_t* to) const {
-        const Turn& tables = pass.turns[place.turn];
+    // Rotates `count` heads of each row of x, rows `stride` apart, to [rows, count, head_dim].
+    void rotate(const int64_t* at, const uint16_t* x, int64_t count, int64_t stride, uint16_t* to) const {
+        const Rotation& tables = pass.rotations[cache.rotation];
         rowwise.each([&](int64_t row) {
             const uint16_t *cos = tables.cos + at[row] * part.half, *sin = tables.sin + at[row] * part.half;
-            const Rotation r{x + row * stride, cos, sin, to + row * count * part.head_dim, 1, 1, count, part.head_dim, part.half, 0,
+            const RotateTask r{x + row * stride, cos, sin, to + row * count * part.head_dim, 1, 1, count, part.head_dim, part.half, 0,
                              stride, part.interleaved};
             rotate_token(r, 0, 0);
         });
     }
 
-    // `count` heads of each row of the first product, from `x` on, normed and turned: [rows, count, head_dim].
-    const uint16_t* turned(const int64_t* at, const uint16_t* x, int64_t count, const Gain& gain, Scratch& scratch) const {
+    // `count` heads of each row of the first product, from `x` on, normed and rotated: [rows, count, head_dim].
+    const uint16_t* rotated(const int64_t* at, const uint16_t* x, int64_t count, const NormParams& gain, Scratch& scratch) const {
         const int64_t width = count * part.head_dim;
         int64_t stride = part.qkv.outputs;
         const auto normed = [&] {
@@ -244,7 +244,7 @@ struct AttentionRun {
         if (gain.gain && !part.norms_rotated) normed();
         if (part.half) {
             uint16_t* to = scratch.take(rowwise.rows * width);
-            turn(at, x, count, stride, to);
+            rotate(at, x, count, stride, to);
             x = to, stride = width;
         }
         if (gain.gain && part.norms_rotated) normed();
@@ -303,7 +303,7 @@ struct AttentionRun {
 
     // Queries [rows, width] as attention takes them, times the factors of their positions where there are any.
     const uint16_t* scaled(const int64_t* at, const uint16_t* x, int64_t width, Scratch& scratch) const {
-        const uint16_t* scale = part.half ? pass.turns[place.turn].scale : nullptr;
+        const uint16_t* scale = part.half ? pass.rotations[cache.rotation].scale : nullptr;
         if (!scale) return x;
         uint16_t* to = scratch.take(rowwise.rows * width);
         rowwise.each([&](int64_t row) {
@@ -316,33 +316,33 @@ struct AttentionRun {
     // blocks that cannot be.
     int make(const uint16_t* entering, uint16_t* made) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
-        const int64_t widest = std::max(part.qkv.outputs, part.sum.hidden);
+        const int64_t widest = std::max(part.qkv.outputs, part.residual.hidden);
         Scratch scratch(rows * (widest + part.qkv.outputs + 3 * (queries + 2 * keys) + (2 + 2 * part.gated) * queries + 4) + 2 * part.head_dim);
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
         if (!rowwise.multiply(part.qkv, entering, projected, spare)) return 1;
         if (part.gated) split_gates(projected, scratch);
         uint16_t* attended = scratch.take(rows * queries);
-        Attention a{nullptr, place.keys, place.values, place.key_scales, place.value_scales, part.sinks, attended, pass.starts,
-                    pass.lengths, pass.table, pass.sequences, pass.table_width, place.blocks, place.block_size, place.block_stride,
-                    place.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
-                    part.softcap, BF16, int32_t(place.cache_type), BF16};
+        Attention a{nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, part.sinks, attended, pass.starts,
+                    pass.lengths, pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, cache.block_stride,
+                    cache.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
+                    part.softcap, BF16, int32_t(cache.cache_type), BF16};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
-        place_turns(at);
-        a.query = scaled(at, turned(at, projected, part.heads, part.q_norm, scratch), queries, scratch);
+        rotary_rows(at);
+        a.query = scaled(at, rotated(at, projected, part.heads, part.q_norm, scratch), queries, scratch);
         const uint16_t* gates = projected + queries;
         if (part.makes_keys) {
             const uint16_t *key = part.gated ? gates + queries : gates, *value = part.makes_values ? key + keys : key;
             int64_t stride = part.qkv.outputs;
             float* vector = reinterpret_cast<float*>(scratch.take(2 * part.head_dim));
-            store(a, turned(at, key, part.kv_heads, part.k_norm, scratch), keys, place.keys, place.key_scales, vector);
+            store(a, rotated(at, key, part.kv_heads, part.k_norm, scratch), keys, cache.keys, cache.key_scales, vector);
             if (part.v_norm.gain) {
                 uint16_t* normed = scratch.take(rows * keys);
                 rowwise.norm(part.v_norm, value, keys, stride, normed);
                 value = normed, stride = keys;
             }
-            store(a, value, stride, place.values, place.value_scales, vector);
+            store(a, value, stride, cache.values, cache.value_scales, vector);
         }
         if (const int failed = attend(&a, rowwise.threads)) return failed;
         if (part.gated)
@@ -355,21 +355,21 @@ struct AttentionRun {
 
     // The stream x to out. As above.
     int run(const uint16_t* x, uint16_t* out) const {
-        const int64_t values = rowwise.rows * part.sum.hidden;
+        const int64_t values = rowwise.rows * part.residual.hidden;
         Scratch scratch(2 * values);
         if (!scratch.at) return 1;
         uint16_t *normed = scratch.take(values), *made = scratch.take(values);
         if (const int failed = make(rowwise.entering(part.norm, x, normed), made)) return failed;
-        rowwise.add(part.sum, x, made, normed, out);
+        rowwise.add(part.residual, x, made, normed, out);
         return 0;
     }
 };
 
-inline int64_t feed_values(const Feed& f, int64_t rows) {
+inline int64_t feed_forward_scratch(const FeedForward& f, int64_t rows) {
     return rows * (std::max(f.gate_up.outputs, f.down.outputs) + f.gate_up.outputs + f.size);
 }
-// x [rows, inputs] through an MLP to `made`, with `feed_values` of `scratch`. False: no memory.
-inline bool feed_forward(const Feed& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
+// x [rows, inputs] through an MLP to `made`, with `feed_forward_scratch` of `scratch`. False: no memory.
+inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
     const int64_t rows = rowwise.rows;
     uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
     uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
@@ -380,34 +380,34 @@ inline bool feed_forward(const Feed& f, const Rowwise& rowwise, const uint16_t* 
 
 // 0: done; 1: no memory.
 inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
-    const int64_t values = rowwise.rows * part.sum.hidden;
-    Scratch scratch(feed_values(part.feed, rowwise.rows) + 3 * values);
+    const int64_t values = rowwise.rows * part.residual.hidden;
+    Scratch scratch(feed_forward_scratch(part.feed, rowwise.rows) + 3 * values);
     if (!scratch.at) return 1;
     const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
     uint16_t *made = scratch.take(values), *spare = scratch.take(values);
     if (!feed_forward(part.feed, rowwise, entering, scratch, made)) return 1;
-    rowwise.add(part.sum, x, made, spare, out);
+    rowwise.add(part.residual, x, made, spare, out);
     return 0;
 }
 
 // 0: done; 1: no memory; 2: lengths or blocks that cannot be.
-inline int run_parallel(const ParallelPart& part, const PassRows& pass, const Place& place, const Rowwise& rowwise,
+inline int run_parallel(const ParallelPart& part, const PassRows& pass, const LayerCache& cache, const Rowwise& rowwise,
                         const uint16_t* x, uint16_t* out) {
-    const int64_t values = rowwise.rows * part.attention.sum.hidden;
-    Scratch scratch(feed_values(part.mlp.feed, rowwise.rows) + 4 * values);
+    const int64_t values = rowwise.rows * part.attention.residual.hidden;
+    Scratch scratch(feed_forward_scratch(part.mlp.feed, rowwise.rows) + 4 * values);
     if (!scratch.at) return 1;
     const uint16_t* entering = rowwise.entering(part.attention.norm, x, scratch.take(values));
     uint16_t *attended = scratch.take(values), *fed = scratch.take(values), *spare = scratch.take(values);
-    if (const int failed = AttentionRun{part.attention, pass, place, rowwise}.make(entering, attended)) return failed;
+    if (const int failed = AttentionRun{part.attention, pass, cache, rowwise}.make(entering, attended)) return failed;
     if (!feed_forward(part.mlp.feed, rowwise, entering, scratch, fed)) return 1;
-    rowwise.add(part.attention.sum, x, attended, spare, out);
-    rowwise.add(part.mlp.sum, out, fed, spare, out);
+    rowwise.add(part.attention.residual, x, attended, spare, out);
+    rowwise.add(part.mlp.residual, out, fed, spare, out);
     return 0;
 }
 
 // 0: done; 1: no memory.
-inline int run_told(const ToldPart& part, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
-    const int64_t rows = rowwise.rows, values = rows * part.sum.hidden, size = part.size, widest = std::max(size, part.sum.hidden);
+inline int run_per_layer(const PerLayerPart& part, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
+    const int64_t rows = rowwise.rows, values = rows * part.residual.hidden, size = part.size, widest = std::max(size, part.residual.hidden);
     Scratch scratch(2 * values + rows * (widest + 3 * size));
     if (!scratch.at) return 1;
     uint16_t *spare = scratch.take(rows * widest), *gate = scratch.take(rows * size), *both = scratch.take(2 * rows * size);
@@ -416,12 +416,12 @@ inline int run_told(const ToldPart& part, const PassRows& pass, const Rowwise& r
     rowwise.each([&](int64_t row) {
         uint16_t* at = both + row * 2 * size;
         memcpy(at, gate + row * size, size_t(size) * 2);
-        memcpy(at + size, pass.told + row * pass.told_width + part.first, size_t(size) * 2);
+        memcpy(at + size, pass.per_layer_inputs + row * pass.per_layer_stride + part.offset, size_t(size) * 2);
         gate_row(int32_t(part.gate_type), at, size, gate + row * size);
     });
     uint16_t* made = scratch.take(values);
     if (!rowwise.multiply(part.projection, gate, made, spare)) return 1;
-    rowwise.add(part.sum, x, made, spare, out);
+    rowwise.add(part.residual, x, made, spare, out);
     return 0;
 }
 

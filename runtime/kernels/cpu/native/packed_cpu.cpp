@@ -233,7 +233,7 @@ EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, 
         type == F32 ? weigh_row(static_cast<const float*>(x), static_cast<const float*>(gates), row, size, each, static_cast<float*>(y))
                     : weigh_row(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(gates), row, size, each, static_cast<uint16_t*>(y));
 }
-EXPORT void rotate(const Rotation* r, int threads) {
+EXPORT void rotate(const RotateTask* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
 }

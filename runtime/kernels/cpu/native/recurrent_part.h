@@ -10,36 +10,36 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct DeltaPart {
-    Gain norm, head_norm;  // of a head a gain of bf16
+    NormParams norm, head_norm;  // of a head a gain of bf16
     Linear projection, gates, out;
-    Sum sum;
+    ResidualAdd residual;
     const float *weight, *bias, *rate, *dt_bias;  // see Convolution and Delta
     int64_t taps, heads, key_heads, key_dim, value_dim;
     int64_t by_key_head;  // whether what is projected lies key head by key head, gates likewise
 };
 struct ConvolutionPart {
-    Gain norm;
+    NormParams norm;
     Linear projection, out;  // B, C and x side by side; C * convolution(B * x)
-    Sum sum;
+    ResidualAdd residual;
     const float *weight, *bias;
     int64_t channels, taps;
 };
-struct StatePlace {  // of a layer
+struct LayerStates {  // of a layer
     float *inputs, *matrices;  // of all slots: what the convolution and the recurrence go on from
     int64_t slots;
-    int64_t at;  // values of a row that other layers keep before this one, of PassRows::kept
+    int64_t draft_offset;  // values of a row that earlier layers store in PassRows::draft_inputs
 };
 
 constexpr int64_t SHARED = 1 << 15;  // values: of so few one thread is done before others are awake
 
 struct RecurrentRun {
     const PassRows& pass;
-    const StatePlace& place;
+    const LayerStates& states;
     const Rowwise rowwise;
 
     bool is_sound() const {
         for (int64_t s = 0; s < pass.sequences; s++) {
-            if (pass.slots[s] < 0 || pass.slots[s] >= place.slots || pass.starts[s] > pass.starts[s + 1]) return false;
+            if (pass.slots[s] < 0 || pass.slots[s] >= states.slots || pass.starts[s] > pass.starts[s + 1]) return false;
             for (int64_t other = 0; other < s; other++)
                 if (pass.slots[other] == pass.slots[s]) return false;
         }
@@ -51,19 +51,19 @@ struct RecurrentRun {
     // y = the convolution of x [rows, channels], rows `stride` apart, by all sequences.
     void convolve(const float* weight, const float* bias, int64_t channels, int64_t taps, const uint16_t* x, int64_t stride,
                   bool silu, uint16_t* y) const {
-        const Convolution c{x, weight, bias, place.inputs, y, stride, channels, taps, silu};
+        const Convolution c{x, weight, bias, states.inputs, y, stride, channels, taps, silu};
         convolve_rows<uint16_t>(runs(), c, threads_for(rowwise.rows * channels));
     }
 
-    // Where tokens are drafted, the first `width` values of rows `stride` apart, after `before` others of this layer's.
-    void keep(const uint16_t* x, int64_t stride, int64_t width, int64_t before) const {
-        uint16_t* to = pass.kept ? pass.kept + rowwise.rows * (place.at + before) : nullptr;
+    // Stores the first `width` values of rows `stride` apart after this layer's first `before` values, if the pass has drafts.
+    void store_draft_inputs(const uint16_t* x, int64_t stride, int64_t width, int64_t before) const {
+        uint16_t* to = pass.draft_inputs ? pass.draft_inputs + rowwise.rows * (states.draft_offset + before) : nullptr;
         for (int64_t row = 0; to && row < rowwise.rows; row++) memcpy(to + row * width, x + row * stride, size_t(width) * 2);
     }
 
     // 0: done; 1: no memory; 2: slots that cannot be.
     int run(const DeltaPart& part, const uint16_t* x, uint16_t* out) const {
-        const int64_t rows = rowwise.rows, hidden = part.sum.hidden, keys = part.key_heads * part.key_dim;
+        const int64_t rows = rowwise.rows, hidden = part.residual.hidden, keys = part.key_heads * part.key_dim;
         const int64_t values = part.heads * part.value_dim, channels = 2 * keys + values, inputs = 2 * (keys + part.heads);
         const int64_t widest = std::max({part.projection.outputs, part.gates.outputs, hidden});
         if (!is_sound()) return 2;
@@ -80,11 +80,11 @@ struct RecurrentRun {
             rowwise.order(gates, part.gates.outputs, part.key_heads, {copies, copies}, others);
             projected = other, gates = others;
         }
-        keep(projected, part.projection.outputs, channels, 0);
-        keep(gates, part.gates.outputs, part.gates.outputs, channels);
+        store_draft_inputs(projected, part.projection.outputs, channels, 0);
+        store_draft_inputs(gates, part.gates.outputs, part.gates.outputs, channels);
         uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * values), *normed = scratch.take(rows * values);
         convolve(part.weight, part.bias, channels, part.taps, projected, part.projection.outputs, true, mixed);
-        const Delta d{mixed, gates, part.rate, part.dt_bias, place.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
+        const Delta d{mixed, gates, part.rate, part.dt_bias, states.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
                       read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim};
         delta_rows<uint16_t>(runs(), d, threads_for(rows * values * part.key_dim));
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
@@ -92,13 +92,13 @@ struct RecurrentRun {
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
         uint16_t* made = scratch.take(rows * hidden);
         if (!rowwise.multiply(part.out, normed, made, spare)) return 1;
-        rowwise.add(part.sum, x, made, spare, out);
+        rowwise.add(part.residual, x, made, spare, out);
         return 0;
     }
 
     // As above.
     int run(const ConvolutionPart& part, const uint16_t* x, uint16_t* out) const {
-        const int64_t rows = rowwise.rows, hidden = part.sum.hidden, channels = part.channels, width = 3 * channels;
+        const int64_t rows = rowwise.rows, hidden = part.residual.hidden, channels = part.channels, width = 3 * channels;
         const int64_t widest = std::max(width, hidden);
         if (!is_sound()) return 2;
         Scratch scratch(rows * (widest + 2 * hidden + width + 2 * channels));
@@ -115,11 +115,11 @@ struct RecurrentRun {
             });
         };
         multiplied(0, projected + 2 * channels, width, mixed);
-        keep(mixed, channels, channels, 0);
+        store_draft_inputs(mixed, channels, channels, 0);
         convolve(part.weight, part.bias, channels, part.taps, mixed, channels, false, read);
         multiplied(channels, read, channels, mixed);
         if (!rowwise.multiply(part.out, mixed, made, spare)) return 1;
-        rowwise.add(part.sum, x, made, spare, out);
+        rowwise.add(part.residual, x, made, spare, out);
         return 0;
     }
 };

@@ -150,7 +150,7 @@ template <class T> inline void weigh_row(const T* x, const T* gates, int64_t row
     else weigh_row(x + row * size, gates[row], size, y + row * size);
 }
 
-struct Rotation {  // mirrored by build.py
+struct RotateTask {  // mirrored by build.py
     const uint16_t* x;  // [sequences, tokens, heads, head_dim], strides in elements
     const uint16_t *cos, *sin;  // [tokens, half]; half is a multiple of 16
     uint16_t* out;  // as x, contiguous
@@ -167,7 +167,7 @@ inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
 }
 
 // The first 2 * half values of each head are turned, the rest is copied.
-inline void rotate_token(const Rotation& r, int64_t sequence, int64_t token) {
+inline void rotate_token(const RotateTask& r, int64_t sequence, int64_t token) {
     const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
     uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;
     for (int64_t head = 0; head < r.heads; head++, x += r.head_dim, out += r.head_dim) {
