@@ -14,7 +14,7 @@ from mycli.runtime.kernels.cpu.library.build import Native
 
 # Each C* structure mirrors the C++ structure of the same name without the C in layer.h, experts_part.h,
 # recurrent_part.h or chain.h: same fields, same order.
-MAX_PARTS = 3  # products side by side in one linear (query, key and value)
+MAX_PRODUCTS = 3  # products side by side in one linear (query, key and value)
 _NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain
 _FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
 
@@ -27,7 +27,7 @@ class CProduct(ctypes.Structure):
 
 
 class CLinear(ctypes.Structure):
-    _fields_ = [("parts", CProduct * MAX_PARTS), ("count", c_int64), ("outputs", c_int64), ("bias", c_void_p)]
+    _fields_ = [("parts", CProduct * MAX_PRODUCTS), ("count", c_int64), ("outputs", c_int64), ("bias", c_void_p)]
 
 
 class CNormParams(ctypes.Structure):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.layer import MAX_PARTS, CLinear, CNormParams, CProduct, CResidualAdd
+from mycli.runtime.kernels.cpu.layer import MAX_PRODUCTS, CLinear, CNormParams, CProduct, CResidualAdd
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
@@ -63,10 +63,10 @@ def _product(matmul: Matmul) -> CProduct:
 
 def c_linear(linear: Linear) -> CLinear:
     """`linear` as layer.h has it. Raises NotNative."""
-    if not 0 < len(linear.matmuls) <= MAX_PARTS:
-        raise NotNative(f"takes products of at most {MAX_PARTS} parts")
+    if not 0 < len(linear.matmuls) <= MAX_PRODUCTS:
+        raise NotNative(f"takes products of at most {MAX_PRODUCTS} parts")
     parts = [_product(matmul) for matmul in linear.matmuls]
-    return CLinear((CProduct * MAX_PARTS)(*parts), len(parts), linear.out_features, bias_address(linear))
+    return CLinear((CProduct * MAX_PRODUCTS)(*parts), len(parts), linear.out_features, bias_address(linear))
 
 
 def bias_address(linear: Linear) -> int | None:

@@ -25,9 +25,9 @@ struct Product {
     const uint16_t* dense;  // else [outputs, inputs]
     int64_t outputs, inputs;
 };
-constexpr int64_t MAX_PARTS = 3;
+constexpr int64_t MAX_PRODUCTS = 3;
 struct Linear {
-    Product parts[MAX_PARTS];  // their outputs side by side
+    Product parts[MAX_PRODUCTS];  // their outputs side by side
     int64_t count, outputs;
     const uint16_t* bias;  // [outputs], or null
 };
