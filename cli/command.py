@@ -117,6 +117,8 @@ def guarded(out: Output, action: Callable[[], ExitCode | None]) -> ExitCode:
             if problem is None:
                 out.bug(error)
             else:
+                if problem.model:
+                    out.subject = subject_of(problem.model)
                 out.error(problem, error)
         return ExitCode.BUG if problem is None else problem.exit_code
     finally:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mycli.cli.load import LoadedEngine
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
+from mycli.runtime.open import DEFAULT_MAX_TOKENS, OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_LIMIT = 512
+DEFAULT_LIMIT = DEFAULT_MAX_TOKENS
 TOGETHER = 64  # prompts of a file under way at a time
 
 
@@ -30,7 +30,7 @@ class Generator:
     `top`: logprobs of so many tokens a place, None for no logprobs.
     """
 
-    loaded: LoadedEngine
+    loaded: OpenedModel
     sampling: SamplingParams
     limit: int | None = None
     stops: tuple[str, ...] = ()
@@ -52,13 +52,12 @@ class Generator:
             prompt = [Message("system", self.system), *prompt]
         return tokenizer.chat(prompt, allow_special=self.allow_special)
 
-    def _room(self, prompt: Sequence[int]) -> int:
-        """Tokens that fit behind `prompt`."""
-        return self.loaded.engine.context - len(prompt) + 1
-
     def _limit(self, prompt: Sequence[int]) -> int | None:
         """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
-        return DEFAULT_LIMIT if self.limit is None and self._room(prompt) > DEFAULT_LIMIT else self.limit
+        from mycli.runtime.engine.admission import reply_room
+
+        room = reply_room(self.loaded.engine.context, len(prompt))
+        return DEFAULT_LIMIT if self.limit is None and room > DEFAULT_LIMIT else self.limit
 
     def reply(self, prompt: Sequence[int]) -> "Completion":
         """One reply, to be streamed."""

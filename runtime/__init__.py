@@ -1,1 +1,24 @@
-"""What runs a model: files to tensors, kernels, cache, tokens. Knows nothing of quantizing, nor of a terminal."""
+"""Runs models: files, kernels, cache, engine, server. `open_model` is the Python interface; see docs/python.md."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mycli.runtime.engine.config import EngineConfig as EngineConfig
+    from mycli.runtime.open import OpenedModel as OpenedModel
+    from mycli.runtime.open import open_model as open_model
+    from mycli.runtime.sampling.params import SamplingParams as SamplingParams
+
+# Imported when first used: most commands need none of them, and they take as long to import as a command to run.
+_PUBLIC = {
+    "EngineConfig": "mycli.runtime.engine.config",
+    "OpenedModel": "mycli.runtime.open",
+    "SamplingParams": "mycli.runtime.sampling.params",
+    "open_model": "mycli.runtime.open",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
 from mycli.cli.generation import describe
-from mycli.cli.load import LoadedEngine
 from mycli.cli.text.format import compact, speculation
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
+from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
@@ -42,7 +42,7 @@ class Chat:
     """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
 
     call: Call
-    loaded: LoadedEngine
+    loaded: OpenedModel
     sampling: SamplingParams
     conversation: Conversation = field(default_factory=Conversation)
     stops: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Chat:
         out, loaded = self.call.out, self.loaded
         with _Display(self) as shown:
             try:
-                for piece in out.while_reading(stream, len(prompt), loaded.tokens_read):
+                for piece in out.while_reading(stream, len(prompt), lambda: loaded.engine.tokens_read):
                     pieces.append(piece)
                     shown.add(splitter.feed(piece))
             except KeyboardInterrupt:
@@ -154,7 +154,7 @@ class Chat:
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *speculation(timing),
                 f"ctx {compact(timing.prompt + len(reply.tokens))}/{compact(engine.context)}",
-                human_bytes(self.loaded.memory()),
+                human_bytes(self.loaded.memory_used()),
             )
         )
 

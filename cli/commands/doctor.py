@@ -14,6 +14,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ResourceError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state
+from mycli.runtime.open import open_model
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
@@ -113,7 +114,8 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
     announce_build(call, placement)
     measure_device(placement.device, state())
     found = list(check_kernels(placement.device, placement.dtype))
-    reply = golden_reply(pico, placement)
+    with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
+        reply = golden_reply(opened)
     name, bandwidth = measure_device(placement.device, state())  # the better of two: a busy moment makes it less
     if not call.out.answered(_as_json(facts, placement, bandwidth, found, reply)):
         sheet = datasheet(name)

@@ -12,7 +12,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.estimate_card import EstimateSubject, estimate_json, estimate_rows, obstacle_lines
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.load import adapted, announce_placement, check_context, find_predictor, open_config
+from mycli.cli.load import adapted, announce_placement, open_config
 from mycli.cli.text.format import active
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.disk import ASSUMED, read_rate
@@ -24,6 +24,7 @@ from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.memory.resident import keep_fitting
+from mycli.runtime.open import check_context, mtp_head
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import human_bytes
 
@@ -138,9 +139,9 @@ def _verify(call: Call, subject: EstimateSubject, engine: EngineConfig, toleranc
 
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> MemoryPlan:
     config = folder.config
-    check_context(folder, engine)
+    check_context(folder, engine.context)
     if engine.draft == MTP:
-        draft: ModelFolder | None = find_predictor(folder)
+        draft: ModelFolder | None = mtp_head(folder)
     else:
         draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
     return MemoryPlan(

@@ -21,7 +21,7 @@ from mycli.runtime.errors import ExitCode, GateError, UsageError
 from mycli.runtime.utils.units import counted
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.completion import LoadedModel
+    from mycli.runtime.engine.loader import LoadedModel
     from mycli.runtime.sampling.grammar import Grammar
 
 EXAMPLES = (
@@ -205,7 +205,7 @@ def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
 def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
     reply, neighbours = generator.reply(ids), Neighbours()
     with call.out.reply():
-        for piece in call.out.while_reading(iter(reply), len(ids), generator.loaded.tokens_read):
+        for piece in call.out.while_reading(iter(reply), len(ids), lambda: generator.loaded.engine.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
         call.out.note(f"(cut off after {counted(len(reply.tokens), 'token')}: -n sets another limit)")

@@ -23,7 +23,7 @@ from mycli.runtime.utils.units import counted
 if TYPE_CHECKING:
     from socket import socket
 
-    from mycli.cli.load import LoadedEngine
+    from mycli.runtime.open import OpenedModel
 
 EXAMPLES = (
     "mycli serve pico",
@@ -198,7 +198,7 @@ def _require() -> None:
 
 
 def _run(
-    call: Call, settings: ServerSettings, loaded: "LoadedEngine", together: int, listener: "socket", url: str
+    call: Call, settings: ServerSettings, loaded: "OpenedModel", together: int, listener: "socket", url: str
 ) -> None:
     from mycli.runtime.server.application import application
     from mycli.runtime.server.connection import DrainingServer, run_until_signal

@@ -7,20 +7,18 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion, LoadedModel
-from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.chat_template import Message
+
+if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
+    from mycli.runtime.open import OpenedModel
 
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 PACKINGS = (*(Packing(bits, 128) for bits in BITS), Packing(4, 32), Packing(4, None), Packing(8, None))
@@ -102,9 +100,6 @@ def check_kernels(
             used = True
 
 
-def golden_reply(pico: ModelFolder, placement: Placement) -> str:
-    """What `pico` answers to `QUESTION`, greedily; it must be `ANSWER` on any device in any precision."""
-    loaded = LoadedModel.load(pico, placement)
-    prompt = loaded.tokenizer.chat([Message("user", QUESTION)])
-    engine = Engine(loaded.runner, CacheShape.lanes(128), loaded.vocabulary_size)
-    return "".join(Completion(loaded, engine, prompt, SamplingParams(), limit=32))
+def golden_reply(pico: "OpenedModel") -> str:
+    """Return the greedy reply of `pico` to `QUESTION`; it must be `ANSWER` on every device and in every precision."""
+    return pico.generate(QUESTION, params=SamplingParams(), max_tokens=32).text

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mycli.runtime.engine.admission import reply_room
+from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.stats import SpeculationStats, Timing
@@ -51,7 +52,7 @@ class SpeculationSubject:
 
     def reply(self, engine: Engine, prompt: Sequence[int], limit: int) -> tuple[list[int], Timing]:
         """The greedy tokens, and what they took."""
-        limit = min(limit, engine.context - len(prompt) + 1)
+        limit = min(limit, reply_room(engine.context, len(prompt)))
         return generate(engine, Request(tuple(prompt), limit=limit, stop_ids=self.stop))
 
 

@@ -7,6 +7,14 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
 
 
+def reply_room(context: int, prompt: int) -> int:
+    """Return how many tokens can be sampled after `prompt` tokens; below 1 if the prompt does not fit.
+
+    The last sampled token needs no place in the cache, so there is room for one more than the context has left.
+    """
+    return context - prompt + 1
+
+
 def reply_limit(request: Request, context: int, held: int) -> int:
     """Tokens that may be drawn at most, in a context of `context` tokens and a cache that holds `held`.
 
@@ -17,7 +25,7 @@ def reply_limit(request: Request, context: int, held: int) -> int:
         raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
     if prompt > context:
         raise UsageError(f"the prompt has {prompt} tokens, the context has room for {context}", code="more-context")
-    room = context - prompt + 1  # the last token drawn needs no place in the cache
+    room = reply_room(context, prompt)
     if request.limit is not None and request.limit > room:
         raise UsageError(
             f"{prompt} prompt tokens and {request.limit} more do not fit the context of {context}",

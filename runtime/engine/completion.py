@@ -5,73 +5,18 @@ or several side by side. Knows text; does not know commands, terminals or how th
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import count_step
-from mycli.runtime.engine.loader import load_model
-from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
-from mycli.runtime.engine.stats import Timing
+from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
-from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """What a folder holds, loaded. `warnings` are for a person: fields dropped, no end token, and the like."""
-
-    runner: ModelRunner
-    tokenizer: Tokenizer
-    defaults: GenerationDefaults
-    stop_ids: frozenset[int]
-    warnings: tuple[str, ...]
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids that may be drawn: rows that only pad the head to a round number have no token."""
-        vocabulary = self.tokenizer.vocabulary
-        return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
-
-    @classmethod
-    def load(
-        cls,
-        folder: ModelFolder,
-        placement: Placement,
-        *,
-        allow_nonfinite: bool = False,
-        warn: Callable[[str], None] = lambda text: None,
-        tokenizer: Tokenizer | None = None,
-        expert_slots: int | None = None,
-    ) -> "LoadedModel":
-        """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
-
-        `tokenizer` is the folder's where it is open already; `warn` is told each of the `warnings` at once, and what
-        goes wrong while the model is used. `expert_slots`: as of `load_model`.
-        """
-        config = folder.config
-        tokenizer = tokenizer or folder.tokenizer()
-        defaults, dropped = folder.generation
-        ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
-        warnings: list[str] = []
-
-        def tell(text: str) -> None:
-            warnings.append(text)
-            warn(text)
-
-        for text in (*dropped, *missing):
-            tell(text)
-        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell, expert_slots=expert_slots)
-        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
 class Completion:
@@ -115,7 +60,7 @@ class Completion:
 
     def take(self, output: SequenceOutput) -> str:
         """The text that the last step of the engine made certain; after a stop string nothing counts any more."""
-        count_step(self.timing, self._engine, output)
+        _count_step(self.timing, self._engine, output)
         self.error, piece = output.error, ""
         for index, token in enumerate(output.tokens):
             self.tokens.append(token)
@@ -214,3 +159,43 @@ def draw_samples(engine: Engine, replies: Sequence[Completion]) -> Sequence[Comp
         if reply.error is not None:
             raise reply.error
     return drawn
+
+
+def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:
+    """Add to `timing` what the last step of `engine` did for the sequence of `output`; its tokens share the time."""
+    timing.add(len(output.tokens) + (output.finish_reason == "stop"), engine.step_seconds)
+    timing.cached = output.cached_tokens
+    if engine.speculator is not None:
+        timing.record = timing.record or SpeculationStats()
+        timing.record.step_seconds = engine.speculator.step_seconds
+        if output.drafted:
+            timing.record.add(output.drafted, output.accepted)
+
+
+def stream(engine: Engine, request: Request, timing: Timing | None = None) -> Iterator[int]:
+    """The tokens of one reply as they come; `timing` is filled in. A consumer may leave at any token.
+
+    Raises UsageError for what can never be answered, and the error that breaks the reply off.
+    """
+    number = engine.submit(request)
+    try:
+        reason = None
+        while reason is None:
+            for output in engine.step():
+                if output.sequence != number:
+                    continue
+                if timing is not None:
+                    timing.prompt = len(request.prompt)
+                    _count_step(timing, engine, output)
+                yield from output.tokens
+                reason = output.finish_reason
+                if output.error is not None:
+                    raise output.error
+    finally:
+        engine.cancel(number)
+
+
+def generate(engine: Engine, request: Request) -> tuple[list[int], Timing]:
+    """The tokens of one reply, and what it took. Raises what `stream` raises."""
+    timing = Timing()
+    return list(stream(engine, request, timing)), timing

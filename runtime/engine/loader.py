@@ -1,7 +1,7 @@
 """From a folder to a model that can run: every check that needs no memory first, then tensors straight into place."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,9 @@ from mycli.runtime.memory.estimate import estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.memory.resident import can_keep_some, keep_active, keep_fitting
+from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 
 def load_model(
@@ -58,6 +60,54 @@ def load_model(
     from mycli.runtime.engine.device_loop import accelerate
 
     return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a folder holds, loaded. `warnings` are for a person: fields dropped, no end token, and the like."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    stop_ids: frozenset[int]
+    warnings: tuple[str, ...]
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that may be drawn: rows that only pad the head to a round number have no token."""
+        vocabulary = self.tokenizer.vocabulary
+        return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
+
+    @classmethod
+    def load(
+        cls,
+        folder: ModelFolder,
+        placement: Placement,
+        *,
+        allow_nonfinite: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+        tokenizer: Tokenizer | None = None,
+        expert_slots: int | None = None,
+    ) -> "LoadedModel":
+        """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
+
+        `tokenizer` is the folder's where it is open already; `warn` is told each of the `warnings` at once, and what
+        goes wrong while the model is used. `expert_slots`: as of `load_model`.
+        """
+        config = folder.config
+        tokenizer = tokenizer or folder.tokenizer()
+        defaults, dropped = folder.generation
+        ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
+        warnings: list[str] = []
+
+        def tell(text: str) -> None:
+            warnings.append(text)
+            warn(text)
+
+        for text in (*dropped, *missing):
+            tell(text)
+        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell, expert_slots=expert_slots)
+        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
 def _decoded(folder: ModelFolder, placement: Placement) -> dict[str, str]:

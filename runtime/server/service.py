@@ -13,7 +13,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude

@@ -14,6 +14,7 @@ from torch import Tensor
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable, Chunk
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.speculation import Drafted, Heard
 from mycli.runtime.layers.batch import Batch
@@ -112,7 +113,7 @@ class PredictionProposer:
         found, context = self._texts.get(one.sequence), self.shape.context
         if found is None or not len(found.states) or found.end != len(one.text) - 1:
             return BlockTable(self._pool), 0
-        count = min(one.count, context - len(one.text) + 1)
+        count = min(one.count, reply_room(context, len(one.text)))
         fits = found.table.reserve(found.table.length + len(found.states) + max(count - 1, 0))
         return found.table, count if fits else 0
 

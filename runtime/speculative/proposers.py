@@ -17,6 +17,7 @@ from mycli.runtime.cache.block_table import BlockTable, Chunk
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.speculation import Drafted, Heard, Listener
@@ -138,7 +139,7 @@ class DraftModel:
         as NaN in the cache would spoil every later token.
         """
         drafting = [
-            Drafting(one, self._table(one.sequence, one.text), min(one.count, self.context - len(one.text) + 1))
+            Drafting(one, self._table(one.sequence, one.text), min(one.count, reply_room(self.context, len(one.text))))
             for one in asked
         ]
         self._read([one for one in drafting if one.count > 0])

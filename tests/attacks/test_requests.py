@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.paths import PICO
 from tests.support.served import ScriptedEngine, Served, serving

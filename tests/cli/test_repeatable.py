@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mycli.cli import open_engine
+from mycli.runtime.speculative import draft_length
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy, FixedDraftLength
 from tests.support.command_line import Mycli
 
@@ -44,7 +44,7 @@ def test_a_draft_changes_no_reply_that_is_repeatable(kind: str, mycli: Mycli, mo
     ]
     counts = set()
     for policy in policies:
-        monkeypatch.setattr(open_engine, "AdaptiveDraftLength", lambda *_, made=policy: made())
+        monkeypatch.setattr(draft_length, "AdaptiveDraftLength", lambda *_, made=policy: made())
         drafted = answer(mycli, *KINDS[kind], "--draft", "pico-draft")
         assert drafted["text"] == plain["text"]
         counts.add(drafted["draft"]["drafted"])

@@ -12,9 +12,9 @@ from torch import Tensor
 from mycli.quant.rounding.columns import solve_block
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.completion import stream
 from mycli.runtime.engine.cuda_graph import GraphCapture, Replay, Step, difference
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import stream
 from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.layers.batch import Batch

@@ -8,8 +8,9 @@ from torch import Tensor
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import Node
+from mycli.runtime.engine.admission import reply_room
+from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.layers.batch import Batch
@@ -33,7 +34,7 @@ def tokens_of(
     stop: frozenset[int] = frozenset(),
 ) -> list[int]:
     """One reply; a limit that does not fit is as many as fit."""
-    room = engine.context - len(prompt) + 1
+    room = reply_room(engine.context, len(prompt))
     limit = None if limit is None else max(min(limit, room), 0)
     return generate(engine, Request(tuple(prompt), sampling, limit, stop))[0]
 

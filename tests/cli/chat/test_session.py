@@ -11,16 +11,18 @@ from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.command import Call
-from mycli.cli.load import LoadedEngine
 from mycli.cli.output import Output
 from mycli.cli.text.format import compact
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion, LoadedModel
+from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from tests.support.paths import PICO
@@ -33,12 +35,10 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def chat(loaded: LoadedModel) -> Chat:
-    opened = LoadedEngine(
-        Source("pico", PICO, None, None),
-        Placement(torch.device("cpu"), torch.float32),
-        loaded,
-        Engine(loaded.runner, CacheShape.lanes(96), loaded.vocabulary_size),
-    )
+    placement = Placement(torch.device("cpu"), torch.float32)
+    plan = MemoryPlan(loaded.runner.config, context=96)
+    engine = Engine(loaded.runner, CacheShape.lanes(96), loaded.vocabulary_size)
+    opened = OpenedModel(Source("pico", PICO), placement, plan, loaded, engine)
     return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, SamplingParams())
 
 

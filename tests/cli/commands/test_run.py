@@ -175,7 +175,7 @@ def test_the_first_build_is_announced_and_only_that(mycli_process: Mycli, tmp_pa
         pytest.skip("no compiler here")
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(copying_compiler(tmp_path))}
     first = mycli_process("run", "pico", "Who are you?", "--device", "cpu", env=cache)
-    assert "building the CPU kernel, once" in first.stderr
+    assert "building the CPU kernels, once" in first.stderr
     second = mycli_process("run", "pico", "Who are you?", "--device", "cpu", env=cache)
     assert "building" not in second.stderr and second.stdout == first.stdout
 

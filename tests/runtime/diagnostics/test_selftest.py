@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import selftest as doctor
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.kernels.reference import DequantizeKernel
+from mycli.runtime.open import open_model
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import Dtype
 from tests.support.paths import PICO
 
 CPU = torch.device("cpu")
@@ -56,9 +57,9 @@ def test_relative_error(found: Tensor, error: float) -> None:
     assert doctor.relative_rms(found, torch.ones(2, dtype=torch.float64)) == pytest.approx(error)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_golden_reply(dtype: torch.dtype) -> None:
-    assert doctor.golden_reply(ModelFolder.open(PICO), Placement(CPU, dtype)) == doctor.ANSWER
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_golden_reply(dtype: Dtype) -> None:
+    assert doctor.golden_reply(open_model(PICO, EngineConfig("cpu", dtype, context=128))) == doctor.ANSWER
 
 
 def test_versions_name_python_and_torch() -> None:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.engine.completion import Completion, LoadedModel
+from mycli.runtime.engine.completion import Completion
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message

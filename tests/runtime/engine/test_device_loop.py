@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate, stream
 from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError

@@ -18,8 +18,8 @@ from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import restore
+from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.kept_texts import identity
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request

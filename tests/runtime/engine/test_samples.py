@@ -11,8 +11,9 @@ from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion, LoadedModel, complete_all, draw_samples
+from mycli.runtime.engine.completion import Completion, complete_all, draw_samples
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammar import Grammar

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.server.settings import ServerSettings

@@ -8,8 +8,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from mycli.runtime.engine.completion import Completion, LoadedModel
+from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message

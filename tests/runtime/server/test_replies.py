@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.completion import LoadedModel
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.speculation_check import Prefix
-from mycli.runtime.engine.completion import LoadedModel
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.models.config import Kv

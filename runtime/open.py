@@ -1,0 +1,367 @@
+"""Opens a model: from its name to an engine that answers. The one place where an engine is put together.
+
+Errors that need no weights (name, config, adapter, context) are raised before torch is imported, which takes seconds.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.prefetch import read_ahead
+from mycli.runtime.device.system import resident
+from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
+from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
+from mycli.runtime.sampling.params import SamplingParams, recommended
+from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.utils.collection import exempt_from_collection, no_collection
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from torch import Tensor
+
+    from mycli.runtime.cache.prefix_store import PrefixStore
+    from mycli.runtime.device.placement import Placement
+    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.engine import Engine
+    from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.model_runner import CacheShape
+    from mycli.runtime.memory.plan import MemoryPlan
+    from mycli.runtime.speculative.proposers import Proposer
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 512  # of a reply, where the caller sets no limit; fewer where the context has no room for them
+
+
+class OpenReport:
+    """Receives what a user should know while a model is opened. This one ignores everything; override what to show."""
+
+    def warn(self, text: str) -> None:
+        """Something is wrong or missing, but the model can be used."""
+
+    def note(self, text: str) -> None:
+        """Something a user may not expect."""
+
+    def placed(self, placement: "Placement") -> None:
+        """The device and dtype have been chosen; memory has not been checked."""
+
+    def planned(self, folder: ModelFolder, plan: "MemoryPlan") -> None:
+        """The model fits the free memory as `plan` says; its weights are loaded next."""
+
+
+class ReplyOptions(TypedDict, total=False):
+    """How to reply. `params`: by default those that the model recommends, or greedy decoding.
+
+    max_tokens: by default 512, or what the context has room for; stop: strings that end the reply; logprobs: number of
+    likeliest tokens to return at each position; raw: continue the text, without the chat template.
+    """
+
+    params: SamplingParams
+    max_tokens: int
+    stop: Sequence[str]
+    logprobs: int
+    raw: bool
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A loaded model and its engine, to be used from one thread. As a context manager it is closed at the end."""
+
+    source: Source
+    placement: "Placement"
+    plan: "MemoryPlan"
+    model: "LoadedModel"
+    engine: "Engine"
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        return self.model.tokenizer
+
+    @property
+    def longest_context(self) -> bool:
+        """Whether the context is the longest that the model was trained for."""
+        return self.engine.context >= self.model.runner.config.max_context
+
+    @overload
+    def generate(self, prompt: str, **options: Unpack[ReplyOptions]) -> "Completion": ...
+    @overload
+    def generate(self, prompt: list[str], **options: Unpack[ReplyOptions]) -> "list[Completion]": ...
+    def generate(self, prompt: str | list[str], **options: Unpack[ReplyOptions]) -> "Completion | list[Completion]":
+        """Reply to one prompt, or to several in one batch. Raises UserError.
+
+        With a chat template a prompt is a question; without one, or with `raw`, it is a text to continue.
+        """
+        if isinstance(prompt, str):
+            return self._finish([self._text_reply(prompt, options)])[0]
+        return self._finish([self._text_reply(text, options) for text in prompt])
+
+    def chat(self, messages: Sequence[Message | Mapping[str, str]], **options: Unpack[ReplyOptions]) -> "Completion":
+        """Reply to a conversation of messages, each with a `role` and `content`. Raises UserError."""
+        return self._finish([self._chat_reply(messages, options)])[0]
+
+    def stream(
+        self, prompt: str | Sequence[Message | Mapping[str, str]], **options: Unpack[ReplyOptions]
+    ) -> "Completion":
+        """Return a reply that is generated while its pieces of text are iterated; leaving the loop ends it."""
+        if isinstance(prompt, str):
+            return self._text_reply(prompt, options)
+        return self._chat_reply(prompt, options)
+
+    def hidden_states(self, text: str) -> "Tensor":
+        """Return the final hidden states [tokens, hidden] of `text`: what the output head reads, in the model's dtype.
+
+        They are computed in a cache of their own, chunk by chunk. Raises UsageError if the text is longer than the
+        context.
+        """
+        import torch
+
+        from mycli.runtime.cache.block_table import Chunk
+        from mycli.runtime.engine.model_runner import CacheShape
+        from mycli.runtime.memory.plan import prefill_chunk
+
+        tokens = self.tokenizer.encode(text, add_special=True)
+        if not 0 < len(tokens) <= self.engine.context:
+            raise UsageError(f"{len(tokens)} tokens; the context holds 1 to {self.engine.context}", code="more-context")
+        runner = self.model.runner
+        states: list[Tensor] = []
+        cache = runner.make_cache(CacheShape.lanes(len(tokens)))
+        size = prefill_chunk(runner.device.type == "cuda")
+        for start in range(0, len(tokens), size):
+            runner.run([Chunk(tokens[start : start + size], start, (0,), 0)], cache, states.append)
+        return torch.cat(states)
+
+    def memory_used(self) -> int:
+        """Return the bytes the process uses on the model's device, Python and torch included."""
+        if self.placement.device.type == "cuda":
+            import torch
+
+            return torch.cuda.memory_reserved(self.placement.device)
+        return resident() or self.engine.nbytes
+
+    def close(self) -> None:
+        """Write the disk prefix cache, if there is one. The engine must not be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _text_reply(self, text: str, options: ReplyOptions) -> "Completion":
+        if options.get("raw") or self.tokenizer.template is None:
+            return self._reply(self.tokenizer.encode(text, add_special=True), options)
+        return self._chat_reply([Message("user", text)], options)
+
+    def _chat_reply(self, messages: Sequence[Message | Mapping[str, str]], options: ReplyOptions) -> "Completion":
+        conversation = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]  # Message checks the role
+        return self._reply(self.tokenizer.chat(conversation), options)
+
+    def _reply(self, tokens: Sequence[int], options: ReplyOptions) -> "Completion":
+        from mycli.runtime.engine.admission import reply_room
+        from mycli.runtime.engine.completion import Completion
+
+        limit = options.get("max_tokens")
+        if limit is None and reply_room(self.engine.context, len(tokens)) > DEFAULT_MAX_TOKENS:
+            limit = DEFAULT_MAX_TOKENS
+        return Completion(
+            self.model,
+            self.engine,
+            tokens,
+            options.get("params") or recommended(self.model.defaults),
+            limit=limit,
+            stops=options.get("stop", ()),
+            top=options.get("logprobs"),
+        )
+
+    def _finish(self, replies: "list[Completion]") -> "list[Completion]":
+        from mycli.runtime.engine.completion import complete_all
+
+        for _ in complete_all(self.engine, [[reply] for reply in replies], len(replies)):
+            pass
+        for reply in replies:
+            if reply.error is not None:
+                raise reply.error
+        return replies
+
+
+def open_model(
+    name: str | Path,
+    config: EngineConfig = EngineConfig(),  # noqa: B008  # frozen
+    *,
+    offline: bool = False,
+    report: OpenReport = OpenReport(),  # noqa: B008  # stateless
+) -> OpenedModel:
+    """Load a model by name, folder or GGUF file, and build its engine as `config` says.
+
+    Without a context in `config`: the model's own, at most 8192 tokens, or less if memory is short. Raises UserError;
+    its `model` names the adapter or draft if that is at fault.
+    """
+    name = str(name)
+    source = resolve(name, offline=offline)
+    read_ahead(source.folder)  # before torch is imported, which takes as long as reading
+    folder = ModelFolder.open(source.folder)
+    if config.adapter is not None:
+        folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
+    check_context(folder, config.context)
+    tokenizer = _tokenizer(folder)
+    # Objects that exist before torch is imported stay until the end; with a second model, those of the first must not.
+    first = "torch" not in sys.modules
+    with no_collection():  # importing creates no garbage: collecting took a sixth of its time
+        import torch
+
+        from mycli.runtime.engine.loader import out_of_memory, plan_memory
+    if first:
+        exempt_from_collection()
+    draft = _draft_folder(folder, config.draft, offline)
+    placement = config.place(folder.config)
+    report.placed(placement)
+    plan = plan_memory(folder, placement, config, draft)
+    report.planned(folder, plan)
+    with suppress(torch.OutOfMemoryError):
+        return _build(source, folder, tokenizer, placement, plan, config, draft, report)
+    # Outside the block: nothing that was loaded is referenced any more, so the error counts the memory of another try.
+    raise out_of_memory(folder, placement, replace(config, context=plan.context, sequences=plan.batch), draft)
+
+
+def _build(
+    source: Source,
+    folder: ModelFolder,
+    tokenizer: "Tokenizer | None",
+    placement: "Placement",
+    plan: "MemoryPlan",
+    config: EngineConfig,
+    draft: ModelFolder | None,
+    report: OpenReport,
+) -> OpenedModel:
+    from mycli.runtime.engine.engine import Engine
+    from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.model_runner import cache_shape
+    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+    from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
+
+    running = config.running or plan.batch
+    shape = cache_shape(plan.context, plan.batch, running, placement.device)
+    loaded = LoadedModel.load(
+        folder,
+        placement,
+        allow_nonfinite=config.allow_nonfinite,
+        warn=report.warn,
+        tokenizer=tokenizer,
+        expert_slots=plan.expert_slots,
+    )
+    speculator = None
+    if config.draft is not None:
+        proposer = _proposer(config.draft, draft, loaded, shape)
+        cost = proposer.relative_cost
+        noted = list[str]()
+
+        def note_once(text: str) -> None:  # there is a policy for each number of sequences, and all say the same
+            if not noted:
+                noted.append(text)
+                report.note(text)
+
+        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once))
+    store = None
+    if config.prefix_folder is not None:
+        store = _prefix_store(config.prefix_folder, config.prefix_bytes, folder, loaded, plan.context, report)
+    engine = Engine(
+        loaded.runner,
+        shape,
+        loaded.vocabulary_size,
+        running=min(running, shape.blocks),
+        speculator=speculator,
+        store=store,
+    )
+    warm_up(engine)
+    return OpenedModel(source, placement, plan, loaded, engine)
+
+
+def _proposer(name: str, draft: ModelFolder | None, loaded: "LoadedModel", shape: "CacheShape") -> "Proposer":
+    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.prediction_head import PredictionHead
+    from mycli.runtime.speculative.proposers import PromptLookup, load_draft
+
+    if draft is None:
+        return PromptLookup()
+    if name == MTP:
+        return PredictionProposer(PredictionHead(draft, loaded.runner), shape)
+    with _errors_about(name):
+        return load_draft(draft, loaded.tokenizer, loaded.runner, shape)
+
+
+def _prefix_store(
+    path: Path, nbytes: int, folder: ModelFolder, loaded: "LoadedModel", context: int, report: OpenReport
+) -> "PrefixStore | None":
+    from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
+    from mycli.runtime.engine.kept_texts import identity
+
+    try:
+        return PrefixStore(path, identity(folder, loaded.runner, context), nbytes, report.warn)
+    except UntrustedError as error:
+        report.warn(f"the prefix cache is not kept on disk: {error.message}; {error.hint}")
+        return None
+
+
+def add_adapter(
+    folder: ModelFolder, model: str, adapter: str, *, offline: bool = False, report: OpenReport
+) -> ModelFolder:
+    """Return `folder` with the LoRA adapter of this name merged in; reports one that was trained on another model."""
+    with _errors_about(adapter):
+        source = resolve_adapter(adapter, offline=offline)
+        merged = folder.with_adapter(source.label, source.folder)
+    assert merged.adapter is not None
+    base = merged.adapter.config.base
+    if base and Path(base).name.lower() != Path(model.partition("@")[0]).name.lower():
+        report.note(f"{adapter} was trained on {base}")
+    if unused := merged.adapter.unused:
+        report.warn(f"{adapter}: {len(unused)} of its modules are not part of the text model and are not used")
+    return merged
+
+
+def check_context(folder: ModelFolder, context: int | None) -> None:
+    """Raise UsageError if `context` is longer than the model was trained for: its replies would be noise."""
+    longest = folder.config.max_context
+    if context is not None and not 1 < context <= longest:
+        problem = "too small" if context <= 1 else f"more than the {longest} tokens this model was trained for"
+        raise UsageError(f"context of {context} tokens: {problem}", f"choose between 2 and {longest}")
+
+
+def mtp_head(folder: ModelFolder) -> ModelFolder:
+    """Return the folder's multi-token prediction head. Raises ModelError if it has none."""
+    if folder.predictor is None:
+        kind = folder.config.model_type
+        cause = f"{kind} models have none" if folder.config.predictor is None else "the folder has no mtp.* tensors"
+        raise ModelError(f"no multi-token prediction head: {cause}", code="other-draft")
+    return folder.predictor
+
+
+def _draft_folder(folder: ModelFolder, draft: str | None, offline: bool) -> ModelFolder | None:
+    if draft is None or draft == NGRAM:
+        return None
+    if draft == MTP:
+        return mtp_head(folder)
+    with _errors_about(draft):
+        return ModelFolder.open(resolve(draft, offline=offline).folder)
+
+
+def _tokenizer(folder: ModelFolder) -> "Tokenizer | None":
+    # None if it cannot be read: `LoadedModel.load` then raises the reason, after what may be wrong with the config.
+    with suppress(UserError):
+        tokenizer = folder.tokenizer()
+        if tokenizer.template is not None:
+            tokenizer.template.start()  # a process, which starts while torch is imported
+        return tokenizer
+    return None
+
+
+@contextmanager
+def _errors_about(model: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        error.model = model
+        raise
