@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.import_graph import arrows, floors
+from tests.support.import_graph import circles, file_graph, floors, room_graph
 from tests.support.paths import ROOT
 from tests.support.sources import PARTS, name, sources, tree
 
@@ -26,6 +26,18 @@ PIPES = {
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }
 MOST_ROOMS, MOST_FLOORS = 18, 9
+# Circles that are being removed; an entry is only ever taken out.
+KNOWN_CIRCLES: list[list[str]] = [
+    ["cli/load.py", "cli/open_engine.py"],
+    ["quant/rounding/columns.py", "quant/rounding/columns_triton.py"],
+    [
+        "runtime/checkpoint/formats/__init__.py",
+        "runtime/checkpoint/manifest.py",
+        "runtime/checkpoint/reader.py",
+    ],
+    ["runtime/checkpoint/gguf/folder.py", "runtime/checkpoint/model_folder.py"],
+    ["runtime/kernels/triton/experts.py", "runtime/kernels/triton/product/matmul.py"],
+]
 # Public names that several modules define on purpose: each is read by one reader, from any module of its kind.
 SHARED_NAMES = {
     "EXAMPLES",  # of a command's help
@@ -96,10 +108,15 @@ def test_every_module_says_what_it_does() -> None:
     assert not [name(path) for path in sources() if not ast.get_docstring(tree(path))]
 
 
-def test_the_rooms_of_runtime_stand_on_floors() -> None:
-    """No circle (`floors` raises), and no more rooms, or rooms on top of each other, than a newcomer can hold."""
-    graph = arrows()
+def test_rooms_of_runtime_form_layers() -> None:
+    """No circle (`floors` raises), and no more rooms or floors than a newcomer can remember."""
+    graph = room_graph()
     assert len(graph) <= MOST_ROOMS and len(floors(graph)) <= MOST_FLOORS
+
+
+def test_files_form_no_circle() -> None:
+    unknown = [group for group in circles(file_graph()) if not any(set(group) <= set(known) for known in KNOWN_CIRCLES)]
+    assert not unknown, f"move what both need into the lower file, or into a third: {unknown}"
 
 
 def _public(path: Path) -> set[str]:

@@ -1,67 +1,119 @@
-"""The rooms of `runtime/` and who imports whom: `python -m tests.support.import_graph` prints the floors.
+"""The import graph of the product, by files and by rooms: `python -m tests.support.import_graph` prints both.
 
-A room is a folder of `runtime/` (or a file beside them); an arrow is any import, inside functions too, unless only a
-type checker reads it. A room stands one floor above the highest that it imports. Knows syntax; imports nothing of ours.
+A room is a folder of `runtime/`, or a file next to the folders; its floor is one above the highest room that it
+imports. Reads syntax only. An import inside a function counts. One under TYPE_CHECKING counts among files, because a
+reader still needs both files, but not among rooms, where it only names a type.
 """
 
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-RUNTIME = Path(__file__).parents[2] / "runtime"
-DATA = "pico"
+from tests.support.sources import name, sources, tree
+
+Graph = Mapping[str, set[str]]
 
 
-def _imported(node: ast.AST) -> Iterator[str]:
+def _imports(node: ast.AST, type_checking: bool) -> Iterator[str]:
+    """Dotted names of the product's modules, or of names in them, that `node` imports."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        if isinstance(child, ast.ImportFrom) and child.module == "mycli.runtime":
-            yield from (f"mycli.runtime.{alias.name}" for alias in child.names)
+            if not type_checking:
+                continue
         elif isinstance(child, ast.ImportFrom):
-            yield child.module or ""
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
         elif isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
-        yield from _imported(child)
+        yield from _imports(child, type_checking)
 
 
-def arrows() -> dict[str, set[str]]:
-    """Each room with the rooms that it imports."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(RUNTIME.rglob("*.py")):
-        parts = path.relative_to(RUNTIME).with_suffix("").parts
-        if parts[0] in (DATA, "__init__"):
-            continue
-        targets = found.setdefault(parts[0], set())
-        for name in _imported(ast.parse(path.read_text(encoding="utf-8"))):
-            words = name.split(".")
-            if words[:2] == ["mycli", "runtime"] and len(words) > 2 and words[2] != parts[0]:
-                targets.add(words[2])
-    return found
+def _module(path: Path) -> str:
+    parts = Path(name(path)).with_suffix("").parts
+    return ".".join(("mycli", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Rooms by floor, the ground first. Raises ValueError naming the rooms that stand in a circle."""
-    left = {room: set(targets) for room, targets in graph.items()}
-    built: list[list[str]] = []
-    while left:
-        free = sorted(room for room, targets in left.items() if not targets & left.keys())
-        if not free:
+def file_graph(type_checking: bool = True) -> dict[str, set[str]]:
+    """Each file of the product with the files that it imports."""
+    modules = {_module(path): name(path) for path in sources()}
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        targets = graph.setdefault(name(path), set())
+        for imported in _imports(tree(path), type_checking):
+            # `from package import module` and `from module import name` look alike.
+            module = imported if imported in modules else imported.rpartition(".")[0]
+            if module in modules and modules[module] != name(path):
+                targets.add(modules[module])
+    return graph
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return sorted(groups)
+
+
+def room_graph() -> dict[str, set[str]]:
+    """Each room of `runtime/` with the rooms that it imports."""
+    graph: dict[str, set[str]] = {}
+    for file, imported in file_graph(type_checking=False).items():
+        room = _room(file)
+        if room is not None:
+            targets = {target for target in map(_room, imported) if target is not None}
+            graph.setdefault(room, set()).update(targets - {room})
+    return graph
+
+
+def _room(file: str) -> str | None:
+    parts = Path(file).with_suffix("").parts
+    return parts[1] if parts[0] == "runtime" and parts[1] != "__init__" else None
+
+
+def floors(graph: Graph) -> list[list[str]]:
+    """Rooms by floor, the lowest first. Raises ValueError naming the rooms of a circle."""
+    remaining = {room: set(targets) for room, targets in graph.items()}
+    levels: list[list[str]] = []
+    while remaining:
+        level = sorted(room for room, targets in remaining.items() if not targets & remaining.keys())
+        if not level:
             raise ValueError(
-                "a circle among " + ", ".join(f"{r} -> {sorted(t & left.keys())}" for r, t in left.items())
+                "a circle among " + ", ".join(f"{r} -> {sorted(t & remaining.keys())}" for r, t in remaining.items())
             )
-        built.append(free)
-        for room in free:
-            del left[room]
-    return built
+        levels.append(level)
+        for room in level:
+            del remaining[room]
+    return levels
 
 
 def main() -> None:
-    """Print floors and arrows."""
-    graph = arrows()
-    for number, rooms in reversed(list(enumerate(floors(graph)))):
-        print(f"{number}: {', '.join(rooms)}")
-    print(f"{len(graph)} rooms, {len(floors(graph))} floors, {sum(map(len, graph.values()))} arrows, no circle")
+    files, rooms = file_graph(), room_graph()
+    for number, names in reversed(list(enumerate(floors(rooms)))):
+        print(f"{number}: {', '.join(names)}")
+    print(f"{len(rooms)} rooms, {len(floors(rooms))} floors, {sum(map(len, rooms.values()))} arrows, no circle")
+    print(f"{len(files)} files, {sum(map(len, files.values()))} arrows, {len(circles(files))} circles")
+    for group in circles(files):
+        print("  " + ", ".join(group))
 
 
 if __name__ == "__main__":
