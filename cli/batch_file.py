@@ -23,7 +23,7 @@ from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.input_file import open_input
 from mycli.runtime.utils.json_fields import parse_object
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 MAX_LINE = 1 << 24  # bytes
 MAX_MESSAGES = 10_000
@@ -236,7 +236,7 @@ def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> Exi
         call.out.note(f"{len(done)} answered before")
     if failed:
         first = failed[0]
-        call.out.warn(f"{counted(len(failed), 'line')} could not be answered, the first because: {first.message}")
+        call.out.warn(f"{pluralize(len(failed), 'line')} could not be answered, the first because: {first.message}")
         return first.exit_code
     return ExitCode.OK
 

@@ -42,7 +42,7 @@ from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.units import counted, human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 COLLAPSED_KL = 1.0  # nats: such a model says something else
 
@@ -217,7 +217,7 @@ def _notes(
     dead = [layer for layer in layers if layer.dead_columns]
     if dead:
         most = max(dead, key=lambda layer: layer.dead_columns)
-        some = counted(len(dead), "layer")
+        some = pluralize(len(dead), "layer")
         notes.append(f"{some} with inputs that calibration never used, at most {most.dead_columns}, in {most.name}")
     if card is not None and card.divergence is not None and card.divergence.kl.value > COLLAPSED_KL:
         notes.append(f"the model has collapsed (mean KL {card.divergence.kl.value:.2g}): it needs more bits")

@@ -93,7 +93,7 @@ class Declined:
     data: Mapping[str, object] = field(default_factory=dict)
 
 
-def in_a_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The kind of an error and the first line of what it says: for errors of compilers and drivers, of all kinds."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__

@@ -17,7 +17,7 @@ from pathlib import Path
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.text.input import read_document
 from mycli.runtime.errors import UsageError
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 FENCE = '"""'
 METER = 40  # columns, fewer on a narrow terminal
@@ -158,7 +158,7 @@ class SlashCommands:
             rows.append(("dropped", f"{conversation.hidden} messages"))
         for name, text in conversation.reading:
             count = len(chat.loaded.model.tokenizer.encode(text, add_special=False))
-            rows.append(("read", f"{name}, {counted(count, 'token')}, part of the next message"))
+            rows.append(("read", f"{name}, {pluralize(count, 'token')}, part of the next message"))
         self._out.card(f"[{meter}]", rows)
 
     def stats(self, argument: str) -> None:
@@ -170,7 +170,7 @@ class SlashCommands:
         path = self._path("/read", argument)
         text = read_document(path)
         self.chat.conversation.reading.append((path.name, text))
-        self._out.note(f"({path.name}: {counted(len(text), 'character')}, a part of the next message)")
+        self._out.note(f"({path.name}: {pluralize(len(text), 'character')}, a part of the next message)")
 
     def retry(self, argument: str) -> None:
         """another reply to the last message"""

@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import TokenWindows
@@ -74,7 +74,7 @@ def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", te
         return
     columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
     call.out.table(columns, cells, right=range(1, len(columns)))
-    windows = counted(results[0]["windows"], "window")
+    windows = pluralize(results[0]["windows"], "window")
     call.out.note(f"{windows} of {text.windows.shape[1]} tokens, against {results[0]['kv']}")
 
 

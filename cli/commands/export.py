@@ -11,7 +11,7 @@ from mycli.cli.load import adapted
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.utils.units import counted, human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.export import Exported
@@ -75,6 +75,6 @@ def _show(call: Call, to: str, done: "Exported") -> None:
         rows.append(("loss", "none: every weight keeps its value"))
     else:
         mean = sum(one.error for one in worst) / len(worst)
-        rows.append(("rounded", f"{counted(len(worst), 'tensor')}, relative squared error {mean:.3g} on average"))
+        rows.append(("rounded", f"{pluralize(len(worst), 'tensor')}, relative squared error {mean:.3g} on average"))
         rows += [("worst", f"{one.name} ({one.kind}) {one.error:.3g}") for one in worst[:_WORST]]
     call.out.card(f"{to}", rows)

@@ -10,7 +10,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code, resolve
-from mycli.runtime.utils.units import counted, human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -94,6 +94,6 @@ def pull(
     if code:
         call.out.warn(code)
     fetched = f"{human_bytes(job.new_bytes)} fetched and verified" if job.missing else "nothing new"
-    files = f"{counted(len(job.files), 'file')}, {human_bytes(job.total_bytes)}"
+    files = f"{pluralize(len(job.files), 'file')}, {human_bytes(job.total_bytes)}"
     call.out.note(f"{job.repo} @ {job.commit[:12]}: {files}; {fetched}")
     _show(call, job, source)

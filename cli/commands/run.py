@@ -18,7 +18,7 @@ from mycli.cli.text.format import speculation
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import Neighbours
 from mycli.runtime.errors import ExitCode, GateError, UsageError
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.loader import LoadedModel
@@ -208,7 +208,7 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
         for piece in call.out.while_reading(iter(reply), len(ids), lambda: generator.loaded.engine.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
-        call.out.note(f"(cut off after {counted(len(reply.tokens), 'token')}: -n sets another limit)")
+        call.out.note(f"(cut off after {pluralize(len(reply.tokens), 'token')}: -n sets another limit)")
     elif reply.finish_reason == "context":
         call.out.note(f"(cut off: the context of {generator.loaded.engine.context} tokens is full)")
     if disturbed := neighbours.note():

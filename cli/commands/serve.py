@@ -18,7 +18,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.input_file import read_input
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
     from socket import socket
@@ -214,7 +214,7 @@ def _run(
     def drain() -> None:
         service.draining = True
         if worker.underway:
-            call.out.note(f"stopping: {counted(worker.underway, 'reply')} to finish first; again to stop at once")
+            call.out.note(f"stopping: {pluralize(worker.underway, 'reply')} to finish first; again to stop at once")
 
     def ready() -> None:
         room = f"room for {sequences} of {engine.context} tokens"
@@ -228,7 +228,7 @@ def _run(
         if call.out.json_mode:
             call.out.json_record(answer)
         else:
-            call.out.result(f"{url} · {service.name} · {counted(together, 'reply')} at once, {room}")
+            call.out.result(f"{url} · {service.name} · {pluralize(together, 'reply')} at once, {room}")
 
     server = DrainingServer(
         application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all

@@ -8,7 +8,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.runtime.errors import GateError
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, find_local, verify_files
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli verify pico-rtn-int4-g128",
@@ -44,4 +44,6 @@ def verify(
         again = "quantize it again" if source.repo is None else f"mycli pull {model}"
         if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
             again = f"mycli verify {model} --drop && {again}"
-        raise GateError(f"{model}: damaged or missing: {len(bad)} of {counted(len(checked), 'file')}, {bad[0]}", again)
+        raise GateError(
+            f"{model}: damaged or missing: {len(bad)} of {pluralize(len(checked), 'file')}, {bad[0]}", again
+        )

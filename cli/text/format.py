@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.stats import Timing
-from mycli.runtime.utils.units import counted, human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
@@ -52,7 +52,7 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
 def quality(result: "Evaluation") -> list[tuple[str, str]]:
     """Names and values for a card."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
-    protocol = f"{counted(result.windows, 'window')} of {result.context} tokens, {bos}, {result.dtype}"
+    protocol = f"{pluralize(result.windows, 'window')} of {result.context} tokens, {bos}, {result.dtype}"
     found = result.divergence
     if found is None:
         return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]

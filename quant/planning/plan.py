@@ -33,7 +33,7 @@ from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.json_fields import read_object
-from mycli.runtime.utils.units import told_apart
+from mycli.runtime.utils.units import distinct_sizes
 
 Report = Literal["none", "quick", "full"]
 
@@ -182,7 +182,7 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
     require_space(resolved.parent, work.size.bytes + beside + (16 << 20))
     available = memory().available
     if work.need.host > available:
-        needed, left = told_apart(work.need.host, available)
+        needed, left = distinct_sizes(work.need.host, available)
         raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
 
 

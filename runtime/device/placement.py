@@ -10,7 +10,7 @@ from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.models.config import Kv, ModelConfig
 from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, Dtype, DtypeInfo
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 OLDEST_PACKED = 8, 0  # compute capability
 
@@ -88,7 +88,7 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
     if problem:
         raise ResourceError(f"device {request}: {problem}", code="use-cpu-or-install-cuda")
     if int(index or 0) >= torch.cuda.device_count():
-        raise ResourceError(f"device {request}: {counted(torch.cuda.device_count(), 'GPU')} visible", "count from 0")
+        raise ResourceError(f"device {request}: {pluralize(torch.cuda.device_count(), 'GPU')} visible", "count from 0")
     return torch.device("cuda", int(index or torch.cuda.current_device())), ()
 
 

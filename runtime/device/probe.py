@@ -11,7 +11,7 @@ from mycli.runtime.device.bandwidth import datasheet, remembered
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.units import counted
+from mycli.runtime.utils.units import pluralize
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,6 @@ def find_target(device: str, notes: Path) -> Target:
             gpu = found[int(index or 0)]
             return _with_bandwidth(Target(f"cuda:{gpu.index}", gpu.name, True, gpu.free), notes)
         if device != "auto":
-            visible = counted(len(found), "NVIDIA GPU")
+            visible = pluralize(len(found), "NVIDIA GPU")
             raise ResourceError(f"device {device}: {visible} visible", code="use-cpu-or-pretend-gpu")
     return _with_bandwidth(Target("cpu", cpu_name(), False, memory().available, notes=reasons), notes)

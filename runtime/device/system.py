@@ -136,7 +136,7 @@ def reset_peak() -> bool:
 
 
 def trim(apart: int = 32 << 20) -> None:
-    """As `give_back`, and from now on freed blocks of `apart` bytes or more go back at once.
+    """As `release_free_memory`, and from now on freed blocks of `apart` bytes or more go back at once.
 
     glibc keeps smaller ones for later, in pieces (M_MMAP_THRESHOLD of mallopt(3)).
     """
@@ -144,10 +144,10 @@ def trim(apart: int = 32 << 20) -> None:
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):  # musl has none
             library.mallopt(-3, apart)
-            give_back()
+            release_free_memory()
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Give memory that was freed back to the system (malloc_trim(3))."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None)

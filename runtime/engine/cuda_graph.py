@@ -17,7 +17,7 @@ from torch import Tensor
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.decode_step import DecodeStep
-from mycli.runtime.errors import in_a_line
+from mycli.runtime.errors import summarize_error
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -159,7 +159,7 @@ class Replay:
             captured.lengths.copy_(batch.lengths)
             return captured.replay()
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            self._give_up(in_a_line(error), (sequences, new) if launched else None)
+            self._give_up(summarize_error(error), (sequences, new) if launched else None)
             return None
 
     def _captured(
@@ -207,7 +207,7 @@ def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Repl
     try:
         trouble = difference(model, step, kv, capture)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        trouble = in_a_line(error)
+        trouble = summarize_error(error)
     if trouble is not None:
         warn(f"the fused kernels are not used, decoding is slower: {trouble}")
         return None

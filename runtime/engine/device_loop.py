@@ -21,7 +21,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.cuda_graph import Capture, GraphCapture, Launches, Step, make_replay
 from mycli.runtime.engine.model_runner import FastPaths
-from mycli.runtime.errors import in_a_line
+from mycli.runtime.errors import summarize_error
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.batch import Batch
@@ -136,7 +136,7 @@ class DeviceLoop:
             return work()
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             if not self._failed:
-                self._warn(f"tokens are chosen by the host, decoding is slower from now on: {in_a_line(error)}")
+                self._warn(f"tokens are chosen by the host, decoding is slower from now on: {summarize_error(error)}")
             self._failed = True
             self._held.clear()
             return None
@@ -201,7 +201,7 @@ def accelerate(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> FastP
     try:
         trouble = _wrong_choices(model)
     except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        trouble = in_a_line(error)
+        trouble = summarize_error(error)
     if trouble is not None:
         warn(f"tokens are chosen by the host, decoding is slower: {trouble}")
         return FastPaths(replay)

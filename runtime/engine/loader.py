@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
-from mycli.runtime.device.system import give_back
+from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.cpu_loop import CpuLoop
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
@@ -52,7 +52,7 @@ def load_model(
         warn(f"no kernel here multiplies {packing} weights, each pass decodes them, which is slow: {reason}")
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
-    give_back()  # what was read and then laid out otherwise: a tenth of a packed model
+    release_free_memory()  # what was read and then laid out otherwise: a tenth of a packed model
     if placement.device.type == "cpu":
         return ModelRunner(model, placement.kv, FastPaths(loop=CpuLoop.make(model)))
     if not folder.packings or placement.device.type != "cuda":

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.device.system import give_back
+from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
@@ -187,7 +187,7 @@ def load_linears(
         small, held = small + found, held + sum(matmul.nbytes for matmul in found)
         if held >= GATHERED:
             gather_codes(small)
-            give_back()  # what they were read into: the next ones would be read into other pieces
+            release_free_memory()  # what they were read into: the next ones would be read into other pieces
             small, held = [], 0
     gather_codes(small)
 

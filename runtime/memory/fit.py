@@ -11,7 +11,7 @@ from mycli.runtime.memory.estimate import Estimate, estimate, longest_context
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
-from mycli.runtime.utils.units import human_bytes, told_apart
+from mycli.runtime.utils.units import distinct_sizes, human_bytes
 
 SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
 
@@ -132,7 +132,7 @@ def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
     Where it should fit by these numbers, memory has run out all the same: something else takes it.
     """
     result = estimate(plan)
-    needed, left = told_apart(result.total, free)
+    needed, left = distinct_sizes(result.total, free)
     problem = (
         f"{place}: {needed} needed ({human_bytes(result.weights + result.embeddings)} weights, "
         f"{human_bytes(result.cache)} cache of {plan.context} tokens), {left} free"

@@ -17,7 +17,7 @@ from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, c
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
-from mycli.runtime.utils.collection import no_collection
+from mycli.runtime.utils.collection import gc_paused
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
 
 MAX_FILE_BYTES = 128 << 20
@@ -123,7 +123,7 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         data = read_bytes(path, MAX_FILE_BYTES)
-        with no_collection():  # hundreds of thousands of small objects: half of the parser's time
+        with gc_paused():  # hundreds of thousands of small objects: half of the parser's time
             raw = parse_object(data, path.name, MAX_FILE_BYTES)
         settings = read_tokenizer_settings(folder)
         return cls._checked(

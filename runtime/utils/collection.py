@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No collection within: reading a large file or importing a large library makes objects, none of them garbage."""
     collecting = gc.isenabled()
     gc.disable()
@@ -17,7 +17,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def exempt_from_collection() -> None:
+def gc_freeze() -> None:
     """Exempt everything that is alive from collections from now on, those at the end of the process too.
 
     For what stays until then: torch alone makes a hundred thousand objects, and each full collection looks at them all.

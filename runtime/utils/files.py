@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.units import told_apart
+from mycli.runtime.utils.units import distinct_sizes
 
 # What another path would cure; anything else is the disk's own trouble.
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -52,7 +52,7 @@ def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
     """
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if nbytes > free:
-        needed, left = told_apart(nbytes, free)
+        needed, left = distinct_sizes(nbytes, free)
         message = f"{folder}: {needed} needed, {left} free on that disk"
         raise ResourceError(message, "" if code else _ELSEWHERE, code=code)
 

@@ -3,7 +3,7 @@
 GIB = 1 << 30
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """`1 token`, `2 tokens`; of a noun in -y, `2 replies`."""
     several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count} {noun if count == 1 else several}"
@@ -19,7 +19,7 @@ def human_bytes(count: float) -> str:
     return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
 
 
-def told_apart(first: int, second: int) -> tuple[str, str]:
+def distinct_sizes(first: int, second: int) -> tuple[str, str]:
     """Two amounts that are compared: as `human_bytes` words them, or to the byte where that hides which is larger."""
     rough = human_bytes(first), human_bytes(second)
     return rough if rough[0] != rough[1] or first == second else (f"{first} bytes", f"{second} bytes")

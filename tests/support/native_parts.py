@@ -110,7 +110,7 @@ def run_passes(runner: ModelRunner, kv: Kv) -> list[Tensor]:
     return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales, *states)]
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def pluralize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of parts that native code runs, as they come; "|" after those of one call."""
     found: list[str] = []
     plain = CChain.__call__
@@ -126,7 +126,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def same_as_by_steps(runner: ModelRunner, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compares; the parts that were run natively."""
     with monkeypatch.context() as patch:
-        ran = counted(patch)
+        ran = pluralize(patch)
         whole = run_passes(runner, kv)
     with monkeypatch.context() as patch:
         by_steps(patch)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.device.placement import OLDEST_PACKED
-from mycli.runtime.errors import in_a_line
+from mycli.runtime.errors import summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, check_contiguous
@@ -187,7 +187,7 @@ def _checked(device: torch.device) -> str | None:
     try:
         return None if small_route_agrees(device) else "is wrong on this machine"
     except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        return f"failed on this machine: {in_a_line(trouble)}"
+        return f"failed on this machine: {summarize_error(trouble)}"
 
 
 def small_route_agrees(device: torch.device) -> bool:

@@ -190,14 +190,14 @@ def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPa
     """Norms, rotations and activations of every layer, in bf16: of more rows than one native call takes a part for."""
     taken: Counter[str] = Counter()
 
-    def counted(name: str) -> Any:
+    def pluralize(name: str) -> Any:
         def call(*arguments: Any) -> Any:
             taken[name] += 1
             return getattr(vectors, name)(*arguments)
 
         return call
 
-    watched = replace(vectors, **{name: counted(name) for name in ("norm", "gate", "rotate")})
+    watched = replace(vectors, **{name: pluralize(name) for name in ("norm", "gate", "rotate")})
     monkeypatch.setattr(build, "native", lambda: watched)
     runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from mycli.runtime.utils.collection import no_collection
+from mycli.runtime.utils.collection import gc_paused
 from tests.support.paths import ROOT
 
 EXEMPT = """
 import gc
-from mycli.runtime.utils.collection import exempt_from_collection
+from mycli.runtime.utils.collection import gc_freeze
 kept = [[] for _ in range(10_000)]
-exempt_from_collection()
+gc_freeze()
 print(gc.get_freeze_count() > 10_000, gc.isenabled(), len(gc.get_objects()) < 10_000)
 """
 
@@ -23,7 +23,7 @@ def test_it_is_as_before_afterwards_whatever_happens(before: bool) -> None:
     was = gc.isenabled()
     try:
         (gc.enable if before else gc.disable)()
-        with pytest.raises(KeyError), no_collection():
+        with pytest.raises(KeyError), gc_paused():
             assert not gc.isenabled()
             raise KeyError
         assert gc.isenabled() == before

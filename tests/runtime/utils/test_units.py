@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.utils.units import GIB, counted, human_bytes, told_apart
+from mycli.runtime.utils.units import GIB, distinct_sizes, human_bytes, pluralize
 
 
 def test_memory_has_its_unit() -> None:
@@ -19,8 +19,8 @@ def test_memory_has_its_unit() -> None:
 
 
 def test_what_is_counted_is_one_or_several() -> None:
-    assert [counted(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
-    assert [counted(count, "reply") for count in (1, 32)] == ["1 reply", "32 replies"]
+    assert [pluralize(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert [pluralize(count, "reply") for count in (1, 32)] == ["1 reply", "32 replies"]
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_what_is_counted_is_one_or_several() -> None:
     ],
 )
 def test_a_difference_is_seen(first: int, second: int, told: tuple[str, str]) -> None:
-    assert told_apart(first, second) == told
+    assert distinct_sizes(first, second) == told
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 1 << 45) | st.integers(0, 9))
 def test_amounts_look_alike_only_where_they_are(first: int, more: int) -> None:
-    one, other = told_apart(first + more, first)
+    one, other = distinct_sizes(first + more, first)
     assert (one == other) is (more == 0)

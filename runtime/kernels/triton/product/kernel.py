@@ -12,7 +12,7 @@ from threading import Lock
 import torch
 
 from mycli.runtime.device.placement import OLDEST_PACKED
-from mycli.runtime.errors import in_a_line
+from mycli.runtime.errors import summarize_error
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
@@ -53,7 +53,7 @@ def _checked(device: torch.device, packing: Packing) -> str | None:
         try:
             error = small_product(device, packing, chip_of(device), rows)
         except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            return f"failed on this machine: {in_a_line(trouble)}"
+            return f"failed on this machine: {summarize_error(trouble)}"
         if not error < 5e-3:
             return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
     return None
