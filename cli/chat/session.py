@@ -18,7 +18,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
-from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Chat:
 
     def _stream(self, reply: "Completion", prompt: list[int]) -> str:
         """Show the reply as it comes; its whole text."""
-        splitter = ReasoningSplitter(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
+        splitter = ReasoningParser(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
         pieces: list[str] = []
         stream = iter(reply)
         out, loaded = self.call.out, self.loaded

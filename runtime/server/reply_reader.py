@@ -9,7 +9,7 @@ from typing import Literal
 
 from mycli.runtime.engine.sequence import FinishReason, SequenceOutput
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, ReasoningParser
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, StopMatcher, StreamDecoder
@@ -83,7 +83,7 @@ class ReplyReader:
         self._matcher = StopMatcher(stops)
         self._stops = tuple(stops)
         self._tail = ""  # of what was decoded, to say which stop string was found
-        self._splitter = None if prompt_end is None else ReasoningSplitter(prompt_end)
+        self._splitter = None if prompt_end is None else ReasoningParser(prompt_end)
         self._tools = tools
         self._reasoned, self._thought, self._spoke = False, False, False
         self.ended = False

@@ -26,7 +26,13 @@ from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.tokenizer.chat_template import ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
-from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat, declared, find_format, told_of_tools
+from mycli.runtime.tokenizer.parsing.tool_formats import (
+    HERMES,
+    ToolFormat,
+    declared_tool_format,
+    describe_tools_in_system_message,
+    find_tool_format,
+)
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,12 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls: as it declares, as its template shows, or as it is told to (`told_of_tools`)."""
+        """How the model writes calls: as it declares, as its template shows, or as it is told to (`describe_tools_in_system_message`)."""
         raw = self.loaded.tokenizer.response_template
         with suppress(ModelError):  # one that cannot be followed: its template may still show the way
-            if raw is not None and (found := declared(read_response_template(raw))) is not None:
+            if raw is not None and (found := declared_tool_format(read_response_template(raw))) is not None:
                 return found
-        return find_format(self._template) or HERMES
+        return find_tool_format(self._template) or HERMES
 
     @property
     def compiler(self) -> GrammarCompiler:
@@ -113,7 +119,7 @@ class Service:
             ]
         given: list[Tool] | None = list(tools) or None
         if given is not None and "tools" not in self._template:
-            messages, given = told_of_tools(messages, given), None
+            messages, given = describe_tools_in_system_message(messages, given), None
         try:
             return self.loaded.tokenizer.chat(messages, tools=given, add_generation_prompt=more, **arguments)
         except UserError as error:

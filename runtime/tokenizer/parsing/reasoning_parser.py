@@ -17,7 +17,7 @@ class Part:
     reasoning: bool
 
 
-class ReasoningSplitter:
+class ReasoningParser:
     """Feed pieces, get parts. Only a reply that begins with the tag reasons: later on, a tag is text like any other."""
 
     def __init__(self, prompt_end: str = "") -> None:

@@ -153,20 +153,20 @@ TOOL_FORMATS = (
 )
 
 
-def find_format(template: str) -> ToolFormat | None:
+def find_tool_format(template: str) -> ToolFormat | None:
     """The way of the model whose chat template is `template`; None for one that knows no tools."""
     if "tools" not in template:
         return None
     return next((one for one in TOOL_FORMATS if all(mark in template for mark in one.marks)), None)
 
 
-def declared(regions: Sequence[Region]) -> ToolFormat | None:
+def declared_tool_format(regions: Sequence[Region]) -> ToolFormat | None:
     """The way that a model's own response template describes; None where it describes no calls."""
     calls = tuple(region for region in regions if region.name == "tool_calls")
     return ToolFormat("declared", (), calls) if calls else None
 
 
-def told_of_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """A conversation for a template that knows no tools: the system message tells of them, answers are the user's."""
     text = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     rest = list(messages)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningSplitter
+from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
 
 
 def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:
-    splitter = ReasoningSplitter(prompt_end)
+    splitter = ReasoningParser(prompt_end)
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     parts = [part for a, b in zip(places, places[1:], strict=False) for part in splitter.feed(text[a:b])]
     return parts + splitter.flush()

@@ -11,7 +11,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
-from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS, declared, find_format
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS, declared_tool_format, find_tool_format
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
@@ -168,7 +168,7 @@ def test_a_template_shows_the_way(name: str, expected: str | None) -> None:
     path = TEMPLATES / f"{name}.jinja"
     if not path.exists():
         pytest.skip("the templates are not beside this checkout")
-    form = find_format(Path(path).read_text("utf-8"))
+    form = find_tool_format(Path(path).read_text("utf-8"))
     assert (form and form.name) == expected
 
 
@@ -196,7 +196,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_declared_template_is_read_as_transformers_reads_it(text: str) -> None:
-    form = declared(read_response_template(Fields(DECLARED, "t")))
+    form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
     assert form is not None
     theirs = parse_response(text, DECLARED, prefix="", tools=TOOLS)
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in theirs.get("tool_calls", [])]
@@ -215,7 +215,7 @@ def test_declared_elements_are_read_as_transformers_reads_them() -> None:
     spec = {**DECLARED, "fields": {"content": {}, "tool_calls": field}}
     text = "<call name=f><arg=a>1</arg> <arg=b>x</arg></call>"
     theirs = parse_response(text, spec, prefix="", tools=TOOLS)
-    form = declared(read_response_template(Fields(spec, "t")))
+    form = declared_tool_format(read_response_template(Fields(spec, "t")))
     assert form is not None
     assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
 
