@@ -55,7 +55,7 @@ class Message:
         return {"content": self.content, **{key: value for key, value in others.items() if value}}
 
 
-def token_texts(settings: Fields) -> dict[str, str]:
+def special_tokens_map(settings: Fields) -> dict[str, str]:
     """The special tokens named in tokenizer_config.json (`settings`), each a string or {"content": string}."""
     texts = {}
     for name in TOKEN_NAMES:
@@ -99,7 +99,7 @@ class ChatTemplate:
     """The chat templates of one model and the helper process that renders them."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """`sources` by name ("default", "tool_use"); `tokens` as `token_texts` gives them."""
+        """`sources` by name ("default", "tool_use"); `tokens` as `special_tokens_map` gives them."""
         self._sources = dict(sources)
         self._tokens = dict(tokens)
         self._child = Child("mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27)
@@ -108,13 +108,13 @@ class ChatTemplate:
     def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
         """The templates of `folder`, None if it has none. Order: chat_template.jinja, then tokenizer_config.json."""
         sources = _find_sources(folder, settings)
-        return cls(sources, token_texts(settings)) if sources else None
+        return cls(sources, special_tokens_map(settings)) if sources else None
 
     @classmethod
     def of(cls, settings: Fields) -> "ChatTemplate | None":
         """The templates of a tokenizer_config.json alone."""
         sources = _named_sources(settings)
-        return cls(sources, token_texts(settings)) if sources else None
+        return cls(sources, special_tokens_map(settings)) if sources else None
 
     def start(self) -> None:
         """Begin to start the helper process, which takes as long as a short reply; nothing is waited for."""

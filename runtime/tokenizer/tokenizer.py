@@ -13,7 +13,7 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline, is_trusted
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, token_texts
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, special_tokens_map
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
@@ -100,7 +100,7 @@ class Tokenizer:
         template: ChatTemplate | None,
         response_template: Fields | None = None,
     ) -> None:
-        """`decoder` is the section of tokenizer.json, `names` what `token_texts` found; see `load`.
+        """`decoder` is the section of tokenizer.json, `names` what `special_tokens_map` found; see `load`.
 
         `response_template` is what the model says of the parts of its replies, as it stands in the file.
         """
@@ -167,7 +167,7 @@ class Tokenizer:
             vocabulary,
             added,
             raw.values.get("decoder"),
-            token_texts(settings),
+            special_tokens_map(settings),
             template,
             Fields(parts, "tokenizer_config.json: response_template") if isinstance(parts, dict) else None,
         )

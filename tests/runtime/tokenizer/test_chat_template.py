@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mycli.runtime.errors import ExitCode, ModelError, UsageError
 from mycli.runtime.tokenizer import chat_template as template_module
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, check_arguments, token_texts
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, check_arguments, special_tokens_map
 from mycli.runtime.utils.json_fields import Fields
 
 HERE = Path(__file__).parents[3] / "tests"
@@ -211,6 +211,6 @@ def test_role_is_an_enumeration() -> None:  # C12
 
 def test_token_texts() -> None:
     raw = Fields(json.loads('{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}'), "x.json")
-    assert token_texts(raw) == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert special_tokens_map(raw) == {"bos_token": "<s>", "eos_token": "</s>"}
     with pytest.raises(ModelError, match="eos_token"):
-        token_texts(Fields({"eos_token": ["</s>"]}, "x.json"))
+        special_tokens_map(Fields({"eos_token": ["</s>"]}, "x.json"))
