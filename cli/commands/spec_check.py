@@ -23,10 +23,10 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     folders = [ModelFolder.open(source.folder) for source in sources]
     sizes = [folder.config.vocab_size for folder in folders]
     found = check_vocabularies(folders[0].tokenizer(), folders[1].tokenizer())
-    if call.out.answered({"tokens": found.tokens, "rows": sizes, "different": 0, "ends_differ": found.ends_differ}):
+    if call.out.answered({"tokens": found.tokens, "rows": sizes, "different": 0, "eos_differs": found.eos_differs}):
         return
     padded = "" if sizes[0] == sizes[1] else "; the heads are padded differently, which does not matter"
-    ends = "different; the target's are used" if found.ends_differ else "the same"
+    ends = "different; the target's are used" if found.eos_differs else "the same"
     rows = [
         ("vocabulary", f"the same {found.tokens:,} tokens, byte for byte"),
         ("head rows", f"{sizes[0]:,} and {sizes[1]:,}{padded}"),

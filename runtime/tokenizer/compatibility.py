@@ -15,11 +15,11 @@ SHOWN = 5  # differences that are listed
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """`tokens`: ids that have a token in both models. `ends_differ`: the two end a text with other tokens; harmless, as
+    """`tokens`: ids that have a token in both models. `eos_differs`: the two end a text with other tokens; harmless, as
     the target's are used."""
 
     tokens: int
-    ends_differ: bool
+    eos_differs: bool
 
 
 def _meaning(tokenizer: Tokenizer, index: int) -> tuple[str, bytes] | None:

@@ -65,7 +65,7 @@ def token_id(metadata: Fields, name: str, count: int) -> int | None:
     return value
 
 
-def end_ids(metadata: Fields) -> list[int]:
+def eos_token_ids(metadata: Fields) -> list[int]:
     """The ids that end a reply: by the keys for the end of text, turn and message, and by well-known text."""
     tokens, types = token_texts_and_types(metadata)
     ids = [found for name in ("eos", "eot", "eom") if (found := token_id(metadata, name, len(tokens))) is not None]

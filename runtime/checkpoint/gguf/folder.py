@@ -34,7 +34,7 @@ from mycli.runtime.models.generation_config import GenerationDefaults, parse_gen
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
-from mycli.runtime.tokenizer.gguf_tokenizer import end_ids, tokenizer_json, tokenizer_settings
+from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json, tokenizer_settings
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
@@ -193,7 +193,7 @@ def _with_tensors(model: GgufModel, config: Config) -> Config:
         if TYPES_BY_NAME[entry.dtype].bits and name != "model.embed_tokens.weight"
     }
     made = {**config, "dtype": _dtype(matrices.values())}
-    made["eos_token_id"] = end_ids(model.metadata)
+    made["eos_token_id"] = eos_token_ids(model.metadata)
     if types:
         made["quantization_config"] = {"quant_method": LAYOUT, "types": types}
     return made

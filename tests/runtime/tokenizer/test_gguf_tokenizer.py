@@ -16,7 +16,7 @@ from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.gguf_tokenizer import (
     derived_merges,
-    end_ids,
+    eos_token_ids,
     tokenizer_json,
     tokenizer_settings,
 )
@@ -183,7 +183,7 @@ def test_merges_follow_scores_not_places() -> None:
 def test_ends_by_key_and_by_text() -> None:
     metadata = sentencepiece(**{"tokenizer.ggml.eot_token_id": 3})
     metadata["tokenizer.ggml.tokens"][-2] = "<|im_end|>"
-    assert end_ids(as_read(metadata)) == [2, 3, len(metadata["tokenizer.ggml.tokens"]) - 2]
+    assert eos_token_ids(as_read(metadata)) == [2, 3, len(metadata["tokenizer.ggml.tokens"]) - 2]
 
 
 def test_several_templates_keep_their_names() -> None:
