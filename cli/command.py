@@ -20,7 +20,7 @@ import typer
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.names import is_hub_name, is_path, plain_name
+from mycli.runtime.hub.names import is_hub_name, is_path, normalize_model_name
 from mycli.runtime.hub.store import RECORD, home
 from mycli.runtime.utils.version import version
 
@@ -153,7 +153,11 @@ def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
 
 def _plain(value: Any) -> Any:
     """The name of a model, or several, without the address around it that a person may have pasted."""
-    return [plain_name(one) for one in value] if isinstance(value, list) else value and plain_name(value)
+    return (
+        [normalize_model_name(one) for one in value]
+        if isinstance(value, list)
+        else value and normalize_model_name(value)
+    )
 
 
 def subject_of(model: str) -> Subject:

@@ -50,7 +50,7 @@ class Generator:
             prompt = [Message("user", prompt)]
         if self.system is not None and not any(message.role == "system" for message in prompt):
             prompt = [Message("system", self.system), *prompt]
-        return tokenizer.chat(prompt, allow_special=self.allow_special)
+        return tokenizer.apply_chat_template(prompt, allow_special=self.allow_special)
 
     def _limit(self, prompt: Sequence[int]) -> int | None:
         """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""

@@ -86,7 +86,7 @@ class Chat:
 
     def tokens(self) -> list[int]:
         """The ids of the conversation as the model is shown it."""
-        return self.loaded.model.tokenizer.chat(self.conversation.messages(), **self.arguments)
+        return self.loaded.model.tokenizer.apply_chat_template(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
         """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""

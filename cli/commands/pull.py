@@ -9,7 +9,7 @@ from mycli.cli.flags import options
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
-from mycli.runtime.hub.resolve import Source, custom_code, resolve
+from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 EXAMPLES = (
@@ -90,7 +90,7 @@ def pull(
         except KeyboardInterrupt:
             call.out.note("stopped; the same command continues from here")
             raise
-    code = custom_code(source.folder)
+    code = custom_code_warning(source.folder)
     if code:
         call.out.warn(code)
     fetched = f"{human_bytes(job.new_bytes)} fetched and verified" if job.missing else "nothing new"

@@ -80,9 +80,9 @@ def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 def complete_model(incomplete: str) -> list[str]:
     """Names of the models on this machine, and of presets, that begin like what was typed."""
     from mycli.cli.flags.config_file import config_path, preset_names
-    from mycli.runtime.hub.store import local_names
+    from mycli.runtime.hub.store import local_model_names
 
-    return [name for name in (*preset_names(config_path()), *local_names()) if name.startswith(incomplete)]
+    return [name for name in (*preset_names(config_path()), *local_model_names()) if name.startswith(incomplete)]
 
 
 def complete_word(*words: str) -> Callable[[str], list[str]]:

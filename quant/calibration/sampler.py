@@ -106,11 +106,11 @@ def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     what it gives must not depend on them, so that the same seed gives the same windows."""
     for _ in range(_TRIES):
         try:
-            return tokenizer.chat(messages, add_generation_prompt=False)
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
         except ModelError as error:
             if "Deadline" not in error.message:
                 raise
-    return tokenizer.chat(messages, add_generation_prompt=False)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
 
 def _talks(tokenizer: Tokenizer) -> bool:

@@ -30,7 +30,7 @@ def prompts(tokenizer: Tokenizer) -> Mapping[str, list[list[int]]]:
     def ask(text: str) -> list[int]:
         if tokenizer.template is None:
             return tokenizer.encode(text, add_special=True)
-        return tokenizer.chat([Message("user", text)])
+        return tokenizer.apply_chat_template([Message("user", text)])
 
     return {
         "chat": [ask(text) for text in QUESTIONS],

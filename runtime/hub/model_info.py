@@ -19,7 +19,7 @@ from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import Download, plan_download, read_small
 from mycli.runtime.hub.integrity import MAX_RECORD_BYTES
 from mycli.runtime.hub.names import split_file
-from mycli.runtime.hub.resolve import Source, custom_code
+from mycli.runtime.hub.resolve import Source, custom_code_warning
 from mycli.runtime.hub.store import RECORD, HubFile, holds_adapter
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
@@ -164,7 +164,7 @@ def _gather(
     source: Source, opened: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
 ) -> ModelInfo:
     folder, config = opened.path, opened.config
-    code = custom_code(folder)
+    code = custom_code_warning(folder)
     defaults, dropped = opened.generation
     warnings += [*([code] if code else []), *dropped]
     own: tuple[int, ...] = ()

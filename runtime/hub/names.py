@@ -45,7 +45,7 @@ _WELL_KNOWN = (
 _CANDIDATES = 4  # at most, that a hint names
 
 
-def plain_name(model: str) -> str:
+def normalize_model_name(model: str) -> str:
     """`org/repo[@revision][:file.gguf]` for an address of the hub as a browser shows it; anything else as it is."""
     match = _ADDRESS.fullmatch(model.strip())
     if match is None:

@@ -28,7 +28,7 @@ from mycli.runtime.hub.store import (
     commits,
     gguf_files,
     home,
-    local_names,
+    local_model_names,
     missing_files,
     quantized,
     read_ref,
@@ -200,14 +200,14 @@ def _suggestion(model: str) -> str:
     import difflib  # only for a name that is not there
 
     name = model.partition("@")[0]
-    known = {known.lower(): known for known in local_names()}
+    known = {known.lower(): known for known in local_model_names()}
     close = [known[one] for one in known if name.lower() in (one, one.rpartition("/")[2])]
     close = close or [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
     others = [one for one in close if one != name]
     return f"; did you mean {' or '.join(others)}?" if others else ""
 
 
-def custom_code(folder: Path) -> str:
+def custom_code_warning(folder: Path) -> str:
     """A warning where config.json asks for Python code of the repository to be run, else nothing. It is never run."""
     if folder.suffix == GGUF:
         return ""

@@ -8,14 +8,14 @@ from urllib.parse import urlencode
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.names import plain_name, split_name
+from mycli.runtime.hub.names import normalize_model_name, split_name
 from mycli.runtime.utils.json_fields import Fields
 
 _EXPAND = ("config", "downloads", "gated", "safetensors")
 
 
 @dataclass(frozen=True)
-class FoundModel:
+class SearchResult:
     """A repository: downloads of the last month, parameters and the `model_type` of its config; None: not said."""
 
     name: str
@@ -25,9 +25,9 @@ class FoundModel:
     gated: bool
 
 
-def search_models(hub: Hub, words: str, limit: int) -> list[FoundModel]:
+def search_models(hub: Hub, words: str, limit: int) -> list[SearchResult]:
     """At most `limit` models whose name holds `words`. Raises UsageError for none, and what `Hub.models` raises."""
-    words = plain_name(words).strip()
+    words = normalize_model_name(words).strip()
     if not words or len(words) > 200:
         raise UsageError("nothing to look for", "give a part of a name, such as llama 3.2")
     query = [("search", words), ("filter", "safetensors"), ("sort", "downloads"), ("limit", str(limit))]
@@ -35,7 +35,7 @@ def search_models(hub: Hub, words: str, limit: int) -> list[FoundModel]:
     return [one for one in map(_parse, listing[:limit]) if one is not None]
 
 
-def _parse(item: Fields) -> FoundModel | None:
+def _parse(item: Fields) -> SearchResult | None:
     """None for a name that could not be fetched either, so that it is never shown as one."""
     name = item.text("id")
     try:
@@ -43,7 +43,7 @@ def _parse(item: Fields) -> FoundModel | None:
     except UsageError:
         return None
     size = item.object("safetensors").integer("total", 0, low=0, high=1 << 50)
-    return FoundModel(
+    return SearchResult(
         name=name,
         downloads=item.integer("downloads", 0, low=0, high=1 << 50),
         parameters=size or None,

@@ -170,7 +170,7 @@ def built_in_folder(name: str) -> Path:
     return Path(__file__).parents[1] / "pico" / name
 
 
-def local_names() -> list[str]:
+def local_model_names() -> list[str]:
     """Names of all models on this machine: built in, quantized here, and in the cache; for completion and hints."""
     return [*BUILT_IN, *quantized(), *cached_repos()]
 

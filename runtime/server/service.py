@@ -121,7 +121,9 @@ class Service:
         if given is not None and "tools" not in self._template:
             messages, given = describe_tools_in_system_message(messages, given), None
         try:
-            return self.loaded.tokenizer.chat(messages, tools=given, add_generation_prompt=more, **arguments)
+            return self.loaded.tokenizer.apply_chat_template(
+                messages, tools=given, add_generation_prompt=more, **arguments
+            )
         except UserError as error:
             raise from_user_error(error, "messages") from None
 

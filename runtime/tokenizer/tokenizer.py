@@ -214,7 +214,7 @@ class Tokenizer:
         """The bytes that a token adds to a text, None for a token that shows nothing."""
         return self._detokenizer.piece(token_id, first)
 
-    def chat(
+    def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,

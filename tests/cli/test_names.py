@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.flags.presets import apply_preset
-from mycli.runtime.hub.names import candidates, plain_name
+from mycli.runtime.hub.names import candidates, normalize_model_name
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO
@@ -28,7 +28,7 @@ from tests.support.paths import PICO
     ],
 )
 def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
-    assert plain_name(typed) == plain
+    assert normalize_model_name(typed) == plain
 
 
 @pytest.mark.parametrize(

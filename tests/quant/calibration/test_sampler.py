@@ -96,7 +96,7 @@ def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_t
     path, talk = tmp_path / "rows.jsonl", [Message("user", "Hello"), Message("assistant", "Good morning")]
     row = json.dumps({"messages": [{"role": turn.role, "content": turn.content} for turn in talk]})
     path.write_text((row + "\n") * 200 + "not read any more")
-    written = tokenizer.chat(talk, add_generation_prompt=False)
+    written = tokenizer.apply_chat_template(talk, add_generation_prompt=False)
     found = calibration.from_file(path, tokenizer, 4, 64, seed=0)
     ids = written * 200
     assert found.windows.shape == (4, 64) and len(ids) > 4 * 4 * 64

@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
-    prompt = loaded.tokenizer.chat(messages)
+    prompt = loaded.tokenizer.apply_chat_template(messages)
     return Completion(loaded, lanes(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
 
 
@@ -60,7 +60,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     short = reply(pico, STORY, limit=5)
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
-    prompt = pico.tokenizer.chat(STORY)
+    prompt = pico.tokenizer.apply_chat_template(STORY)
     full = Completion(pico, lanes(pico.runner, len(prompt) + 6), prompt, SamplingParams())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
@@ -69,7 +69,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
 
 
 def test_a_consumer_that_leaves_does_not_spoil_the_engine(pico: LoadedModel) -> None:
-    engine, prompt = lanes(pico.runner, 256), pico.tokenizer.chat(STORY)
+    engine, prompt = lanes(pico.runner, 256), pico.tokenizer.apply_chat_template(STORY)
     stream = iter(Completion(pico, engine, prompt, SamplingParams()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator

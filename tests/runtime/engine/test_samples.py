@@ -30,7 +30,7 @@ def pico() -> LoadedModel:
 
 
 def prompt(pico: LoadedModel, text: str) -> list[int]:
-    return pico.tokenizer.chat([Message("user", text)])
+    return pico.tokenizer.apply_chat_template([Message("user", text)])
 
 
 def drawn(

@@ -13,8 +13,8 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import names as hub_names
 from mycli.runtime.hub import store
-from mycli.runtime.hub.names import plain_name
-from mycli.runtime.hub.resolve import Source, custom_code, resolve
+from mycli.runtime.hub.names import normalize_model_name
+from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.hub.store import HubFile, missing_files, read_shards
 from mycli.runtime.utils.json_fields import read_object
 from tests.support.paths import PICO, ROOT
@@ -85,7 +85,7 @@ def test_home_is_expanded(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_quantized_name(folders: Path) -> None:
     folder = model(folders / "home" / "models" / "tiny-rtn-int4-g128")
     assert resolve("tiny-rtn-int4-g128").folder == folder
-    assert "tiny-rtn-int4-g128" in store.local_names()
+    assert "tiny-rtn-int4-g128" in store.local_model_names()
 
 
 def test_a_cached_repository_at_its_commit() -> None:
@@ -93,7 +93,7 @@ def test_a_cached_repository_at_its_commit() -> None:
     assert resolve("org/tiny") == Source("org/tiny", first, "org/tiny", COMMIT)
     assert resolve("org/tiny@v2/beta").folder == second
     assert resolve(f"org/tiny@{OTHER}").revision == OTHER
-    assert store.local_names() == ["pico", "pico-draft", "org/tiny"]
+    assert store.local_model_names() == ["pico", "pico-draft", "org/tiny"]
 
 
 def test_a_branch_never_pulled_is_not_another_one() -> None:
@@ -244,9 +244,9 @@ def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", str(self))
 
     cached()
-    assert "org/tiny" in store.local_names()
+    assert "org/tiny" in store.local_model_names()
     monkeypatch.setattr(Path, "glob", refuse)
-    assert store.local_names() == list(store.BUILT_IN)
+    assert store.local_model_names() == list(store.BUILT_IN)
     assert resolve("pico").folder == store.built_in_folder("pico")
     assert failure("nothing").exit_code == ExitCode.NOT_FOUND
 
@@ -308,11 +308,11 @@ def test_resolving_imports_nothing_slow() -> None:
 def test_custom_code_is_warned_of(folders: Path) -> None:
     """B15."""
     folder = model(folders / "m")
-    assert custom_code(folder) == ""
+    assert custom_code_warning(folder) == ""
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.X"}}')
-    assert "auto_map" in custom_code(folder)
+    assert "auto_map" in custom_code_warning(folder)
     (folder / "config.json").write_text("[" * 10**5)
-    assert custom_code(folder) == ""
+    assert custom_code_warning(folder) == ""
 
 
 @pytest.mark.parametrize("name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "https://hf.co/org/x"])
@@ -331,4 +331,4 @@ def test_what_is_no_repository(name: str) -> None:
     ],
 )
 def test_an_address_of_a_gguf_file_names_the_file(typed: str, name: str) -> None:
-    assert plain_name(typed) == name
+    assert normalize_model_name(typed) == name

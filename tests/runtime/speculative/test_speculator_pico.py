@@ -52,9 +52,13 @@ def prompts(count: int) -> list[list[int]]:
         kind, number = index % 4, index // 4
         if kind == 0:
             questions = (f"What is the capital of {NAMES[number % 10]}?", f"Count to {number}.", "Who are you?")
-            made.append(tokenizer.chat([Message("user", questions[number % 3])]))
+            made.append(tokenizer.apply_chat_template([Message("user", questions[number % 3])]))
         elif kind == 1:
-            made.append(tokenizer.chat([Message("user", f"Tell me a story about {NAMES[number % 10]} {number}.")]))
+            made.append(
+                tokenizer.apply_chat_template(
+                    [Message("user", f"Tell me a story about {NAMES[number % 10]} {number}.")]
+                )
+            )
         elif kind == 2:
             made.append(tokenizer.encode(book[number * 1500 : number * 1500 + 400], add_special=True)[:120])
         else:

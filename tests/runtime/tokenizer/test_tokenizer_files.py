@@ -104,4 +104,4 @@ def test_unusual_tokenizer_works_the_same_in_its_helper(tmp_path: Path) -> None:
         for inside in (False, True):
             for text in ("", "abc<end> xyz é", "<end>"):
                 assert guarded.encode(text, True, plain, inside) == direct.encode(text, True, plain, inside)
-    assert unusual.chat([Message("user", "<end>")]).count(256) == 1
+    assert unusual.apply_chat_template([Message("user", "<end>")]).count(256) == 1

@@ -177,7 +177,7 @@ def pico_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokenizer_template_and_ends_come_from_the_file(pico_file: Path) -> None:
     theirs, ours = ModelFolder.open(PICO), ModelFolder.open(pico_file)
     conversation = [Message("system", "Be brief."), Message("user", "Grüße <|im_end|> 123 🙂\n\n")]
-    assert ours.tokenizer().chat(conversation) == theirs.tokenizer().chat(conversation)
+    assert ours.tokenizer().apply_chat_template(conversation) == theirs.tokenizer().apply_chat_template(conversation)
     assert ours.tokenizer().eos == theirs.tokenizer().eos and ours.tokenizer().bos == theirs.tokenizer().bos
     assert set(theirs.config.eos) <= set(ours.config.eos)
     found = ours.chat_template()

@@ -35,7 +35,7 @@ def test_what_is_harmless_is_a_model(name: str, tmp_path: Path) -> None:
 def test_the_template_of_a_file_reaches_nothing(tmp_path: Path) -> None:
     written(tmp_path, ({"tokenizer.chat_template": attacks.ESCAPE}, {}, ""))
     with pytest.raises(ModelError, match="template"):
-        ModelFolder.open(tmp_path / FILE).tokenizer().chat([Message("user", "hello")])
+        ModelFolder.open(tmp_path / FILE).tokenizer().apply_chat_template([Message("user", "hello")])
 
 
 def test_every_publication_has_an_attack() -> None:
