@@ -15,7 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags.config_file import config_path, option_key, read_presets, read_settings
 from mycli.cli.flags.presets import apply_preset
-from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, reworded, too_many
+from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, too_many, with_message
 from mycli.cli.output import Output
 from mycli.cli.text.streams import prepare_streams
 from mycli.runtime.errors import ExitCode, UsageError
@@ -137,7 +137,7 @@ def _mistake(error: Any, command: str | None) -> UsageError:
             return UsageError(f"no such command '{typed[1]}'", ours)
         if unknown := re.match(r"No such option: (\S+)", str(error.format_message())):
             return _unknown_option(unknown[1].rstrip("."), context.command if context else None, hint)
-        said = reworded(str(error.format_message()))
+        said = with_message(str(error.format_message()))
         return UsageError(said, (said.startswith("unexpected: ") and too_many(command or "")) or hint)
     source = getattr(context.get_parameter_source(option.name), "name", "")
     if source == "ENVIRONMENT":
@@ -146,7 +146,7 @@ def _mistake(error: Any, command: str | None) -> UsageError:
         where = f"{config_path()}: {option_key(option.opts)}"
     else:
         where = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
-    return UsageError(f"{where}: {reworded(error.message)}", hint)
+    return UsageError(f"{where}: {with_message(error.message)}", hint)
 
 
 def _unknown_option(word: str, command: Any, hint: str) -> UsageError:

@@ -63,7 +63,7 @@ _SENTENCES = (
 )
 
 
-def reworded(sentence: str) -> str:
+def with_message(sentence: str) -> str:
     """The parser's `sentence` without a full stop, in our words where we have any."""
     sentence = sentence.rstrip(".")
     for pattern, ours in _SENTENCES:

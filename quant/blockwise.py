@@ -73,7 +73,7 @@ class Solver:
         try:
             solution = self._solver.solve(target, grid, hessian)
         except ModelError as error:
-            raise error.reworded(f"{', '.join(weights)}: {error.message}") from error
+            raise error.with_message(f"{', '.join(weights)}: {error.message}") from error
         solved: dict[str, Quantized] = {}
         layers: list[Layer] = []
         calls: dict[str, Tensor] = {}

@@ -76,6 +76,6 @@ def quantize_linear(
     try:
         solution = solvers.load(work.recipe.solver).solve(weight, grid, None)
     except ModelError as error:
-        raise error.reworded(f"{linear}.weight: {error.message}") from error
+        raise error.with_message(f"{linear}.weight: {error.message}") from error
     solved, measured = solution.quantized, solution.error
     return solved, Layer(linear, packing.name, relative_error(weight, solved, grid) if measured is None else measured)

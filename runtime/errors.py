@@ -45,7 +45,7 @@ class UserError(Exception):
         self.data = dict(data or {})
         self.model = ""  # the name of the adapter or draft at fault; "" for the model that the caller asked for
 
-    def reworded(self, message: str) -> Self:
+    def with_message(self, message: str) -> Self:
         """The same failure with its remedy, told by `message`: by whoever knows more of where it happened."""
         copy = type(self)(message, self.hint, code=self.code, data=self.data)
         copy.model = self.model

@@ -101,7 +101,7 @@ def _fit(call: Call, subject: EstimateSubject, context: int | None, tolerance: f
     fixed = subject.folder.packings or subject.wish != PackingScheme()
     found = fit(plan, free, context, [subject.wish] if fixed else schemes(plan.config))
     if found is None:
-        raise shortage(plan, free, subject.target.place).reworded(
+        raise shortage(plan, free, subject.target.place).with_message(
             f"{subject.model}: no choice fits into {human_bytes(subject.target.free)} with {tolerance:.0%} to spare"
         )
     plan, scheme = found

@@ -131,7 +131,7 @@ class SamplingFlags:
             if setting not in vars(self):
                 raise
             option = f"--{setting.replace('_', '-')}"
-            raise error.reworded(option + error.message.removeprefix(setting)) from None
+            raise error.with_message(option + error.message.removeprefix(setting)) from None
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""

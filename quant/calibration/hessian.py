@@ -187,7 +187,7 @@ def observe(
             require_finite(y)
         except ModelError as error:
             windows = f"calibration windows {rows.start} to {rows.stop - 1}"
-            raise error.reworded(f"{linear.specs[0].name}: {error.message} in {windows}") from None
+            raise error.with_message(f"{linear.specs[0].name}: {error.message} in {windows}") from None
         window = torch.arange(rows.start, rows.stop, device=device)
         if given.tokens is not None:
             count = (count or 0) + len(given.tokens)

@@ -178,7 +178,7 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
         return wanted
     linear = name in weights.linears and name != "lm_head.weight"
     if packing is None and not (wanted and (linear or request.requantize)):
-        return dtype_info(weights.checkpoint.dtype(name)).stored
+        return dtype_info(weights.checkpoint.dtype(name)).safetensors_name
     if packing is not None and not wanted:
         if packing.offsets:
             return "Q4_1" if packing.bits <= 4 else "Q8_0"

@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import read_object
 
 _PREFIX = "base_model.model."
@@ -156,8 +156,8 @@ def _check_instead(name: str, entry: TensorEntry, shapes: Mapping[str, Shape], t
 
 
 def _check_float(entry: TensorEntry) -> None:
-    if entry.dtype not in STORED_FLOATS:
-        raise damaged(f"{entry.file}: {entry.name:.100} is {entry.dtype}, expected {' or '.join(STORED_FLOATS)}")
+    if entry.dtype not in SAFETENSORS_FLOATS:
+        raise damaged(f"{entry.file}: {entry.name:.100} is {entry.dtype}, expected {' or '.join(SAFETENSORS_FLOATS)}")
 
 
 def _no_place(name: str) -> ModelError:

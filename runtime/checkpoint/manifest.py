@@ -24,7 +24,7 @@ from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
@@ -97,7 +97,7 @@ class Manifest:
         promises = formats.stored_tensors(config, packings, self.tensors)
         expected = {name: (shape, dtypes) for name, shape, dtypes in promises}
         if config.tie_embeddings and "lm_head.weight" in self.tensors:
-            expected["lm_head.weight"] = ((config.vocab_size, config.hidden_size), STORED_FLOATS)
+            expected["lm_head.weight"] = ((config.vocab_size, config.hidden_size), SAFETENSORS_FLOATS)
         harmless = (*_HARMLESS, *formats.ignored(packings))
         unexpected = [name for name in self.tensors if name not in expected and not name.endswith(harmless)]
         if unexpected:

@@ -124,7 +124,7 @@ def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append((name, dtype_info(dtype).stored, shape))
+        shards[-1].append((name, dtype_info(dtype).safetensors_name, shape))
         size += nbytes
     return shards
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.utils.dtypes import STORED
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
@@ -45,7 +45,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `offset` counts bytes from the start of `file`, `dtype` is one of `utils.dtypes.STORED`."""
+    """One tensor: `offset` counts bytes from the start of `file`, `dtype` is one of `utils.dtypes.BY_SAFETENSORS_NAME`."""
 
     name: str
     dtype: str
@@ -122,15 +122,15 @@ def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
     if not isinstance(info, dict) or info.keys() != _FIELDS:
         raise damaged(f"{source}: {name:.80} must have exactly {', '.join(sorted(_FIELDS))}")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in STORED:
-        hint = f"readable: {', '.join(STORED)}"
+    if not isinstance(dtype, str) or dtype not in BY_SAFETENSORS_NAME:
+        hint = f"readable: {', '.join(BY_SAFETENSORS_NAME)}"
         raise ModelError(f"{source}: {name:.80} has dtype {dtype!r:.40}, which is not supported", hint)
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
         raise damaged(f"{source}: {name:.80} has no valid shape: {shape!r:.80}")
     if not _naturals(offsets) or len(offsets) != 2:
         raise damaged(f"{source}: {name:.80} has no valid data_offsets: {offsets!r:.80}")
     begin, end = offsets
-    nbytes = math.prod(shape) * STORED[dtype].nbytes
+    nbytes = math.prod(shape) * BY_SAFETENSORS_NAME[dtype].nbytes
     if nbytes >= _LIMIT:
         raise damaged(f"{source}: {name:.80} of shape {shape} overflows 64 bits")
     if end - begin != nbytes:
@@ -179,8 +179,8 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file: str) 
     """
     info: dict[str, Any] = {_METADATA: {"format": "pt"}}
     entries, position = [], 0
-    for name, dtype, shape in sorted(tensors, key=lambda tensor: -STORED[tensor[1]].nbytes):
-        nbytes = math.prod(shape) * STORED[dtype].nbytes
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -BY_SAFETENSORS_NAME[tensor[1]].nbytes):
+        nbytes = math.prod(shape) * BY_SAFETENSORS_NAME[dtype].nbytes
         info[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         entries.append(TensorEntry(name, dtype, shape, file, position, nbytes))
         position += nbytes

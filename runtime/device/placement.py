@@ -9,7 +9,7 @@ from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.models.config import Kv, ModelConfig
-from mycli.runtime.utils.dtypes import BY_NAME, FLOATS, STORED, Dtype, DtypeInfo
+from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo
 from mycli.runtime.utils.units import pluralize
 
 OLDEST_PACKED = 8, 0  # compute capability
@@ -17,7 +17,7 @@ OLDEST_PACKED = 8, 0  # compute capability
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of torch for a name of `runtime.utils.dtypes`, as config.json or as a safetensors header spells it."""
-    dtype: torch.dtype = getattr(torch, (STORED.get(name) or BY_NAME[name]).name)
+    dtype: torch.dtype = getattr(torch, (BY_SAFETENSORS_NAME.get(name) or BY_NAME[name]).name)
     return dtype
 
 

@@ -87,7 +87,7 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
     try:
         source = _find(name, offline)
     except NotFoundError as error:
-        raise error.reworded(error.message.replace("no model of that name", "no adapter of that name")) from None
+        raise error.with_message(error.message.replace("no model of that name", "no adapter of that name")) from None
     except ModelError:
         if not Path(name).is_dir():
             raise

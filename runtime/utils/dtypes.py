@@ -14,7 +14,7 @@ class DtypeInfo:
     """`name` as torch and config.json spell it, `stored` as a safetensors header does, `short` as a person types it."""
 
     name: str
-    stored: str
+    safetensors_name: str
     short: str
     nbytes: int
 
@@ -33,8 +33,8 @@ DTYPES = (
     DtypeInfo("float8_e8m0fnu", "F8_E8M0", "e8m0", 1),
 )
 BY_NAME = {info.name: info for info in DTYPES}
-STORED = {info.stored: info for info in DTYPES}
-STORED_FLOATS = tuple(BY_NAME[name].stored for name in get_args(Dtype))
+BY_SAFETENSORS_NAME = {info.safetensors_name: info for info in DTYPES}
+SAFETENSORS_FLOATS = tuple(BY_NAME[name].safetensors_name for name in get_args(Dtype))
 FLOATS: dict[str, Dtype] = {BY_NAME[name].short: name for name in get_args(Dtype)}
 _TORCH_ALIASES: dict[str, Dtype] = {"half": "float16", "float": "float32"}
 

@@ -18,7 +18,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # a light command reads configurations only
@@ -173,13 +173,13 @@ def stored_tensors(config: ModelConfig, packings: Mapping[str, Packing], headers
     for name, shape in config.tensors():
         linear = linears.get(name)
         if linear is None:
-            yield name, shape, STORED_FLOATS
+            yield name, shape, SAFETENSORS_FLOATS
             continue
         packing = packings[linear.name]
         try:
             packing.groups(linear.in_features)
         except ModelError as error:
-            raise error.reworded(f"config.json: {linear.name}: {error.message}") from None
+            raise error.with_message(f"config.json: {linear.name}: {error.message}") from None
         yield from load(packing.layout).tensors(linear, packing, headers)
 
 

@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.formats import Headers, Pack, Promise, Scales, _pa
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     rows, columns, name = linear.out_features, linear.in_features, linear.name
     dialect = Dialect.of(packing).name
     scales = _scale_shapes(packing, rows, columns)
-    kinds: tuple[str, ...] = STORED_FLOATS
+    kinds: tuple[str, ...] = SAFETENSORS_FLOATS
     if dialect == PACK:
         words: tuple[Shape, ...] = ((rows, packing.words(columns)),)
         if 32 % packing.bits:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mycli.runtime.checkpoint.formats import Headers, Promise
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.utils.dtypes import STORED, STORED_FLOATS, Dtype, float_dtype
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_FLOATS, Dtype, float_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 SCALAR: tuple[Shape, ...] = ((), (1,), (1, 1))
 
 
-def either(headers: Headers, name: str, shapes: tuple[Shape, ...], dtypes: tuple[str, ...] = STORED_FLOATS) -> Promise:
+def either(
+    headers: Headers, name: str, shapes: tuple[Shape, ...], dtypes: tuple[str, ...] = SAFETENSORS_FLOATS
+) -> Promise:
     """The tensor `name` with that of the allowed shapes which it has, or else the first."""
     found = headers.get(name)
     return name, found.shape if found is not None and found.shape in shapes else shapes[0], dtypes
@@ -31,7 +33,11 @@ def unless(model: Dtype, dtype: Dtype) -> Dtype | None:
 def scale_dtype(headers: Headers | None, name: str, model: Dtype) -> Dtype | None:
     """The dtype in which the scales `name` are stored, None where it is the model's or not known."""
     entry = None if headers is None else headers.get(name)
-    found = None if entry is None or entry.dtype not in STORED_FLOATS else float_dtype(STORED[entry.dtype].name)
+    found = (
+        None
+        if entry is None or entry.dtype not in SAFETENSORS_FLOATS
+        else float_dtype(BY_SAFETENSORS_NAME[entry.dtype].name)
+    )
     return None if found is None else unless(model, found)
 
 

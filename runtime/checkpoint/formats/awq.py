@@ -10,7 +10,7 @@ from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (columns, -(-rows // _COLUMNS)), ("I32",)
     yield f"{linear.name}.qzeros", (groups, -(-rows // _COLUMNS)), ("I32",)
-    yield f"{linear.name}.scales", (groups, rows), STORED_FLOATS
+    yield f"{linear.name}.scales", (groups, rows), SAFETENSORS_FLOATS
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:

@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS, Dtype
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     if packing.dialect:
         down, along = (int(side) for side in packing.dialect)
         shapes = ((-(-rows // down), -(-columns // along)),)
-    yield _parts.either(headers, _scale_name(headers, linear.name), shapes, (*STORED_FLOATS, *_POWERS))
+    yield _parts.either(headers, _scale_name(headers, linear.name), shapes, (*SAFETENSORS_FLOATS, *_POWERS))
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:

@@ -13,7 +13,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (packing.words(columns), rows), ("I32",)
     yield f"{linear.name}.qzeros", (groups, packing.words(rows)), ("I32",)
-    yield f"{linear.name}.scales", (groups, rows), STORED_FLOATS
+    yield f"{linear.name}.scales", (groups, rows), SAFETENSORS_FLOATS
     if packing.permuted or f"{linear.name}.g_idx" in headers:
         yield f"{linear.name}.g_idx", (columns,), ("I32",)
     if not linear.bias and f"{linear.name}.bias" in headers:
-        yield f"{linear.name}.bias", (rows,), STORED_FLOATS
+        yield f"{linear.name}.bias", (rows,), SAFETENSORS_FLOATS
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:

@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.formats import Headers, Promise, Scales, _parts, q
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
-from mycli.runtime.utils.dtypes import STORED_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     """`weight`, `scales`, and where it is affine `biases`."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.weight", (rows, packing.words(columns)), ("U32",)
-    yield f"{linear.name}.scales", (rows, groups), STORED_FLOATS if packing.offsets else ("U8",)
+    yield f"{linear.name}.scales", (rows, groups), SAFETENSORS_FLOATS if packing.offsets else ("U8",)
     if packing.offsets:
-        yield f"{linear.name}.biases", (rows, groups), STORED_FLOATS
+        yield f"{linear.name}.biases", (rows, groups), SAFETENSORS_FLOATS
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:

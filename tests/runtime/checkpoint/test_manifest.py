@@ -18,7 +18,7 @@ from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.safetensors_attacks import ATTACKS, SHARD_NAMES, simple
 
@@ -195,7 +195,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def blank(dtype: str, *shape: int) -> tuple[str, tuple[int, ...], bytes]:
-    count = STORED[dtype].nbytes
+    count = BY_SAFETENSORS_NAME[dtype].nbytes
     for size in shape:
         count *= size
     return dtype, shape, bytes(count)

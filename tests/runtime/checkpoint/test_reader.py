@@ -26,7 +26,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.utils.dtypes import STORED
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
 from mycli.runtime.utils.units import human_bytes
 
 Plan = list[tuple[str, torch.dtype, Shape]]
@@ -55,7 +55,7 @@ def saved(folder: Path, tensors: dict[str, Tensor], **options: Any) -> Checkpoin
 
 TENSORS = st.dictionaries(
     st.text("abcxyz._019é", min_size=1, max_size=12),
-    st.tuples(st.sampled_from(sorted(STORED)), st.lists(st.integers(0, 5), max_size=3)),
+    st.tuples(st.sampled_from(sorted(BY_SAFETENSORS_NAME)), st.lists(st.integers(0, 5), max_size=3)),
     min_size=1,
     max_size=9,
 )

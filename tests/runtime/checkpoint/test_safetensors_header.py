@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.safetensors_header import MAX_HEADER, header_bytes
 from mycli.runtime.errors import ModelError
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import STORED
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
 from mycli.runtime.utils.sanitize import one_line
 from tests.attacks.safetensors_attacks import ATTACKS, file, raw, simple, tensor
 from tests.support.published import published
@@ -99,7 +99,7 @@ PLANS = st.dictionaries(
     st.text(st.characters(min_codepoint=0x21, max_codepoint=0x2FF, exclude_categories=["Cc", "Cs"]), min_size=1).filter(
         lambda name: name != "__metadata__" and "../" not in name and "..\\" not in name
     ),
-    st.tuples(st.sampled_from(sorted(STORED)), st.lists(st.integers(0, 4), max_size=4)),
+    st.tuples(st.sampled_from(sorted(BY_SAFETENSORS_NAME)), st.lists(st.integers(0, 4), max_size=4)),
     max_size=8,
 )
 
@@ -114,7 +114,7 @@ def test_made_header_is_read_by_us_and_by_the_library(plan: dict[str, tuple[str,
     assert {e.name: (e.dtype, list(e.shape)) for e in entries.values()} == plan
     theirs = dict(safetensors.deserialize(data))
     assert {name: (value["dtype"], value["shape"]) for name, value in theirs.items()} == plan
-    assert all(entry.offset % STORED[entry.dtype].nbytes == 0 for entry in entries.values())
+    assert all(entry.offset % BY_SAFETENSORS_NAME[entry.dtype].nbytes == 0 for entry in entries.values())
 
 
 @settings(max_examples=200, deadline=None)

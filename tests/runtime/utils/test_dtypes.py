@@ -9,7 +9,7 @@ from mycli.runtime.utils.dtypes import DTYPES, FLOATS, DtypeInfo, float_dtype
 @pytest.mark.parametrize("info", DTYPES, ids=lambda info: info.name)
 def test_the_table_agrees_with_torch(info: DtypeInfo) -> None:
     dtype = torch_dtype(info.name)
-    assert torch_dtype(info.stored) is dtype and dtype.itemsize == info.nbytes and dtype_info(dtype) is info
+    assert torch_dtype(info.safetensors_name) is dtype and dtype.itemsize == info.nbytes and dtype_info(dtype) is info
 
 
 def test_short_names_of_floats() -> None:
