@@ -21,7 +21,7 @@ from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 from mycli.runtime.hub.names import is_hub_name, is_path, normalize_model_name
-from mycli.runtime.hub.store import RECORD, home
+from mycli.runtime.hub.store import RECORD, data_dir
 from mycli.runtime.utils.version import version
 
 
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 def subject_of(model: str) -> Subject:
     """What can be said of a model by its name, for the remedies of what goes wrong with it."""
     named = not is_path(model) and "/" not in model and not Path(model).is_dir()
-    folder = home() / "models" / model if named else Path(model)
+    folder = data_dir() / "models" / model if named else Path(model)
     try:
         recorded = (folder.expanduser() / RECORD).is_file()
     except (OSError, RuntimeError, ValueError):  # a name that cannot be a path, or is of nobody's home

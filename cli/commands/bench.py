@@ -24,7 +24,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve
-from mycli.runtime.hub.store import state
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import weight_bytes
 from mycli.runtime.utils.units import human_bytes
@@ -144,7 +144,7 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
         announce_experts(call, opened.held)
     runner = load_model(folder, placement, expert_slots=None if opened.held is None else opened.held.expert_slots)
     loaded = time.perf_counter() - began
-    bench.measure_device(placement.device, state())
+    bench.measure_device(placement.device, state_dir())
     common = {
         "model": source.name,
         "size_bytes": runner.nbytes,
@@ -170,7 +170,7 @@ def _measure(call: Call, opened: _Opened, trials: "Sequence[Trial]", repetitions
         call.out.note(f"({disturbed}: these figures are lower than what it can do)")
     # A model beyond any cache that is read faster than the device was measured to read: the measurement was disturbed.
     seen = max((read for _, read in found if read and runner.nbytes > bench.MEASURED_BYTES // 4), default=0.0)
-    _, bandwidth = bench.measure_device(placement.device, state(), seen)
+    _, bandwidth = bench.measure_device(placement.device, state_dir(), seen)
     call.out.note(f"{source.name}: loaded in {loaded:.1f} s; this device reads {bandwidth:.1f} GB/s (measured)")
     return [_row(common, result, read, bandwidth) for result, read in found]
 

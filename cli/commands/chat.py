@@ -14,7 +14,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import KeepFlags, LoadFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
-from mycli.runtime.hub.store import state
+from mycli.runtime.hub.store import state_dir
 
 EXAMPLES = (
     "mycli chat pico",
@@ -71,7 +71,7 @@ def chat(
         raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
     sampling = drawn.resolve(loaded.model.defaults)
     if call.out.interactive:
-        edit_lines(state() / "chat_history", plain=call.out.plain)
+        edit_lines(state_dir() / "chat_history", plain=call.out.plain)
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")
     if conversation.turns:
         call.out.note(f"({len(conversation.turns)} messages from {session})")

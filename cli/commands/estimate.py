@@ -19,7 +19,7 @@ from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.hub.store import state
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
@@ -220,7 +220,7 @@ def estimate(
     if verify and (gpu or quant or head != "keep" or engine.draft):
         raise UsageError("--verify runs the model as it is", "omit --gpu, --quant, --head and --draft")
     tolerance = _parse_share(tol)
-    target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state())
+    target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state_dir())
     for note in target.notes:
         call.out.note(note)
     if bandwidth is not None:

@@ -25,7 +25,7 @@ from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.hub.store import home
+from mycli.runtime.hub.store import data_dir
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import head_bytes
 from mycli.runtime.utils.units import human_bytes
@@ -144,7 +144,7 @@ def _target(work: "QuantizationPlan") -> Path:
     """The folder that is made where none is named: after the model, the adapter that is in it, and the recipe."""
     adapter = work.folder.adapter
     names = [work.source.label, *([] if adapter is None else [adapter.name])]
-    return home() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), work.recipe.name])
+    return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), work.recipe.name])
 
 
 def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:

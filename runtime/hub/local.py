@@ -23,10 +23,10 @@ from mycli.runtime.hub.store import (
     built_in_folder,
     cached_repos,
     commits,
+    data_dir,
     file_bytes,
     gguf_files,
     holds_adapter,
-    home,
     hub_cache,
     missing_files,
     read_ref,
@@ -64,7 +64,7 @@ class Removal:
 def local_models() -> list[LocalModel]:
     """All models on this machine, usable or not, by kind and name."""
     built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(built_in_folder, BUILT_IN)]
-    folders = [home() / "models" / name for name in stored()]
+    folders = [data_dir() / "models" / name for name in stored()]
     here = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
     return [*built_in, *here, *(model for repo in cached_repos() for model in _cached_models(repo))]
 
@@ -153,7 +153,7 @@ def plan_removal(model: str) -> Removal:
     if model in BUILT_IN:
         raise UsageError(f"{model} is part of mycli", "it is removed when mycli is uninstalled")
     if model in stored():
-        target = home() / "models" / model
+        target = data_dir() / "models" / model
         return Removal(model, target, (), _size([target]))
     foreign = UsageError(
         f"{model}: only what mycli stored can be removed by name", code="remove-by-hand", data={"model": model}
@@ -182,7 +182,7 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
     Blobs that other revisions, or through the cache's shared store other repositories, use are kept.
     """
     folder = removal.folder
-    if folder.parent == home() / "models":
+    if folder.parent == data_dir() / "models":
         _delete_folder(folder)
         return
     with repo_lock(folder, removal.name, note):

@@ -26,8 +26,8 @@ from mycli.runtime.hub.store import (
     built_in_folder,
     children,
     commits,
+    data_dir,
     gguf_files,
-    home,
     local_model_names,
     missing_files,
     quantized,
@@ -116,7 +116,9 @@ def _find(model: str, offline: bool) -> Source:
         if Path(model).is_dir():
             return _resolve_path(model)
         if model in stored():
-            raise ModelError(f"{model} is damaged: {home() / 'models' / model} has no config.json", code="remove-model")
+            raise ModelError(
+                f"{model} is damaged: {data_dir() / 'models' / model} has no config.json", code="remove-model"
+            )
         found = candidates(model)
         raise NotFoundError(
             f"{model}: no model of that name here{_suggestion(model)}",
@@ -135,7 +137,7 @@ def _meanings(model: str) -> dict[str, Source | None]:
     if model in BUILT_IN:
         found[str(built_in_folder(model))] = Source(model, built_in_folder(model))
     if "/" not in model and model in quantized():
-        found[str(home() / "models" / model)] = Source(model, home() / "models" / model)
+        found[str(data_dir() / "models" / model)] = Source(model, data_dir() / "models" / model)
     if is_hub_name(model) and "@" not in model and repo_folder(model).exists():
         found[f"{model}@main"] = None
     return found

@@ -47,13 +47,13 @@ def _directory(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / default)
 
 
-def home() -> Path:
+def data_dir() -> Path:
     """Where quantized models live, in `models/NAME`: $MYCLI_HOME, else `mycli` under $XDG_DATA_HOME."""
     chosen = os.environ.get("MYCLI_HOME")
     return Path(chosen).expanduser() if chosen else _directory("XDG_DATA_HOME", ".local/share") / "mycli"
 
 
-def state() -> Path:
+def state_dir() -> Path:
     """Where history and benchmark records live: `mycli` under $XDG_STATE_HOME."""
     return _directory("XDG_STATE_HOME", ".local/state") / "mycli"
 
@@ -177,12 +177,12 @@ def local_model_names() -> list[str]:
 
 def quantized() -> list[str]:
     """Names of the models quantized here."""
-    return [name for name in stored() if (home() / "models" / name / "config.json").is_file()]
+    return [name for name in stored() if (data_dir() / "models" / name / "config.json").is_file()]
 
 
 def stored() -> list[str]:
     """Names of all folders where models quantized here lie, whatever became of what is in them."""
-    folders = children(home() / "models")
+    folders = children(data_dir() / "models")
     return sorted(p.name for p in folders if not p.name.startswith(".") and (p.is_dir() or p.is_symlink()))
 
 

@@ -84,7 +84,7 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls: as it declares, as its template shows, or as it is told to (`describe_tools_in_system_message`)."""
+        """How the model writes calls: as it declares, as its template shows, or described in the prompt."""
         raw = self.loaded.tokenizer.response_template
         with suppress(ModelError):  # one that cannot be followed: its template may still show the way
             if raw is not None and (found := declared_tool_format(read_response_template(raw))) is not None:

@@ -39,7 +39,7 @@ def cached(files: dict[str, bytes], commit: str = FIRST, ref: str = "main", reco
 
 def quantized(name: str = "tiny-int4", home: Path | None = None) -> Path:
     """pico under `name` in `home`, with the record that quantizing writes. Returns its folder."""
-    folder = (home or store.home()) / "models" / name
+    folder = (home or store.data_dir()) / "models" / name
     shutil.copytree(PICO, folder)
     files = {
         path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}

@@ -9,7 +9,7 @@ import pytest
 from mycli.runtime.errors import ExitCode, NotFoundError, UsageError, UserError
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.hub.store import home, repo_folder
+from mycli.runtime.hub.store import data_dir, repo_folder
 from tests.support.paths import PICO
 from tests.support.stored_models import FILES, FIRST, SECOND, cached, checked, quantized
 
@@ -51,7 +51,7 @@ def _cut(path: Path, share: float) -> None:
     ids=["whole", "no-config", "family", "half-a-config", "cut-weights", "empty-weights", "no-tokenizer", "half-of-it"],
 )
 def test_a_model_that_cannot_answer_is_not_called_ready(change: Callable[[Path], object], problem: str) -> None:
-    folder = home() / "models" / "copy"
+    folder = data_dir() / "models" / "copy"
     shutil.copytree(PICO, folder)
     change(folder)
     assert rows()["copy"][2].startswith(problem) and bool(rows()["copy"][2]) == bool(problem)
@@ -128,7 +128,7 @@ def test_a_quantized_model_goes_by_its_name() -> None:
 
 def test_a_link_is_removed_not_what_it_points_to(tmp_path: Path) -> None:
     shutil.copytree(PICO, tmp_path / "mine")
-    link = home() / "models" / "linked"
+    link = data_dir() / "models" / "linked"
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "mine")
     removed("linked")

@@ -290,11 +290,11 @@ def test_the_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) 
 def test_our_own_folders_follow_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("MYCLI_HOME", "/m"), ("XDG_DATA_HOME", "/d"), ("XDG_STATE_HOME", "/s")):
         monkeypatch.setenv(name, folder)
-    assert store.home() == Path("/m") and store.state() == Path("/s/mycli")
+    assert store.data_dir() == Path("/m") and store.state_dir() == Path("/s/mycli")
     monkeypatch.delenv("MYCLI_HOME")
-    assert store.home() == Path("/d/mycli")
+    assert store.data_dir() == Path("/d/mycli")
     monkeypatch.delenv("XDG_STATE_HOME")
-    assert store.state() == Path.home() / ".local/state/mycli"
+    assert store.state_dir() == Path.home() / ".local/state/mycli"
 
 
 def test_resolving_imports_nothing_slow() -> None:
