@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.prefetch import read_ahead
+from mycli.runtime.checkpoint.prefetch import prefetch_weights
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.tokenizer.chat_template import Message
-from mycli.runtime.utils.collection import exempt_from_collection, no_collection
+from mycli.runtime.utils.collection import gc_freeze, gc_paused
 
 if TYPE_CHECKING:  # torch takes a second to import
     from torch import Tensor
@@ -158,7 +158,7 @@ class OpenedModel:
 
     def _chat_reply(self, messages: Sequence[Message | Mapping[str, str]], options: ReplyOptions) -> "Completion":
         conversation = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]  # Message checks the role
-        return self._reply(self.tokenizer.chat(conversation), options)
+        return self._reply(self.tokenizer.apply_chat_template(conversation), options)
 
     def _reply(self, tokens: Sequence[int], options: ReplyOptions) -> "Completion":
         from mycli.runtime.engine.admission import reply_room
@@ -202,7 +202,7 @@ def open_model(
     """
     name = str(name)
     source = resolve(name, offline=offline)
-    read_ahead(source.folder)  # before torch is imported, which takes as long as reading
+    prefetch_weights(source.folder)  # before torch is imported, which takes as long as reading
     folder = ModelFolder.open(source.folder)
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
@@ -210,12 +210,12 @@ def open_model(
     tokenizer = _tokenizer(folder)
     # Objects that exist before torch is imported stay until the end; with a second model, those of the first must not.
     first = "torch" not in sys.modules
-    with no_collection():  # importing creates no garbage: collecting took a sixth of its time
+    with gc_paused():  # importing creates no garbage: collecting took a sixth of its time
         import torch
 
         from mycli.runtime.engine.loader import out_of_memory, plan_memory
     if first:
-        exempt_from_collection()
+        gc_freeze()
     draft = _draft_folder(folder, config.draft, offline)
     placement = config.place(folder.config)
     report.placed(placement)

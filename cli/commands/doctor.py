@@ -13,7 +13,7 @@ from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ResourceError
 from mycli.runtime.hub.resolve import resolve
-from mycli.runtime.hub.store import state
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import open_model
 from mycli.runtime.utils.units import human_bytes
 
@@ -112,11 +112,11 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
     for note in (*placement.notes, *placement.details):
         call.out.note(note)
     announce_build(call, placement)
-    measure_device(placement.device, state())
+    measure_device(placement.device, state_dir())
     found = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
-    name, bandwidth = measure_device(placement.device, state())  # the better of two: a busy moment makes it less
+    name, bandwidth = measure_device(placement.device, state_dir())  # the better of two: a busy moment makes it less
     if not call.out.answered(_as_json(facts, placement, bandwidth, found, reply)):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
