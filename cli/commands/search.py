@@ -8,7 +8,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.search import FoundModel, search_models
+from mycli.runtime.hub.search import SearchResult, search_models
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import families
 
@@ -58,7 +58,7 @@ def search(
     call.out.table(("model", "parameters", "downloads", "state"), rows, right=(1, 2), order=(0, 3, 1, 2))
 
 
-def _say(one: FoundModel, supported: set[str]) -> str:
+def _say(one: SearchResult, supported: set[str]) -> str:
     if one.model_type is None:
         return "family unknown"
     kind = one.model_type if one.model_type in supported else f"{one.model_type}: does not run here"
