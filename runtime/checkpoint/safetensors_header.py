@@ -45,7 +45,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `offset` is in bytes from the start of `file`; `dtype` is a key of `utils.dtypes.BY_SAFETENSORS_NAME`."""
+    """One tensor: `offset` in bytes from the start of `file`, `dtype` a key of `utils.dtypes.BY_SAFETENSORS_NAME`."""
 
     name: str
     dtype: str
