@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.prefetch import prefetch_weights
+from mycli.runtime.checkpoint.prefetch import prefetch_files
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import ModelError, UsageError, UserError
@@ -202,7 +202,7 @@ def open_model(
     """
     name = str(name)
     source = resolve(name, offline=offline)
-    prefetch_weights(source.folder)  # before torch is imported, which takes as long as reading
+    prefetch_files(source.folder)  # before torch is imported, which takes as long as reading
     folder = ModelFolder.open(source.folder)
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)

@@ -18,7 +18,7 @@ def _advise(paths: Sequence[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def prefetch_weights(folder: Path) -> None:
+def prefetch_files(folder: Path) -> None:
     """Begin to read every safetensors file of `folder`, or the GGUF file that it is, into the page cache.
 
     None where they fill half the free memory.

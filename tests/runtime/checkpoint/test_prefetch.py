@@ -15,11 +15,11 @@ PROBE = """
 import sys
 from mycli.cli.main import main
 from mycli.runtime.checkpoint import prefetch
-real = prefetch.prefetch_weights
+real = prefetch.prefetch_files
 def spy(folder):
     print(folder.name, "torch" in sys.modules, file=sys.stderr)
     real(folder)
-prefetch.prefetch_weights = spy
+prefetch.prefetch_files = spy
 main(["run", "pico", "Who are you?", "-n", "1", "--device", "cpu"])
 """
 
@@ -39,7 +39,7 @@ def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *_: advised.append(descriptor))
     monkeypatch.setattr(prefetch, "memory", lambda: Memory(available, available, "machine"))
     before = set(threading.enumerate())
-    prefetch.prefetch_weights(tmp_path)
+    prefetch.prefetch_files(tmp_path)
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert len(advised) == count
