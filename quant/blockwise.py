@@ -262,7 +262,7 @@ def _fold_block(
     changed: dict[str, Tensor] = {}
     for product, linear in quantized.block.products.items():
         fitted, held, few = observe(model, quantized, None, product, context)  # in order, or the stream stands still
-        source = quantized.block.spec.made_by(product)
+        source = quantized.block.spec.input_source(product)
         if source is None or few:  # nothing before it could take a scale back, or too little is known
             continue
         grid = solver.grid(packings[linear.specs[0].name])

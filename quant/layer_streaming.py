@@ -169,7 +169,7 @@ class StreamedModel:
 
     def sides(self, tokens: Tensor) -> Sides | None:
         """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""
-        return Sides(self, tokens) if self.config.reads_beside else None
+        return Sides(self, tokens) if self.config.has_side_inputs else None
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:

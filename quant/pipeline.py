@@ -257,7 +257,7 @@ def _write_blocks(
 
 
 def _config(work: QuantizationPlan) -> bytes:
-    kept_inside = (linear for spec in work.config.layer_specs for linear in spec.kept)
+    kept_inside = (linear for spec in work.config.layer_specs for linear in spec.unquantized)
     dense = (work.config.head(), *work.config.per_layer_linears()[1:], *kept_inside)
     kept = [linear.name for linear in dense if linear.name not in work.packings]
     kept += ["re:^mtp[.]"] if work.folder.predictor is not None else []

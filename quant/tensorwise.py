@@ -20,7 +20,7 @@ from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.rounding import pack_codes
-from mycli.runtime.models.multimodal import PREDICTOR
+from mycli.runtime.models.multimodal import MTP_PART
 
 
 def write_tensors(
@@ -55,7 +55,7 @@ def write_predictor(head: ModelFolder, writer: CheckpointWriter) -> None:
     draft loses by rounding costs more than the bytes that it would save."""
     source = SourceWeights(head)
     for name, _ in head.config.tensors():
-        writer.write(PREDICTOR.stored(name), source.read(name))
+        writer.write(MTP_PART.stored_name(name), source.read(name))
 
 
 def write_linear(

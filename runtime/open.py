@@ -334,7 +334,7 @@ def mtp_head(folder: ModelFolder) -> ModelFolder:
     """Return the folder's multi-token prediction head. Raises ModelError if it has none."""
     if folder.predictor is None:
         kind = folder.config.model_type
-        cause = f"{kind} models have none" if folder.config.predictor is None else "the folder has no mtp.* tensors"
+        cause = f"{kind} models have none" if folder.config.mtp is None else "the folder has no mtp.* tensors"
         raise ModelError(f"no multi-token prediction head: {cause}", code="other-draft")
     return folder.predictor
 

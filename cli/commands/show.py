@@ -66,7 +66,7 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context": config.max_context,
         "sliding_windows": sorted({window for window in config.windows if window is not None}),
-        "rope": {"kind": config.rope.kind, "factor": config.rope.factor, "theta": config.rope_theta},
+        "rope": {"kind": config.rope_scaling.kind, "factor": config.rope_scaling.factor, "theta": config.rope_theta},
         "tied_head": config.tie_embeddings,
         "parameters": config.parameters(),
         "active_parameters": config.active_parameters(),
@@ -116,12 +116,12 @@ def _heads(config: ModelConfig) -> str:
     """Of all layers, or of each kind with the number of its layers."""
     kinds = Counter((spec.heads, spec.kv_heads, spec.head_dim) for spec in config.attentions)
     said = [(f"{heads} of {size}, {kv} for keys and values", count) for (heads, kv, size), count in kinds.items()]
-    lent = sum(spec.shares is not None for spec in config.attentions)
+    lent = sum(spec.kv_source is not None for spec in config.attentions)
     rest = f"; {lent} of {config.layers} layers read those of another" if lent else ""
-    if config.recurrent:
+    if config.has_recurrent:
         states = config.layers - len(config.attentions)
         rest += f"; {states} of {config.layers} layers keep a state instead"
-    if len(said) == 1 and not config.recurrent:
+    if len(said) == 1 and not config.has_recurrent:
         return said[0][0] + rest
     return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in said) + rest
 
@@ -145,8 +145,8 @@ def _predictor(info: ModelInfo) -> list[tuple[str, str]]:
 def _rows(info: ModelInfo) -> list[tuple[str, str]]:
     config = info.config
     windows = sorted({window for window in config.windows if window is not None})
-    plain = config.rope.kind in ("default", "proportional")
-    rope = "" if plain else f", {config.rope.kind} rope x {config.rope.factor:g}"
+    plain = config.rope_scaling.kind in ("default", "proportional")
+    rope = "" if plain else f", {config.rope_scaling.kind} rope x {config.rope_scaling.factor:g}"
     sliding = f", sliding window {windows[0]}" if windows else ""
     foreign = "".join(f", {layout}" for layout in info.foreign_layouts)
     quantized = f"{foreign}, {len(info.packings)} linears" if info.packings else ""

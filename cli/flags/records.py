@@ -13,14 +13,14 @@ import typer
 from mycli.cli.flags import options
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.generation_config import GenerationDefaults
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.utils.dtypes import FLOATS
 
 _OURS = "the model's"
 FULL_LENGTH = 8  # contexts that many replies share: they are rarely as long
-KV: tuple[Kv, ...] = get_args(Kv)
+KV: tuple[KvDtype, ...] = get_args(KvDtype)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _metadata(request: ExportRequest, name: str, kind: str) -> dict[str, Any]:
 
 
 def _rope_metadata(config: ModelConfig, name: str) -> dict[str, Any]:
-    rope = config.rope
+    rope = config.rope_scaling
     if rope.kind in ("default", "llama3"):
         return {}
     if rope.kind not in ("linear", "yarn"):
@@ -156,7 +156,7 @@ def _rope_metadata(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def _rope_factors(config: ModelConfig) -> list[float]:
-    rope = config.rope
+    rope = config.rope_scaling
     if rope.kind != "llama3":
         return []
     return llama3_factors(

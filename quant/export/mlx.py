@@ -33,7 +33,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     folder, weights = request.folder, Weights(request.folder)
     if not folder.packings:
         raise ModelError("the model is not quantized, as a quantized model of MLX must be", code="quantize-first")
-    if folder.config.recurrent:
+    if folder.config.has_recurrent:
         raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
     dtype = torch_dtype(folder.config.dtype)
     groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}

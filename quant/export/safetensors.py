@@ -17,7 +17,7 @@ from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tensorwise import write_predictor
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
-from mycli.runtime.models.multimodal import PREDICTOR
+from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.utils.dtypes import FLOATS
 
 VARIANTS = tuple(FLOATS)
@@ -58,7 +58,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     head = request.folder.predictor
     if head is not None:
         beside = SourceWeights(head)
-        plan += [(PREDICTOR.stored(name), beside.dtype(name), shape) for name, shape in head.config.tensors()]
+        plan += [(MTP_PART.stored_name(name), beside.dtype(name), shape) for name, shape in head.config.tensors()]
     write_folder(request, plan, {"dtype": asked or config.dtype}, fill)
     nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in plan)
     return Exported(request.target, nbytes, Counter(dtype_info(dtype).short for dtype in dtypes.values()), rounded)

@@ -107,7 +107,7 @@ def _largest(config: ModelConfig) -> LayerSpec:
 def _lent(config: ModelConfig, tokens: int) -> int:
     """Bytes that go along with a stream of so many tokens: keys and values that layers lend, and the rows of tables
     that layers are told of."""
-    lent = sum(2 * spec.kv_heads * spec.head_dim for spec in config.attentions if spec.lends)
+    lent = sum(2 * spec.kv_heads * spec.head_dim for spec in config.attentions if spec.kv_shared)
     told = config.hidden_size + config.layers * config.per_layer_width if config.per_layer_width else 0
     return _FLOAT * tokens * lent + 2 * min(tokens, config.vocab_size) * told
 

@@ -28,7 +28,7 @@ from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.multimodal import PREDICTOR
+from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
@@ -121,7 +121,7 @@ def plan_quantization(
     if folder.predictor is not None:
         beside = SourceWeights(folder.predictor)
         for name, shape in folder.predictor.config.tensors():
-            tensors.append((PREDICTOR.stored(name), beside.dtype(name), shape))
+            tensors.append((MTP_PART.stored_name(name), beside.dtype(name), shape))
     work = QuantizationPlan(
         source=source,
         recipe=recipe,
@@ -133,7 +133,7 @@ def plan_quantization(
         report=report,
         text=text,
     )
-    if config.reads_beside and (recipe.tune or recipe.target_bpw is not None):
+    if config.has_side_inputs and (recipe.tune or recipe.target_bpw is not None):
         raise UsageError(
             f"{config.model_type}: gradients do not follow what layers read beside the stream",
             "leave tuning out, and give all layers one width",

@@ -55,7 +55,7 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
     Returns the tensors that are stored as they are and have changed: a norm's gain, or biases. A gain is rounded first,
     and the columns follow what it became. Raises ValueError for a product whose inputs nothing makes one by one.
     """
-    linear, source = block.products[product], block.spec.made_by(product)
+    linear, source = block.products[product], block.spec.input_source(product)
     if source is None:
         raise ValueError(f"nothing makes the inputs of {product} one by one")
     if isinstance(source, NormSpec):

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.cache.state_store import StateStore
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 
 PACKED = torch.uint8  # of a cache of int4 vectors
 
 
-def cache_dtype(kv: Kv, dtype: torch.dtype) -> torch.dtype:
+def cache_dtype(kv: KvDtype, dtype: torch.dtype) -> torch.dtype:
     """What a cache of kind `kv` holds beside activations of `dtype`."""
     return {"auto": dtype, "bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}[kv]
 
@@ -132,7 +132,7 @@ class KVCache:
         self.states = StateStore(config, slots, device)
         data: list[Tensor] = []
         scales: list[Tensor] = []  # none, where the data are the values themselves
-        for heads, head_dim in (config.cached(layer) for layer in range(config.layers)):
+        for heads, head_dim in (config.kv_shape(layer) for layer in range(config.layers)):
             shape = (2, blocks, heads, block_size, int4_bytes(head_dim) if dtype == PACKED else head_dim)
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:

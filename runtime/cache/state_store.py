@@ -21,7 +21,7 @@ class StateStore:
     def __init__(self, config: ModelConfig, slots: int, device: torch.device) -> None:
         self.slots = slots
         self._layers = {
-            spec.index: tuple(torch.zeros(slots, *shape, device=device) for shape in spec.recurrent.states())
+            spec.index: tuple(torch.zeros(slots, *shape, device=device) for shape in spec.recurrent.state_shapes())
             for spec in config.layer_specs
             if spec.recurrent is not None
         }

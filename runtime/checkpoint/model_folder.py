@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEnt
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
-from mycli.runtime.models.multimodal import PREDICTOR, PredictorPart, TextPart
+from mycli.runtime.models.multimodal import MTP_PART, MtpPart, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
@@ -65,7 +65,7 @@ class ModelFolder:
     config: ModelConfig
     headers: Headers | None = None
     bare: bool = False
-    part: TextPart | PredictorPart | None = None
+    part: TextPart | MtpPart | None = None
     adapter: "Adapter | None" = None
     opened: Manifest | None = None
 
@@ -81,7 +81,7 @@ class ModelFolder:
     @classmethod
     def of(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
         """Of a config.json that is read already; without a folder, no more than that can be asked for."""
-        part = TextPart.find(raw)
+        part = TextPart.from_config(raw)
         return cls(path or Path(), part.config, parse_config(part.config), bare=path is None, part=part)
 
     @cached_property
@@ -114,12 +114,12 @@ class ModelFolder:
         Where config.json is all that there is, what the family's models have. Its weights are dense: what the folder
         says of number formats is of the model.
         """
-        config = self.config.predictor
+        config = self.config.mtp
         if config is None:
             return None
         raw = Fields({k: v for k, v in self.raw.values.items() if k != "quantization_config"}, self.raw.source)
         opened = None if self.bare else self._files
-        head = replace(self, raw=raw, config=config, part=PREDICTOR, opened=opened, adapter=None)
+        head = replace(self, raw=raw, config=config, part=MTP_PART, opened=opened, adapter=None)
         return head if self.bare or head.manifest.tensors else None
 
     def used(self, tensors: Headers) -> Headers:
@@ -130,21 +130,21 @@ class ModelFolder:
         names = {stored: self.name_of(stored) for stored in tensors}
         found: dict[str, TensorEntry] = {}
         for stored, name in names.items():
-            if name is not None and not name.startswith(self.config.unread):
+            if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(tensors[stored], name=name)
-                parts = self.config.stacks.get(name)
+                parts = self.config.stacked_tensors.get(name)
                 found |= {each.name: each for each in ([entry] if parts is None else entry.split(parts))}
         return found
 
     def _skipped(self, tensors: Headers) -> Iterator[str]:
         """What a person should know of the rest."""
-        if self.part is None or self.part.whole is None:
+        if self.part is None or self.part.outer_type is None:
             return
-        others = [entry for name, entry in tensors.items() if self.part.name(name) is None]
+        others = [entry for name, entry in tensors.items() if self.part.local_name(name) is None]
         kinds = sorted({entry.name.removeprefix("model.").split(".")[0] for entry in others})
         if others:
             size = human_bytes(sum(entry.nbytes for entry in others))
-            yield f"{self.part.whole}: only its text part is used, not {', '.join(kinds)} ({size})"
+            yield f"{self.part.outer_type}: only its text part is used, not {', '.join(kinds)} ({size})"
 
     def checked_manifest(self) -> Manifest:
         """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""
@@ -179,7 +179,7 @@ class ModelFolder:
 
     def name_of(self, stored: str) -> str | None:
         """What the text model calls a tensor that its folder calls `stored`; None for what is not of the text."""
-        return stored if self.part is None else self.part.name(stored)
+        return stored if self.part is None else self.part.local_name(stored)
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer. Raises what `Tokenizer.load` raises."""

@@ -8,7 +8,7 @@ import torch
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo
 from mycli.runtime.utils.units import pluralize
 
@@ -38,7 +38,7 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
-    kv: Kv = "auto"
+    kv: KvDtype = "auto"
     dense_prefill_copy: bool = False
     details: tuple[str, ...] = ()
     unpacked: str | None = None
@@ -96,7 +96,7 @@ def place(
     config: ModelConfig,
     device: str = "auto",
     dtype: Dtype | None = None,
-    kv: Kv = "auto",
+    kv: KvDtype = "auto",
     *,
     dense_prefill_copy: bool = False,
 ) -> Placement:

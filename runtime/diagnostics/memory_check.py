@@ -107,7 +107,7 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
     for slot in range(cache.states.slots):
         cache.states.clear(slot)
     for layer in range(config.layers):
-        shape = min(TOUCHED, size), *config.cached(layer)
+        shape = min(TOUCHED, size), *config.kv_shape(layer)
         zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
         for block in range(cache.blocks):
             for start in range(0, size, TOUCHED):

@@ -86,7 +86,7 @@ class Prefix:
         if not 0 < len(text) <= self._context:
             raise UsageError(f"{len(text)} tokens, room for 1 to {self._context}", code="more-context")
         start = min(shared(self._text, text), len(text) - 1)
-        if self._runner.config.recurrent and start < len(self._text):
+        if self._runner.config.has_recurrent and start < len(self._text):
             start = 0  # a state cannot be cut back
         chunk = prefill_chunk(self._runner.device.type == "cuda")
         for begin in range(start, len(text), chunk):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.utils.dtypes import Dtype
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -33,7 +33,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: Dtype | None = None
-    kv: Kv = "auto"
+    kv: KvDtype = "auto"
     context: int | None = None
     sequences: int = 1
     running: int | None = None

@@ -29,7 +29,7 @@ class CpuLoop:
     @classmethod
     def make(cls, model: Transformer) -> "CpuLoop | None":
         """None for a model that native code does not take whole anyway."""
-        return cls(model) if model.dtype == torch.bfloat16 and not model.config.recurrent else None
+        return cls(model) if model.dtype == torch.bfloat16 and not model.config.has_recurrent else None
 
     def launches(
         self,

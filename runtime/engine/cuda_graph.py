@@ -22,7 +22,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
@@ -191,7 +191,7 @@ class Replay:
             self._graphs.clear()
 
 
-def make_replay(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> Replay | None:
+def make_replay(model: Transformer, kv: KvDtype, warn: Callable[[str], None]) -> Replay | None:
     """For a model on a CUDA device run with caches of `kv`, if all of its layers can be done this way.
 
     The fused pass is compared with the plain one first, launched and replayed; where it fails or differs, `warn` is
@@ -228,7 +228,7 @@ def _unlike(found: Tensor, expected: Tensor, most: float) -> str | None:
 
 @torch.inference_mode()
 def difference(
-    model: Transformer, step: Step, kv: Kv = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
+    model: Transformer, step: Step, kv: KvDtype = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
 ) -> str | None:
     """What is wrong with the logits of `step` for so many tokens, None if nothing is."""
     device, config = model.device, model.config

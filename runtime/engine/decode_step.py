@@ -139,7 +139,7 @@ def _mixture(experts: Experts) -> SecondHalf | str:
         shared = SharedExpert(products["gate_up"], products["down"], None if gate is None else gate.dequantize())
     assert experts.norm is not None  # as above
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
-    return FusedMixture(norm, router.dequantize(), experts.spec.choice, experts.correction, gate_up, down, shared)
+    return FusedMixture(norm, router.dequantize(), experts.spec.routing, experts.correction, gate_up, down, shared)
 
 
 def _layer(block: Block) -> _Layer | str:

@@ -27,7 +27,7 @@ from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 STEPS = 4
@@ -190,7 +190,7 @@ class DeviceLoop:
         return captured
 
 
-def accelerate(model: Transformer, kv: Kv, warn: Callable[[str], None]) -> FastPaths:
+def accelerate(model: Transformer, kv: KvDtype, warn: Callable[[str], None]) -> FastPaths:
     """The fused passes and the loop of a model on a CUDA device, where all of its layers can be done this way.
 
     kv: of the caches it is run with. `warn` is told where they cannot be used although they exist.

@@ -58,7 +58,7 @@ class Engine:
         self.cache = runner.make_cache(shape, slots)
         runner.rope(shape.context)  # made now, not in the time of the first reply
         self._vocab_size = vocab_size
-        states = StatePool(slots) if runner.config.recurrent else None
+        states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
         self._kept = None if store is None else KeptTexts(store, self.cache, self._make_copies)

@@ -33,7 +33,7 @@ def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
     sources = folder.source_files()
     with ThreadPoolExecutor() as pool:
         digests = [digest.hex() for digest in pool.map(_digest, sources)]
-    stretched = any(one.scaling.kind in _BY_LENGTH for one in folder.config.distinct_rotations)
+    stretched = any(one.scaling.kind in _BY_LENGTH for one in folder.config.distinct_ropes)
     made = {
         "files": sorted(zip((path.name for path in sources), digests, strict=True)),
         "program": _program(),

@@ -20,7 +20,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import SHARED_BLOCK
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 if TYPE_CHECKING:  # Triton, which takes a second to import and is not everywhere
@@ -85,7 +85,7 @@ def cache_shape(context: int, sequences: int, running: int, device: torch.device
 class ModelRunner:
     """Runs one model with caches of one kind."""
 
-    def __init__(self, model: Transformer, kv: Kv = "auto", fast: FastPaths | None = None) -> None:
+    def __init__(self, model: Transformer, kv: KvDtype = "auto", fast: FastPaths | None = None) -> None:
         self.model = model
         self.kv = kv
         self.fast = fast or FastPaths()

@@ -17,21 +17,21 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "its attention has sinks"
     if attention.gated:
         return "what heads attend to is gated"
-    if len(spec.parts) != 2 or attention.shares is not None:
+    if len(spec.parts) != 2 or attention.kv_source is not None:
         return "it has other parts, or reads the keys of another"
     if spec.parallel or attention.norm is None or mlp.norm is None:
         return "a part of it has no norm before it"
     if attention.output_norm is not None or mlp.output_norm is not None:
         return "a part of it has a norm behind it"
-    if any(norm.offset or norm.centred for norm in spec.norms()):
+    if any(norm.offset or norm.layer_norm for norm in spec.norms()):
         return "its norms are not plain"
     if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
         return "queries or keys are normed over all heads at once"
     if (
         attention.v_norm is not None
-        or attention.norms_rotated
+        or attention.norm_after_rope
         or attention.clip is not None
-        or not attention.makes_values
+        or not attention.has_v_proj
     ):
         return "keys or values are made in another way"
     if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
@@ -40,7 +40,11 @@ def _unlike(spec: LayerSpec) -> str | None:
         return "queries are scaled by their position"
     if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
         return "scores are scaled or capped in another way"
-    if mlp.activation != "silu" or {attention.residual, mlp.residual} != {1.0} or spec.scalar is not None:
+    if (
+        mlp.activation != "silu"
+        or {attention.residual_scale, mlp.residual_scale} != {1.0}
+        or spec.layer_scalar is not None
+    ):
         return "it has another activation, or a multiplier"
     return _unlike_experts(mlp) if isinstance(mlp, ExpertsSpec) else None
 
@@ -51,9 +55,9 @@ def _unlike_experts(spec: ExpertsSpec) -> str | None:
         return "its experts or their router have norms of their own"
     if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):
         return "the expert that all tokens go through has norms of its own"
-    if spec.choice.groups > 1:
+    if spec.routing.groups > 1:
         return "its experts are chosen among groups"
-    if spec.scales is not None or any(linear.bias for linear in spec.kept):
+    if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized):
         return "its router has a bias, or its experts factors"
     if any(linear.bias for linear in spec.experts[0].linears):
         return "its experts have biases"
@@ -70,6 +74,6 @@ def unfused(config: ModelConfig) -> str | None:
     if config.norm_offset or config.layer_norm:
         return "its last norm is not plain"
     shapes = {(spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs}
-    if len(shapes) > 1 or len(config.distinct_rotations) > 1:
+    if len(shapes) > 1 or len(config.distinct_ropes) > 1:
         return "its layers differ in heads or in how they turn them"
     return None

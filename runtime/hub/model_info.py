@@ -23,7 +23,7 @@ from mycli.runtime.hub.resolve import Source, custom_code_warning
 from mycli.runtime.hub.store import RECORD, HubFile, holds_adapter
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
-from mycli.runtime.models.multimodal import PREDICTOR
+from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
@@ -139,8 +139,8 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
         opened = ModelFolder.open(folder)
         used = opened.used(tensors)
         info = _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
-        head = {name: entry for name, entry in tensors.items() if PREDICTOR.name(name) is not None}
-        return replace(info, predictor_bytes=0 if opened.config.predictor is None else _bytes_of(head))
+        head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}
+        return replace(info, predictor_bytes=0 if opened.config.mtp is None else _bytes_of(head))
 
 
 def fetch_gguf(hub: Hub, job: Download) -> GgufFolder:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.routed import Route, in_groups
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
@@ -126,17 +126,17 @@ def weigh_rows(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def route(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route:
+def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route:
     """Where tokens of `scores` [tokens, experts] go, and with what weights, in fp32. `correction`: fp32 [experts].
 
     All but the weights is exact, so no token's route depends on others.
     """
     exact, top_k = scores.float(), choice.top_k
-    values = exact.softmax(-1) if choice.scores == "softmax" else exact.sigmoid()
+    values = exact.softmax(-1) if choice.scoring == "softmax" else exact.sigmoid()
     chosen = in_groups(values if correction is None else values + correction, choice).topk(top_k).indices
     weights = values.gather(1, chosen)
-    if choice.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + choice.margin)
+    if choice.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + choice.epsilon)
     weights = weights * choice.scale
     order = chosen.flatten().argsort(stable=True)
     places = torch.empty_like(order)

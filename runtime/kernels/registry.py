@@ -39,7 +39,7 @@ from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import triton_route, triton_routed_product, triton_weighted_sum
 from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.kernels.unpacked import UnpackedKernel
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
@@ -117,7 +117,7 @@ GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
 # Of experts: which tokens go to which, the products of all of them, the sum of what they make, and the gate of one that
 # all tokens go through.
-ROUTING: Operation[[Tensor, ExpertChoice, Tensor | None], Route]
+ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
 ROUTING = Operation("routing", (native_route, triton_route, reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation(

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ class Route:
         return self.tokens[self.slices.get(expert, slice(0, 0))]
 
 
-def in_groups(values: Tensor, choice: ExpertChoice) -> Tensor:
+def in_groups(values: Tensor, choice: RoutingSpec) -> Tensor:
     """`values` [tokens, experts], those of groups that take no part being less than any."""
     if choice.groups == 1:
         return values

@@ -74,12 +74,12 @@ class TextAttention:
         if shape not in self._masks:
             self._masks[shape] = visible(0, shape[0], spec.window, query.device)
         if new is None:
-            assert spec.shares is not None
-            stored = self._lent[spec.shares]
+            assert spec.kv_source is not None
+            stored = self._lent[spec.kv_source]
         else:
             key, value = new
             stored = self._stored(key.transpose(1, 2)), self._stored(value.transpose(1, 2))
-        if spec.lends:
+        if spec.kv_shared:
             self._lent[layer] = stored
         return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
 
@@ -113,7 +113,7 @@ class PagedAttention:
             if cache.dtype == PACKED:
                 key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
             cache.write(layer, batch, key, value)
-        layer = layer if spec.shares is None else spec.shares
+        layer = layer if spec.kv_source is None else spec.kv_source
         if self._ragged is not None:
             scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
             scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)

@@ -55,7 +55,7 @@ class Attention(LayerPart):
     @property
     def reads(self) -> int:
         """Of which layer the keys and values are."""
-        return self._layer if self.spec.shares is None else self.spec.shares
+        return self._layer if self.spec.kv_source is None else self.spec.kv_source
 
     def placed(self, part: CPart) -> ReadyPart:
         """As `Preparable.placed`."""
@@ -72,8 +72,8 @@ class Attention(LayerPart):
     def _attended(self, projected: Tensor, context: PassContext) -> Tensor:
         """Heads side by side [sequences, tokens, `projected` * head_dim] to [..., heads * head_dim]."""
         spec = self.spec
-        heads = projected.view(*projected.shape[:2], spec.projected, spec.head_dim)
-        query, own = heads[:, :, : spec.queries], heads[:, :, spec.queries :]
+        heads = projected.view(*projected.shape[:2], spec.projected_heads, spec.head_dim)
+        query, own = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
         if spec.gated:
             query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
             return ROW_WEIGHTS(self._attended_to(query, own, context), gate.flatten(2))
@@ -85,24 +85,24 @@ class Attention(LayerPart):
         query = self._turned(query, self.q_norm, context)
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
-        if spec.shares is not None:
+        if spec.kv_source is not None:
             return context.attention.attend(self._layer, query, None, spec, self.sinks)
         key = own[:, :, : spec.kv_heads]
-        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.makes_values else key)
+        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.has_v_proj else key)
         value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
         key = self._turned(key, self.k_norm, context)
         return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
-        if not self.spec.norms_rotated:
+        if not self.spec.norm_after_rope:
             x = _normed_heads(norm, x)
         if self.spec.clip is not None:
             x = x.clamp(-self.spec.clip, self.spec.clip)
         if self.spec.rope is not None:
             tables = context.rope[self.spec.rope]
             x = rotate(x, tables.cos, tables.sin, tables.interleaved)
-        return _normed_heads(norm, x) if self.spec.norms_rotated else x
+        return _normed_heads(norm, x) if self.spec.norm_after_rope else x
 
 
 def _normed_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
@@ -248,9 +248,9 @@ class Block(nn.Module):
             load_linears(self.products.values(), checkpoint, packings, device, dtype)
         for part in (self.mixer, self.mlp):
             part.load_own(checkpoint, device, dtype)
-        if self.spec.scalar is not None:
+        if self.spec.layer_scalar is not None:
             last = self.per_layer or self.mlp
-            last.scalar = checkpoint.read(self.spec.scalar).to(device, dtype)
+            last.scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """x [sequences, tokens, hidden] to the same."""

@@ -107,10 +107,10 @@ class Experts(LayerPart):
     def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """As `LayerPart.load_own`."""
         super().load_own(checkpoint, device, dtype)
-        if self.spec.scales is not None:
-            self._scales = checkpoint.read(self.spec.scales).to(device, torch.float32)
-        if self.spec.correction is not None:
-            self.correction = checkpoint.read(self.spec.correction[0]).flatten().to(device, torch.float32)
+        if self.spec.expert_scales is not None:
+            self._scales = checkpoint.read(self.spec.expert_scales).to(device, torch.float32)
+        if self.spec.correction_bias is not None:
+            self.correction = checkpoint.read(self.spec.correction_bias[0]).flatten().to(device, torch.float32)
 
     def in_memory(self) -> tuple[ExpertLinears, ExpertLinears] | None:
         """Gate and up of each expert, and down of each; None where only some of them are in memory."""
@@ -132,7 +132,7 @@ class Experts(LayerPart):
             if self.shared_gate is not None:
                 beside = ROW_WEIGHTS(beside, self.shared_gate(x))
         scores = self.router(normed(self.router_norm, tokens))
-        route = ROUTING(scores, self.spec.choice, self.correction)
+        route = ROUTING(scores, self.spec.routing, self.correction)
         route = route if self._scales is None else route.scaled(self._scales)
         made = yield from self._feed(route, normed(self.expert_norm, tokens))
         output = normed(self.expert_output_norm, WEIGHTED_SUM(made, route.places, route.weights)).view_as(x)

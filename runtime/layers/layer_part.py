@@ -82,7 +82,7 @@ class LayerPart(nn.Module, Preparable):
         self.norm = make_norm(spec.norm)
         self.output_norm = make_norm(spec.output_norm)
         self.scalar: Tensor | None = None
-        self._residual = spec.residual
+        self._residual = spec.residual_scale
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """x [sequences, tokens, hidden], normed, to what is to be normed and added."""

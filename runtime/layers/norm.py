@@ -39,22 +39,22 @@ class RMSNorm(nn.Module):
             self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
             return
         stored = checkpoint.read(self.tensor).to(device)
-        self.weight = self._gain(stored.float()) if self.spec.exact else stored.to(dtype)
+        self.weight = self._gain(stored.float()) if self.spec.fp32_gain else stored.to(dtype)
 
     def _gain(self, stored: Tensor) -> Tensor:
         return (stored + self.spec.offset) * self.spec.factor
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
         """What a file of `dtype` holds for `gain`."""
-        return (gain / self.spec.factor - self.spec.offset if self.spec.exact else gain).to(dtype)
+        return (gain / self.spec.factor - self.spec.offset if self.spec.fp32_gain else gain).to(dtype)
 
     def replace(self, stored: Tensor) -> None:
         """Take over what a file holds."""
-        self.weight = self._gain(stored.to(self.weight)) if self.spec.exact else stored.to(self.weight)
+        self.weight = self._gain(stored.to(self.weight)) if self.spec.fp32_gain else stored.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        norm = LAYER_NORM if self.spec.centred else RMS_NORM
+        norm = LAYER_NORM if self.spec.layer_norm else RMS_NORM
         return norm(x, self.weight, self.spec.eps)
 
 

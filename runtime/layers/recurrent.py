@@ -39,7 +39,7 @@ class TextStates:
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
         """As `RecurrentStates.advance`: each sequence is a text."""
         sequences, tokens = rows[0].shape[:2]
-        states = tuple(torch.zeros(sequences, *shape, device=rows[0].device) for shape in spec.states())
+        states = tuple(torch.zeros(sequences, *shape, device=rows[0].device) for shape in spec.state_shapes())
         result = step(tuple(one.flatten(0, 1) for one in rows), states, Runs.alike(sequences, tokens))
         return result.view(sequences, tokens, -1)
 

@@ -34,10 +34,10 @@ def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device)
     if scaling.kind == "yarn":
         return _yarn(inverse, scaling, theta, dim)
     if scaling.kind == "longrope":
-        factors = scaling.long if context > scaling.original_context else scaling.short
+        factors = scaling.long_factors if context > scaling.original_context else scaling.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponents)
     if scaling.kind == "proportional":
-        turning = int(scaling.share * dim // 2)
+        turning = int(scaling.partial_factor * dim // 2)
         return torch.cat((inverse[:turning], torch.zeros_like(inverse[turning:]))) / scaling.factor
     return inverse
 
@@ -102,7 +102,7 @@ class Rope:
         self.device = device
         self._dtype = dtype
         self._capacity = capacity
-        self._tables = {spec: self._table(spec, self._length(spec)) for spec in config.distinct_rotations}
+        self._tables = {spec: self._table(spec, self._length(spec)) for spec in config.distinct_ropes}
 
     def _length(self, spec: RopeSpec) -> int:
         dynamic = spec.scaling.kind == "dynamic"

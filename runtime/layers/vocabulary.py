@@ -12,7 +12,7 @@ from mycli.runtime.models.config import ModelConfig
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     """What rows of the embedding are multiplied by as they enter the first layer in `dtype`."""
-    if config.rounds_scale:
+    if config.round_embedding_scale:
         return torch.tensor(config.embedding_scale, dtype=dtype).item()
     return config.embedding_scale
 

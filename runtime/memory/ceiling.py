@@ -24,7 +24,7 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
         if spec.recurrent is not None:
             continue
         attention = spec.attention
-        read = spec.index if attention.shares is None else attention.shares
+        read = spec.index if attention.kv_source is None else attention.kv_source
         cached += min(depth, attention.window or depth) * plan.token_bytes(read)
     told = plan.config.per_layer_linears()
     beside = sum(told[0].in_features * plan.batch + each.out_features * each.in_features for each in told[1:])
@@ -42,7 +42,7 @@ def _expert_layers(plan: MemoryPlan) -> Iterator[tuple[float, int]]:
     for spec in plan.config.layer_specs:
         if isinstance(spec.mlp, ExpertsSpec):
             linears = (each for mlp in spec.mlp.experts for each in mlp.linears)
-            yield (spec.mlp.idle / len(spec.mlp.experts)) ** plan.batch, linears_bytes(plan, linears)
+            yield (spec.mlp.inactive_experts / len(spec.mlp.experts)) ** plan.batch, linears_bytes(plan, linears)
 
 
 def chosen_expert_bytes(plan: MemoryPlan) -> int:

@@ -107,12 +107,12 @@ def cache_bytes(plan: MemoryPlan) -> int:
 def state_bytes(config: ModelConfig) -> int:
     """What recurrent layers keep of one sequence, whatever its length."""
     specs = (spec.recurrent for spec in config.layer_specs)
-    return STATE_BYTES * sum(prod(shape) for spec in specs if spec is not None for shape in spec.states())
+    return STATE_BYTES * sum(prod(shape) for spec in specs if spec is not None for shape in spec.state_shapes())
 
 
 def state_slots(config: ModelConfig, running: int) -> int:
     """States held for so many sequences at once: one each, another each for texts that begin alike, and one more."""
-    return 2 * running + 1 if config.recurrent else 0
+    return 2 * running + 1 if config.has_recurrent else 0
 
 
 def all_state_bytes(plan: MemoryPlan) -> int:
@@ -148,7 +148,7 @@ def dense_cache_bytes(plan: MemoryPlan) -> int:
     as_they_lie = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
     if as_they_lie and (plan.gpu or plan.batch == 1):
         return 0
-    largest = max(heads * head_dim for heads, head_dim in map(plan.config.cached, range(plan.config.layers)))
+    largest = max(heads * head_dim for heads, head_dim in map(plan.config.kv_shape, range(plan.config.layers)))
     return 2 * largest * cache_positions(plan.context) * plan.value_bytes
 
 
@@ -173,7 +173,7 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 def rope_bytes(plan: MemoryPlan) -> int:
     """Cosines and sines, for each kind of rotation: 2 x context x dim / 2 values."""
-    return sum(plan.context * rope.dim * plan.value_bytes for rope in plan.config.distinct_rotations)
+    return sum(plan.context * rope.dim * plan.value_bytes for rope in plan.config.distinct_ropes)
 
 
 def kept_bytes(plan: MemoryPlan) -> int:

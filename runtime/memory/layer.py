@@ -18,7 +18,7 @@ def weight_values(layer: LayerSpec) -> int:
 def _heads(layer: LayerSpec) -> tuple[int, int]:
     """Widths of all query heads and of all key heads."""
     attention = layer.attention
-    return attention.queries * attention.head_dim, attention.kv_heads * attention.head_dim
+    return attention.query_heads * attention.head_dim, attention.kv_heads * attention.head_dim
 
 
 def pass_values(layer: LayerSpec) -> int:
@@ -29,7 +29,7 @@ def pass_values(layer: LayerSpec) -> int:
     """
     hidden = _hidden(layer)
     if layer.recurrent is not None:
-        mixer = layer.recurrent.pass_values()
+        mixer = layer.recurrent.forward_values()
     else:
         query, key = _heads(layer)
         mixer = (query + 2 * key) + (query + key) + query + hidden
@@ -64,7 +64,7 @@ def observed_values(layer: LayerSpec, product: str) -> int:
     hidden, inner = _hidden(layer), inner_width(layer)
     product = product.rpartition(".")[2]  # at most all tokens go to one expert
     if layer.recurrent is not None:
-        mixer, mixed = layer.recurrent.pass_values(), layer.recurrent.out.in_features
+        mixer, mixed = layer.recurrent.forward_values(), layer.recurrent.out.in_features
     else:
         query, key = _heads(layer)
         mixer, mixed = query + 2 * key + 3 * query, hidden
@@ -80,6 +80,6 @@ def trained_values(layer: LayerSpec) -> int:
     widest part."""
     hidden = _hidden(layer)
     if layer.recurrent is not None:
-        return 12 * hidden + layer.recurrent.trained_values() + 8 * inner_width(layer)
+        return 12 * hidden + layer.recurrent.training_values() + 8 * inner_width(layer)
     query, key = _heads(layer)
     return 12 * hidden + 5 * query + 8 * key + 8 * inner_width(layer)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mycli.runtime.models.config import Kv, ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
@@ -28,7 +28,7 @@ class MemoryPlan:
     dtype: Dtype | None = None
     gpu: bool = False
     draft: "MemoryPlan | None" = None
-    kv: Kv = "auto"
+    kv: KvDtype = "auto"
     shadow: bool = False
     running: int | None = None
     expert_slots: int | None = None
@@ -46,7 +46,7 @@ class MemoryPlan:
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token in the cache of a layer: 2 (keys, values) x heads x head_dim values, or codes and a scale
         of 4 for each head, or codes of half a byte and a scale of 2 for every 32 of a head."""
-        heads, head_dim = self.config.cached(layer)
+        heads, head_dim = self.config.kv_shape(layer)
         if self.kv == "int4":
             return 2 * heads * int4_bytes(head_dim)
         size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]

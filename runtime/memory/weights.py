@@ -50,7 +50,7 @@ def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:
 def weight_bytes(plan: MemoryPlan) -> int:
     """All blocks, the norms before and behind them, and what joins two inputs."""
     config = plan.config
-    join = linears_bytes(plan, config.joining()[2:]) if config.joins else 0
+    join = linears_bytes(plan, config.mtp_inputs()[2:]) if config.is_mtp else 0
     blocks = sum(block_bytes(plan, layer) for layer in range(config.layers))
     return blocks + join + sum(_norm_bytes(plan, norm) for norm in config.norms())
 
@@ -66,7 +66,7 @@ def shadow_bytes(plan: MemoryPlan) -> int:
 
 def _norm_bytes(plan: MemoryPlan, norm: NormSpec) -> int:
     """A gain: in fp32 where it is not what is stored."""
-    return norm.size * (4 if norm.exact else plan.value_bytes)
+    return norm.size * (4 if norm.fp32_gain else plan.value_bytes)
 
 
 def head_bytes(plan: MemoryPlan) -> int:
@@ -83,7 +83,7 @@ def embedding_bytes(plan: MemoryPlan) -> int:
 
     What all layers are told of tokens is here too: a table and a projection. A head that predicts has neither.
     """
-    if plan.config.joins:
+    if plan.config.is_mtp:
         return 0
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
     told = plan.config.per_layer_linears()

@@ -24,7 +24,7 @@ from mycli.runtime.models.part_spec import (
 )
 from mycli.runtime.utils.dtypes import Dtype
 
-Kv = Literal["auto", "bf16", "int8", "int4"]  # how the cache holds keys and values; auto: as they are computed
+KvDtype = Literal["auto", "bf16", "int8", "int4"]  # how the cache holds keys and values; auto: as they are computed
 
 MAX_LAYERS = 4096
 MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack
@@ -45,27 +45,27 @@ def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             window=config.window(index),
-            norm=config.norm_of(f"{prefix}.input_layernorm"),
+            norm=config.norm_spec(f"{prefix}.input_layernorm"),
             qkv=(
                 LinearSpec(f"{attention}.q_proj", query, hidden, config.qkv_bias),
                 LinearSpec(f"{attention}.k_proj", key, hidden, config.qkv_bias),
                 LinearSpec(f"{attention}.v_proj", key, hidden, config.qkv_bias),
             ),
-            q_norm=config.norm_of(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=config.norm_of(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            q_norm=config.norm_spec(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=config.norm_spec(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
             o=LinearSpec(f"{attention}.o_proj", hidden, query, config.output_bias),
-            rope=config.rotation(index),
+            rope=config.layer_rope(index),
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            residual=config.residual_scale,
+            residual_scale=config.residual_scale,
         ),
         MlpSpec(
             size=inner,
-            norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
+            norm=config.norm_spec(f"{prefix}.post_attention_layernorm"),
             gate_up=(up,) if config.activation == "relu2" else (gate, up),
             down=LinearSpec(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
             activation=config.activation,
-            residual=config.residual_scale,
+            residual_scale=config.residual_scale,
         ),
     )
 
@@ -96,7 +96,7 @@ class ModelConfig:
     max_context: int
     rms_norm_eps: float
     rope_theta: float
-    rope: RopeScaling
+    rope_scaling: RopeScaling
     tie_embeddings: bool
     dtype: Dtype
     qkv_bias: bool = False
@@ -106,25 +106,25 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # sliding window per layer; empty: none anywhere
     eos: tuple[int, ...] = ()
     bos: int | None = None
-    declare: Callable[["ModelConfig", int], LayerSpec] = llama_layer
+    build_layer: Callable[["ModelConfig", int], LayerSpec] = llama_layer
     activation: ActivationName = "silu"
     rotary_dim: int | None = None
     interleaved: bool = False
-    rotations: tuple[RopeSpec | None, ...] = ()
+    layer_ropes: tuple[RopeSpec | None, ...] = ()
     norm_offset: float = 0.0
     layer_norm: bool = False  # norms take the mean away first
     attention_scale: float | None = None
     attention_softcap: float | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
-    rounds_scale: bool = False
+    round_embedding_scale: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer_width: int = 0
     per_layer_vocab: int = 0
     final_norm: str = "model.norm"
-    predict: Callable[["ModelConfig"], "ModelConfig"] | None = None
-    joins: bool = False
+    build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
+    is_mtp: bool = False
 
     def __post_init__(self) -> None:
         for attention in self.attentions:
@@ -140,25 +140,25 @@ class ModelConfig:
         """The sliding window of `layer` in tokens (a query sees itself and window - 1 before it), None for all."""
         return self.windows[layer] if self.windows else None
 
-    def rotation(self, layer: int) -> RopeSpec | None:
+    def layer_rope(self, layer: int) -> RopeSpec | None:
         """How `layer` turns queries and keys; None where it does not."""
-        if self.rotations:
-            return self.rotations[layer]
-        return RopeSpec(self.rope_theta, self.rotary_dim or self.head_dim, self.rope, self.interleaved)
+        if self.layer_ropes:
+            return self.layer_ropes[layer]
+        return RopeSpec(self.rope_theta, self.rotary_dim or self.head_dim, self.rope_scaling, self.interleaved)
 
-    def norm_of(self, name: str | None, size: int | None = None) -> NormSpec:
+    def norm_spec(self, name: str | None, size: int | None = None) -> NormSpec:
         """A norm of the model's kind over `size` values, None for the residual stream."""
         return NormSpec(name, size or self.hidden_size, self.rms_norm_eps, self.norm_offset, self.layer_norm)
 
     @cached_property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What every layer is made of."""
-        return tuple(self.declare(self, index) for index in range(self.layers))
+        return tuple(self.build_layer(self, index) for index in range(self.layers))
 
     @cached_property
-    def predictor(self) -> "ModelConfig | None":
+    def mtp(self) -> "ModelConfig | None":
         """The head that predicts one token further, where the family has one."""
-        return None if self.predict is None else self.predict(self)
+        return None if self.build_mtp is None else self.build_mtp(self)
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
@@ -166,7 +166,7 @@ class ModelConfig:
         return tuple(layer.attention for layer in self.layer_specs if layer.recurrent is None)
 
     @cached_property
-    def recurrent(self) -> bool:
+    def has_recurrent(self) -> bool:
         """Whether layers keep a state."""
         return len(self.attentions) < self.layers
 
@@ -176,30 +176,30 @@ class ModelConfig:
         return frozenset(attention.window for attention in self.attentions)
 
     @cached_property
-    def distinct_rotations(self) -> tuple[RopeSpec, ...]:
+    def distinct_ropes(self) -> tuple[RopeSpec, ...]:
         """The kinds of rotation that layers have."""
         found = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
-    def cached(self, layer: int) -> tuple[int, int]:
+    def kv_shape(self, layer: int) -> tuple[int, int]:
         """Key heads, and values of each, that `layer` keeps of a token; no heads where it keeps none."""
         if self.layer(layer).recurrent is not None:
             return 0, self.head_dim
         spec = self.layer(layer).attention
-        return (spec.kv_heads if spec.shares is None else 0), spec.head_dim
+        return (spec.kv_heads if spec.kv_source is None else 0), spec.head_dim
 
     @cached_property
-    def reads_beside(self) -> bool:
+    def has_side_inputs(self) -> bool:
         """Whether layers read more than the residual stream: what they are told, or what another layer lends."""
-        return self.per_layer_width > 0 or any(attention.lends for attention in self.attentions)
+        return self.per_layer_width > 0 or any(attention.kv_shared for attention in self.attentions)
 
     @cached_property
-    def unread(self) -> tuple[str, ...]:
+    def ignored_prefixes(self) -> tuple[str, ...]:
         """How the names of tensors begin that files may hold though nothing reads them."""
-        return tuple(prefix for layer in self.layer_specs for prefix in layer.unread)
+        return tuple(prefix for layer in self.layer_specs for prefix in layer.ignored_prefixes)
 
     @cached_property
-    def stacks(self) -> dict[str, tuple[str, ...]]:
+    def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
         """The tensors that files may have for those of all experts of a layer, with their parts in order."""
         mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
         return {stack.name: stack.parts for mixture in mixtures for stack in mixture.stacks}
@@ -217,22 +217,22 @@ class ModelConfig:
         for index in range(self.layers):
             for linears in self.layer(index).products().values():
                 yield from linears
-        if not self.tie_embeddings and not self.joins:
+        if not self.tie_embeddings and not self.is_mtp:
             yield self.head()
 
-    def joining(self) -> tuple[NormSpec, NormSpec, LinearSpec]:
+    def mtp_inputs(self) -> tuple[NormSpec, NormSpec, LinearSpec]:
         """Of a model that joins two inputs: the norms of embedding and hidden state, and what makes one of the two."""
         join = LinearSpec("fc", self.hidden_size, 2 * self.hidden_size)
-        return self.norm_of("pre_fc_norm_embedding"), self.norm_of("pre_fc_norm_hidden"), join
+        return self.norm_spec("pre_fc_norm_embedding"), self.norm_spec("pre_fc_norm_hidden"), join
 
     def norms(self) -> tuple[NormSpec, ...]:
         """The norms outside of layers."""
         told = (self.per_layer_norm(),) if self.per_layer_width else ()
-        return (self.norm(), *told, *(self.joining()[:2] if self.joins else ()))
+        return (self.norm(), *told, *(self.mtp_inputs()[:2] if self.is_mtp else ()))
 
     def norm(self) -> NormSpec:
         """The norm after the last layer."""
-        return self.norm_of(self.final_norm)
+        return self.norm_spec(self.final_norm)
 
     def per_layer_linears(self) -> tuple[LinearSpec, ...]:
         """What lies in memory of what layers are told: a table and a projection, or nothing."""
@@ -249,7 +249,7 @@ class ModelConfig:
 
     def per_layer_norm(self) -> NormSpec:
         """The norm of what is told of the embedding, layer by layer."""
-        return self.norm_of("model.per_layer_projection_norm", self.per_layer_width)
+        return self.norm_spec("model.per_layer_projection_norm", self.per_layer_width)
 
     def head(self) -> LinearSpec:
         """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
@@ -257,8 +257,8 @@ class ModelConfig:
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
-        if self.joins:
-            *norms, join = self.joining()
+        if self.is_mtp:
+            *norms, join = self.mtp_inputs()
             for norm in norms:
                 yield norm.tensor, (norm.size,)
             yield f"{join.name}.weight", (join.out_features, join.in_features)
@@ -271,7 +271,7 @@ class ModelConfig:
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
         yield self.norm().tensor, (self.hidden_size,)
-        if not self.tie_embeddings and not self.joins:
+        if not self.tie_embeddings and not self.is_mtp:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def parameters(self) -> int:
@@ -287,7 +287,7 @@ class ModelConfig:
     def active_parameters(self) -> int:
         """Of `parameters` those that one token meets: without the experts that it does not go through."""
         mixtures = [spec.mlp for spec in self.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
-        return self.parameters() - sum(mixture.idle * mixture.expert_parameters for mixture in mixtures)
+        return self.parameters() - sum(mixture.inactive_experts * mixture.parameters_per_expert for mixture in mixtures)
 
 
 def _check_attention(spec: AttentionSpec) -> None:
@@ -299,6 +299,9 @@ def _check_attention(spec: AttentionSpec) -> None:
     if spec.head_dim % 2 or (spec.rope is not None and spec.rope.dim % 2):
         raise ModelError(f"config.json: head_dim {spec.head_dim} is odd; rotary positions need pairs", "")
     if spec.rope is not None and spec.rope.scaling.kind == "longrope":
-        for key, factors in (("short_factor", spec.rope.scaling.short), ("long_factor", spec.rope.scaling.long)):
+        for key, factors in (
+            ("short_factor", spec.rope.scaling.short_factors),
+            ("long_factor", spec.rope.scaling.long_factors),
+        ):
             if len(factors) != spec.rope.dim // 2:
                 raise ModelError(f"config.json: {key} has {len(factors)} numbers for {spec.rope.dim // 2} pairs", "")

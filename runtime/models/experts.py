@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, SharedExpertSpec, StackSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, Shape
 from mycli.runtime.utils.json_fields import Fields
@@ -27,25 +27,29 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str | None = "shared_expert_gate"  # None: what it makes is added as it is
-    correction: str | None = None
+    correction_bias: str | None = None
     correction_rows: tuple[int, ...] = ()  # what its shape says before the experts
     stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
     stacked_down: str = "experts.down_proj"
 
     def corrected(self, block: str, count: int) -> tuple[str, Shape] | None:
         """As `ExpertsSpec.correction`, of `count` experts."""
-        return None if self.correction is None else (f"{block}.{self.correction}", (*self.correction_rows, count))
+        return (
+            None
+            if self.correction_bias is None
+            else (f"{block}.{self.correction_bias}", (*self.correction_rows, count))
+        )
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoeLayers:
     """Experts of width `size`, of which tokens choose; `shared`: the width of one that all go through.
 
     `dense`: layers that have an MLP instead. `base` declares the layers whose MLP the experts replace.
     """
 
     count: int
-    choice: ExpertChoice
+    routing: RoutingSpec
     size: int
     names: ExpertNames = ExpertNames()
     dense: frozenset[int] = frozenset()
@@ -53,14 +57,15 @@ class Mixture:
     base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """A layer of the kind of `base` with these experts; as `ModelConfig.declare`."""
-        return self.put_into(self.base(config, index), config)
+        """A layer of the kind of `base` with these experts; as `ModelConfig.build_layer`."""
+        return self.replace_mlp(self.base(config, index), config)
 
-    def put_into(self, layer: LayerSpec, config: ModelConfig) -> LayerSpec:
+    def replace_mlp(self, layer: LayerSpec, config: ModelConfig) -> LayerSpec:
         """`layer` with the experts in place of its MLP, unless it is one of the `dense`."""
         if layer.index in self.dense:
             return layer
         names, block = self.names, f"model.layers.{layer.index}.{self.names.block}".rstrip(".")
+        bias = f"{block}.{names.correction_bias}", (*names.correction_rows, self.count)
         shared = None
         if self.shared:
             gate = LinearSpec(f"{block}.{names.shared_gate}", 1, config.hidden_size) if names.shared_gate else None
@@ -69,12 +74,12 @@ class Mixture:
             norm=layer.mlp.norm,
             router=LinearSpec(f"{block}.{names.router}", self.count, config.hidden_size),
             experts=tuple(self._mlp(f"{block}.experts.{each}", self.size, config) for each in range(self.count)),
-            choice=self.choice,
+            routing=self.routing,
             stacks=self._stacks(block),
             shared=shared,
             output_norm=layer.mlp.output_norm,
-            residual=layer.mlp.residual,
-            correction=names.corrected(block, self.count),
+            residual_scale=layer.mlp.residual_scale,
+            correction_bias=bias if names.correction_bias else None,
         )
         return replace(layer, mlp=experts)
 
@@ -93,7 +98,7 @@ class Mixture:
         return MlpSpec(size, None, gate_up, LinearSpec(f"{prefix}.{names.down}", hidden, size), None, config.activation)
 
 
-def read_choice(raw: Fields, count: int, top_k: int) -> ExpertChoice:
+def read_routing(raw: Fields, count: int, top_k: int) -> RoutingSpec:
     """How one of `count` experts is chosen by the keys that DeepSeek-V3's kin write: sigmoids, groups, a factor.
 
     Raises ModelError for groups that are not of the same size, of fewer than two experts, or that hold too few.
@@ -104,7 +109,7 @@ def read_choice(raw: Fields, count: int, top_k: int) -> ExpertChoice:
         raise raw.fail("n_group", f"= {groups} does not divide {count} experts into groups of two or more")
     if top_k > top_groups * (count // groups):
         raise raw.fail("topk_group", f"= {top_groups} of {groups} groups hold fewer than {top_k} experts")
-    return ExpertChoice(
+    return RoutingSpec(
         top_k,
         raw.boolean("norm_topk_prob", True),
         "sigmoid",
@@ -114,7 +119,7 @@ def read_choice(raw: Fields, count: int, top_k: int) -> ExpertChoice:
     )
 
 
-def read_counts(
+def read_expert_counts(
     raw: Fields, key: str, layers: int, usual: tuple[int, int], chosen: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
     """How many experts a layer has, by `key`, and how many a token goes through; `usual` where that is not said.

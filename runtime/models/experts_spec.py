@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mycli.runtime.models.part_spec import ActivationName, LinearSpec, MadeBy, MlpSpec, NormSpec, OutputRows, Shape
+from mycli.runtime.models.part_spec import ActivationName, InputSource, LinearSpec, MlpSpec, NormSpec, OutputRows, Shape
 
-ScoreName = Literal["softmax", "sigmoid"]
+ScoringName = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SharedExpertSpec:
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
+class RoutingSpec:
     """How a token's scores choose `top_k` experts, and what weights these get.
 
     Scores become values, by a softmax over all of them or each by its `sigmoid`; the highest are chosen. What a
@@ -40,11 +40,11 @@ class ExpertChoice:
     """
 
     top_k: int
-    normalized: bool
-    scores: ScoreName = "softmax"
+    normalize: bool
+    scoring: ScoringName = "softmax"
     groups: int = 1
     top_groups: int = 1
-    margin: float = 0.0
+    epsilon: float = 0.0
     scale: float = 1.0
 
 
@@ -64,21 +64,21 @@ class ExpertsSpec:
     norm: NormSpec | None
     router: LinearSpec
     experts: tuple[MlpSpec, ...]
-    choice: ExpertChoice
+    routing: RoutingSpec
     stacks: tuple[StackSpec, ...] = ()
     shared: SharedExpertSpec | None = None
     output_norm: NormSpec | None = None
-    residual: float = 1.0
+    residual_scale: float = 1.0
     router_norm: NormSpec | None = None
     expert_norm: NormSpec | None = None
     expert_output_norm: NormSpec | None = None
-    scales: str | None = None
-    correction: tuple[str, Shape] | None = None
+    expert_scales: str | None = None
+    correction_bias: tuple[str, Shape] | None = None
 
     @property
     def top_k(self) -> int:
         """How many experts a token goes through."""
-        return self.choice.top_k
+        return self.routing.top_k
 
     @property
     def size(self) -> int:
@@ -91,17 +91,17 @@ class ExpertsSpec:
         return self.experts[0].activation
 
     @property
-    def idle(self) -> int:
+    def inactive_experts(self) -> int:
         """How many experts a token does not go through."""
         return len(self.experts) - self.top_k
 
     @property
-    def expert_parameters(self) -> int:
+    def parameters_per_expert(self) -> int:
         """Of one expert: weights and biases."""
         return sum(linear.out_features * (linear.in_features + linear.bias) for linear in self.experts[0].linears)
 
     @property
-    def kept(self) -> tuple[LinearSpec, ...]:
+    def unquantized(self) -> tuple[LinearSpec, ...]:
         """The linears that are never stored quantized."""
         gate = None if self.shared is None else self.shared.gate
         return (self.router,) if gate is None else (self.router, gate)
@@ -114,22 +114,22 @@ class ExpertsSpec:
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Names and shapes of what is no norm and no linear."""
-        if self.scales is not None:
-            yield self.scales, (len(self.experts),)
-        if self.correction is not None:
-            yield self.correction
+        if self.expert_scales is not None:
+            yield self.expert_scales, (len(self.experts),)
+        if self.correction_bias is not None:
+            yield self.correction_bias
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
         """As `PartSpec.inner_norms`."""
         beside = () if self.shared is None else (self.shared.mlp.norm, self.shared.mlp.output_norm)
         return (self.router_norm, self.expert_norm, self.expert_output_norm, *beside)
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`. What a norm makes for all experts goes to each alike, maybe to the router too; a
+    def input_source(self, product: str) -> InputSource:
+        """As `PartSpec.input_source`. What a norm makes for all experts goes to each alike, maybe to the router too; a
         shared expert may have one for itself."""
         owner, _, own = product.rpartition(".")
         mlp = self.experts[int(owner.removeprefix("experts."))] if owner.startswith("experts.") else self._shared()
-        source = mlp.made_by(own)
+        source = mlp.input_source(own)
         return replace(source, product=f"{owner}.{source.product}") if isinstance(source, OutputRows) else source
 
     def _shared(self) -> MlpSpec:

@@ -103,7 +103,7 @@ def common(
         "max_context": trained_context(raw),
         "rms_norm_eps": raw.number("rms_norm_eps", 1e-6, low=1e-30, high=1.0),
         "rope_theta": theta,
-        "rope": scaling,
+        "rope_scaling": scaling,
         "tie_embeddings": raw.boolean("tie_word_embeddings", False),
         "dtype": dtype,
         "eos": token_ids(raw, "eos_token_id", vocab),

@@ -91,7 +91,7 @@ def _scaling(kind: RopeKind, scaling: Fields, raw: Fields) -> RopeScaling:
     trained = trained_context(raw)
     if kind == "proportional":
         share = scaling.number("partial_rotary_factor", 1.0, high=1.0)
-        return RopeScaling(kind, scaling.number("factor", 1.0, low=1e-3, high=1e6), share=share)
+        return RopeScaling(kind, scaling.number("factor", 1.0, low=1e-3, high=1e6), partial_factor=share)
     if kind == "longrope":
         return _longrope(scaling, raw)
     # Dynamic scaling measures against the context of the config itself, as transformers does.
@@ -129,8 +129,8 @@ def _longrope(scaling: Fields, raw: Fields) -> RopeScaling:
         factor,
         original,
         attention_factor=scaling.number("attention_factor", usual, low=1e-6),
-        short=_numbers(scaling, "short_factor"),
-        long=_numbers(scaling, "long_factor"),
+        short_factors=_numbers(scaling, "short_factor"),
+        long_factors=_numbers(scaling, "long_factor"),
     )
 
 

@@ -12,8 +12,8 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import (
     ActivationName,
     AttentionSpec,
+    InputSource,
     LinearSpec,
-    MadeBy,
     MlpSpec,
     NormSpec,
     PartSpec,
@@ -31,7 +31,7 @@ class PerLayerSpec:
     output_norm: NormSpec | None
     activation: ActivationName
     norm: NormSpec | None = None
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         """As `PartSpec.products`."""
@@ -41,8 +41,8 @@ class PerLayerSpec:
         """As `PartSpec.inner_norms`."""
         return ()
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`. The gate reads the residual stream, the projection an activation."""
+    def input_source(self, product: str) -> InputSource:
+        """As `PartSpec.input_source`. The gate reads the residual stream, the projection an activation."""
         return self.norm if product == "per_layer_gate" else None
 
 
@@ -63,8 +63,8 @@ class LayerSpec:
     mlp: MlpSpec | ExpertsSpec
     parallel: bool = False
     per_layer: PerLayerSpec | None = None
-    scalar: str | None = None
-    unread: tuple[str, ...] = ()
+    layer_scalar: str | None = None
+    ignored_prefixes: tuple[str, ...] = ()
 
     @property
     def attention(self) -> AttentionSpec:
@@ -93,10 +93,10 @@ class LayerSpec:
         return {name: linears for part in self.parts for name, linears in part.products().items()}
 
     @property
-    def kept(self) -> tuple[LinearSpec, ...]:
+    def unquantized(self) -> tuple[LinearSpec, ...]:
         """Its linears that are never stored quantized."""
-        mixed = () if self.recurrent is None else self.recurrent.kept
-        return (*mixed, *self.mlp.kept) if isinstance(self.mlp, ExpertsSpec) else mixed
+        mixed = () if self.recurrent is None else self.recurrent.unquantized
+        return (*mixed, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else mixed
 
     def norms(self) -> list[NormSpec]:
         """The norms of the layer that have a tensor."""
@@ -104,10 +104,10 @@ class LayerSpec:
         inner = [norm for part in self.parts for norm in part.inner_norms()]
         return [norm for norm in (*streams, *inner) if norm is not None and norm.name is not None]
 
-    def made_by(self, product: str) -> MadeBy:
+    def input_source(self, product: str) -> InputSource:
         """What makes the inputs of a product one by one; None where no single operation does (a residual stream), or
         where it makes those of another product too."""
-        source = next(part.made_by(product) for part in self.parts if product in part.products())
+        source = next(part.input_source(product) for part in self.parts if product in part.products())
         return None if self.parallel and isinstance(source, NormSpec) else source
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
@@ -116,7 +116,7 @@ class LayerSpec:
             yield norm.tensor, (norm.size,)
         if self.recurrent is not None:
             yield from self.recurrent.tensors()
-        for linears in (self.kept, *self.products().values()):
+        for linears in (self.unquantized, *self.products().values()):
             for linear in linears:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
@@ -125,5 +125,5 @@ class LayerSpec:
             yield self.attention.sinks, (self.attention.heads,)
         if isinstance(self.mlp, ExpertsSpec):
             yield from self.mlp.tensors()
-        if self.scalar is not None:
-            yield self.scalar, (1,)
+        if self.layer_scalar is not None:
+            yield self.layer_scalar, (1,)

@@ -51,10 +51,10 @@ class TextPart:
     """`config`: that of the text model; `whole`: the `model_type` of what it is a part of, None where it is all."""
 
     config: Fields
-    whole: str | None = None
+    outer_type: str | None = None
 
     @classmethod
-    def find(cls, raw: Fields) -> "TextPart":
+    def from_config(cls, raw: Fields) -> "TextPart":
         """In a parsed config.json. What the outer config says of the text counts before its section."""
         whole = raw.text("model_type", "")
         if whole not in TEXT_PARTS or not raw.has("text_config"):
@@ -69,9 +69,9 @@ class TextPart:
             values["quantization_config"] = _renamed(values["quantization_config"])
         return cls(Fields(values, raw.source), whole)
 
-    def name(self, stored: str) -> str | None:
+    def local_name(self, stored: str) -> str | None:
         """What the text model calls a tensor of the folder; None for what is not of the text."""
-        if self.whole is None:
+        if self.outer_type is None:
             return stored
         for prefix, alone in _PREFIXES:
             if stored.startswith(prefix):
@@ -80,24 +80,24 @@ class TextPart:
 
 
 @dataclass(frozen=True)
-class PredictorPart:
+class MtpPart:
     """The head that predicts one token further, stored beside the model: as a model of its own it has other names."""
 
-    whole: str | None = None
+    outer_type: str | None = None
 
-    def name(self, stored: str) -> str | None:
+    def local_name(self, stored: str) -> str | None:
         """As `TextPart.name`."""
         if not stored.startswith("mtp."):
             return None
         own = stored.removeprefix("mtp.")
         return f"model.{own}" if own.startswith(("layers.", "norm.")) else own
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """How a folder calls what the head calls `name`."""
         return f"mtp.{name.removeprefix('model.')}"
 
 
-PREDICTOR = PredictorPart()
+MTP_PART = MtpPart()
 
 
 def _renamed(value: Any) -> Any:

@@ -26,7 +26,7 @@ class NormSpec:
     size: int
     eps: float
     offset: float = 0.0
-    centred: bool = False
+    layer_norm: bool = False
     factor: float = 1.0
     bare: bool = False
 
@@ -37,7 +37,7 @@ class NormSpec:
         return self.name if self.bare else f"{self.name}.weight"
 
     @property
-    def exact(self) -> bool:
+    def fp32_gain(self) -> bool:
         """Whether the gain is not what is stored: it is then kept in fp32."""
         return bool(self.offset) or self.factor != 1.0
 
@@ -71,9 +71,9 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
-    share: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    partial_factor: float = 1.0
     query_beta: float = 0.0
 
 
@@ -105,7 +105,7 @@ class OutputRows:
     width: int
 
 
-MadeBy = NormSpec | OutputRows | None  # what makes the inputs of a product one by one, if a single operation does
+InputSource = NormSpec | OutputRows | None  # what makes the inputs of a product one by one, if a single operation does
 
 
 class PartSpec(Protocol):
@@ -121,7 +121,7 @@ class PartSpec(Protocol):
     def output_norm(self) -> NormSpec | None: ...  # noqa: D102
 
     @property
-    def residual(self) -> float: ...  # noqa: D102
+    def residual_scale(self) -> float: ...  # noqa: D102
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         """Its linears by the product they are part of, in order of execution."""
@@ -131,7 +131,7 @@ class PartSpec(Protocol):
         """Its other norms."""
         ...
 
-    def made_by(self, product: str) -> MadeBy:
+    def input_source(self, product: str) -> InputSource:
         """What makes the inputs of one of its products."""
         ...
 
@@ -164,30 +164,30 @@ class AttentionSpec:
     output_norm: NormSpec | None = None
     v_norm: NormSpec | None = None
     rope: RopeSpec | None = None
-    norms_rotated: bool = False
+    norm_after_rope: bool = False
     scale: float | None = None
     softcap: float | None = None
     clip: float | None = None
-    shares: int | None = None
-    lends: bool = False
+    kv_source: int | None = None
+    kv_shared: bool = False
     sinks: str | None = None
     gated: bool = False
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
     @property
-    def queries(self) -> int:
+    def query_heads(self) -> int:
         """How many heads the first product makes for queries, and for their gates."""
         return 2 * self.heads if self.gated else self.heads
 
     @property
-    def projected(self) -> int:
+    def projected_heads(self) -> int:
         """How many heads the first product makes: queries, then keys and values where it makes them."""
         return sum(linear.out_features for linear in self.qkv) // self.head_dim
 
     @property
-    def makes_values(self) -> bool:
+    def has_v_proj(self) -> bool:
         """Whether the values have rows of their own in the first product."""
-        return self.projected == self.queries + 2 * self.kv_heads
+        return self.projected_heads == self.query_heads + 2 * self.kv_heads
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         """As `PartSpec.products`."""
@@ -197,13 +197,13 @@ class AttentionSpec:
         """As `PartSpec.inner_norms`."""
         return self.q_norm, self.k_norm, self.v_norm
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`. A norm of values undoes a factor, and what keys share with values cannot take one."""
+    def input_source(self, product: str) -> InputSource:
+        # A norm of values undoes a factor; rows shared by keys and values cannot take one.
         if product == "qkv":
             return self.norm
-        if self.v_norm is not None or not self.makes_values:
+        if self.v_norm is not None or not self.has_v_proj:
             return None
-        start, copies = (self.queries + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
+        start, copies = (self.query_heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
         return OutputRows("qkv", start, self.kv_heads, copies, self.head_dim)
 
 
@@ -217,7 +217,7 @@ class MlpSpec:
     down: LinearSpec
     output_norm: NormSpec | None = None
     activation: ActivationName = "silu"
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -237,8 +237,8 @@ class MlpSpec:
         """As `PartSpec.inner_norms`."""
         return ()
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`. Without a gate, an activation stands between a row of up and the input it makes."""
+    def input_source(self, product: str) -> InputSource:
+        # Without a gate, an activation is between a row of up and the input of down.
         if product == "gate_up":
             return self.norm
         plain = self.gated and self.activation != "swiglu_clamped"

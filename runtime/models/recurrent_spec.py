@@ -7,7 +7,7 @@ of their states. Knows names and shapes of tensors. Does not import torch, and d
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mycli.runtime.models.part_spec import LinearSpec, MadeBy, NormSpec, OutputRows, Shape
+from mycli.runtime.models.part_spec import InputSource, LinearSpec, NormSpec, OutputRows, Shape
 
 STATE_BYTES = 4  # of a value: states are fp32, whatever activations are
 
@@ -28,7 +28,7 @@ class ConvolutionSpec:
             yield f"{self.name}.bias", (self.channels,)
 
     @property
-    def state(self) -> Shape:
+    def state_shape(self) -> Shape:
         """The inputs before the next token, the oldest first."""
         return self.taps - 1, self.channels
 
@@ -60,10 +60,10 @@ class DeltaNetSpec:
     out: LinearSpec
     by_key_head: bool = False
     output_norm: NormSpec | None = None
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
     @property
-    def kept(self) -> tuple[LinearSpec, ...]:
+    def unquantized(self) -> tuple[LinearSpec, ...]:
         """Linears that are never stored quantized: they are small, and what they make stands in an exponent."""
         return self.gates
 
@@ -75,8 +75,8 @@ class DeltaNetSpec:
         """As `PartSpec.inner_norms`."""
         return (self.head_norm,)
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`: what the norm makes goes to the gates too, and a norm of heads undoes a factor."""
+    def input_source(self, product: str) -> InputSource:
+        # The norm feeds the gates too; the norm of heads undoes a factor.
         return None
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
@@ -85,22 +85,22 @@ class DeltaNetSpec:
         yield self.decay, (self.heads,)
         yield self.dt_bias, (self.heads,)
 
-    def states(self) -> tuple[Shape, ...]:
+    def state_shapes(self) -> tuple[Shape, ...]:
         """Shapes of what is kept of a sequence."""
-        return self.convolution.state, (self.heads, self.key_dim, self.value_dim)
+        return self.convolution.state_shape, (self.heads, self.key_dim, self.value_dim)
 
-    def pass_values(self) -> int:
+    def forward_values(self) -> int:
         """Of each token: what is projected, maybe put in order, and convolved, queries and keys in fp32, what is read,
         gated, projected."""
         projected = sum(linear.out_features for linear in (*self.projections, *self.gates)) * (1 + self.by_key_head)
         exact = 2 * 2 * self.key_heads * self.key_dim
         return projected + self.convolution.channels + exact + 2 * self.out.in_features + self.out.out_features
 
-    def trained_values(self) -> int:
+    def training_values(self) -> int:
         """Of each token in a forward and backward pass: the same and their gradients, what the convolution sums, and
         of each head its part of six matrices [64, 64] of a chunk and six copies of its query, key and value."""
         chunk = 6 * self.heads * (64 + 2 * self.key_dim + self.value_dim)
-        return 2 * self.pass_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
+        return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class ShortConvSpec:
     convolution: ConvolutionSpec
     out: LinearSpec
     output_norm: NormSpec | None = None
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
     @property
-    def kept(self) -> tuple[LinearSpec, ...]:
+    def unquantized(self) -> tuple[LinearSpec, ...]:
         """As `DeltaNetSpec.kept`."""
         return ()
 
@@ -127,8 +127,8 @@ class ShortConvSpec:
         """As `PartSpec.inner_norms`."""
         return ()
 
-    def made_by(self, product: str) -> MadeBy:
-        """As `PartSpec.made_by`: rows of C are factors of what is projected at last."""
+    def input_source(self, product: str) -> InputSource:
+        """As `PartSpec.input_source`: rows of C are factors of what is projected at last."""
         if product == "recurrent_in":
             return self.norm
         size = self.convolution.channels
@@ -138,17 +138,17 @@ class ShortConvSpec:
         """As `DeltaNetSpec.tensors`."""
         return self.convolution.tensors()
 
-    def states(self) -> tuple[Shape, ...]:
+    def state_shapes(self) -> tuple[Shape, ...]:
         """As `DeltaNetSpec.states`."""
-        return (self.convolution.state,)
+        return (self.convolution.state_shape,)
 
-    def pass_values(self) -> int:
+    def forward_values(self) -> int:
         """As `DeltaNetSpec.pass_values`: what is projected, B * x, convolved, gated, projected."""
         return 6 * self.convolution.channels + self.out.out_features
 
-    def trained_values(self) -> int:
+    def training_values(self) -> int:
         """As `DeltaNetSpec.trained_values`."""
-        return 2 * self.pass_values() + 2 * self.convolution.taps * self.convolution.channels
+        return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels
 
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec

@@ -28,7 +28,7 @@ class PredictionHead(nn.Module):
     def __init__(self, folder: ModelFolder, target: ModelRunner) -> None:
         super().__init__()
         self.config, self.target = folder.config, target
-        embedding_norm, hidden_norm, join = self.config.joining()
+        embedding_norm, hidden_norm, join = self.config.mtp_inputs()
         self.embedding_norm, self.hidden_norm = RMSNorm(embedding_norm), RMSNorm(hidden_norm)
         self.join = Linear((join,))
         block = Block(self.config.layer(0))

@@ -223,7 +223,7 @@ def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, s
 
     Raises ModelError where its vocabulary is another, or where what it has read cannot be taken back.
     """
-    if folder.config.recurrent:
+    if folder.config.has_recurrent:
         raise ModelError(
             f"{folder.config.model_type} cannot draft: its recurrent state cannot go back to before a refused token",
             "use a model whose layers all attend, or look drafts up in the text",

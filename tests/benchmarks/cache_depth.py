@@ -22,9 +22,9 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 
-KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
+KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 FILLED = 256  # tokens at a time
 
 
@@ -35,7 +35,7 @@ def filled(runner: ModelRunner, depth: int) -> KVCache:
         for start in range(0, depth, FILLED):
             count = min(FILLED, depth - start)
             batch = Batch.of([Chunk([0] * count, start, (0,), 0)], cache.block_size, runner.device)
-            vectors = torch.randn(2, count, *runner.config.cached(layer)).bfloat16()
+            vectors = torch.randn(2, count, *runner.config.kv_shape(layer)).bfloat16()
             cache.write(layer, batch, *vectors)
     return cache
 
@@ -52,7 +52,7 @@ def main() -> None:
     plan = MemoryPlan(model.config, dtype="bfloat16")
     for depth in map(parse_count, chosen.depths.split(",")):
         caches = {kv: filled(runner, depth) for kv, runner in runners.items()}
-        times: dict[Kv, list[float]] = {kv: [] for kv in KINDS}
+        times: dict[KvDtype, list[float]] = {kv: [] for kv in KINDS}
         began = time.perf_counter()
         while time.perf_counter() - began < chosen.seconds:
             for kv, seconds in times.items():

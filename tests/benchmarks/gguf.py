@@ -45,7 +45,13 @@ def write(folder: Path, target: Path) -> None:
     config, packings = opened.config, opened.packings
     manifest = Manifest.open(folder)
     manifest.check(config, packings)
-    if config.model_type != "llama" or config.rope.kind != "default" or packings or config.qkv_bias or config.mlp_bias:
+    if (
+        config.model_type != "llama"
+        or config.rope_scaling.kind != "default"
+        or packings
+        or config.qkv_bias
+        or config.mlp_bias
+    ):
         raise ValueError(f"{folder}: not a plain Llama")
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[_ARCH])
     _describe(writer, config)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from tests.gpu.call import SLOWER, Asked, Part, Rows, main
 
 
@@ -80,7 +80,7 @@ def fused(asked: Asked) -> Rows:
 
     model = layers(asked, asked.chip())
     step, counts = DecodeStep.make(model), (1, 12) if asked.rehearse else (1, 4, 8, 12, 24, 48, 64)
-    kinds: tuple[Kv, ...] = ("auto",) if asked.rehearse else ("auto", "int8", "int4")
+    kinds: tuple[KvDtype, ...] = ("auto",) if asked.rehearse else ("auto", "int8", "int4")
     for kv in kinds:
         for count in counts if kv != "int4" else counts[:3]:  # what differs is compiled again, and that takes time
             found = step if isinstance(step, str) else difference(model, step, kv, asked.capture(), (count,))

@@ -154,7 +154,7 @@ def unpacked(copy: Path, folder: Path) -> Path:
         packed.setdefault(module, {})[part] = stored.pop(name)
     for module, parts in packed.items():
         stored[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
-    for name, parts in ModelFolder.open(copy).config.stacks.items():
+    for name, parts in ModelFolder.open(copy).config.stacked_tensors.items():
         made = torch.cat([stored.pop(part) for part in parts])
         experts = {part.partition(".experts.")[2].partition(".")[0] for part in parts}
         stored[name] = made.view(len(experts), -1, made.shape[-1])
@@ -187,7 +187,7 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
                 ), spec.name
         model.advance(block, stream, context, sides)
         assert not settled or torch.equal(state.streams[0], stream)
-    kept = {linear.name for spec in model.config.layer_specs for linear in spec.kept}
+    kept = {linear.name for spec in model.config.layer_specs for linear in spec.unquantized}
     assert expected.keys() <= {"lm_head", "model.per_layer_model_projection", *kept}, "every linear was looked at"
 
 
@@ -240,7 +240,7 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, b
         assert torch.equal(weight, read_by_them[name]), name
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations
     lost = (ours - original).norm() / original.norm()
-    if any(spec.kept for spec in model.config.layer_specs):  # where experts score alike, rounding makes tokens change
+    if any(spec.unquantized for spec in model.config.layer_specs):  # rounding changes which experts are chosen
         lost = ((ours - original).norm(dim=-1) / original.norm(dim=-1)).median()
     assert lost < LOST[bits], "a copy that folds or calibrates wrongly says something else"
     assert all(

@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.block import Block
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from tests.support.engines import whole
 from tests.support.paths import PICO
 
@@ -22,7 +22,7 @@ FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("kv", ["auto", "bf16", "int8", "int4"])
-def test_logits_equal_those_of_the_whole_model(kv: Kv) -> None:
+def test_logits_equal_those_of_the_whole_model(kv: KvDtype) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)
     runner = load_model(ModelFolder.open(PICO), placement)

@@ -11,8 +11,8 @@ from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.experts import ExpertNames, Mixture
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import ExpertNames, MoeLayers
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.prefix_model import CONFIG as TINY
@@ -50,12 +50,12 @@ class Case:
     int8: bool = False
     int4: bool = False
     bias: bool = False
-    experts: Mixture | None = None
+    experts: MoeLayers | None = None
 
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.changes.items())
         if self.experts is not None:
-            options += f"{self.experts.choice.top_k}of{self.experts.count}-{self.experts.choice.scores}"
+            options += f"{self.experts.routing.top_k}of{self.experts.count}-{self.experts.routing.scoring}"
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
@@ -71,7 +71,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
     """Of the same weights, multiplied by Triton and dense; what decides is dense in both."""
     config = replace(CONFIG, **case.changes)
     if case.experts is not None:
-        config = replace(config, declare=case.experts)
+        config = replace(config, build_layer=case.experts)
     drawing = generator()
     fused, plain = Transformer(config), Transformer(config)
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=drawing).half().to(device)
@@ -93,7 +93,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
                 ours.replace(theirs.weight())
             if case.bias and ours.specs[0].name.endswith("q_proj"):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
-        elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.spec.correction is not None:
+        elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.spec.correction_bias is not None:
             drawn = torch.rand(len(ours.spec.experts), generator=drawing).to(device)
             ours.correction = theirs.correction = drawn
     return fused, plain
@@ -120,23 +120,23 @@ WIDE = [
 ]
 # Layers with experts, and one without among them; few rows of each expert and many; all of them chosen; beside them one
 # for all tokens, with a gate and without, whose operand has tiles of fewer rows than the pass.
-_CORRECTED = ExpertNames(correction="correction")
-_UNGATED = ExpertNames(correction="correction", shared_gate=None)
+_CORRECTED = ExpertNames(correction_bias="correction")
+_UNGATED = ExpertNames(correction_bias="correction", shared_gate=None)
 MIXED = [
-    Case({"layers": 1}, experts=Mixture(6, ExpertChoice(2, normalized=True), 96)),
+    Case({"layers": 1}, experts=MoeLayers(6, RoutingSpec(2, normalize=True), 96)),
     Case(
         {"qk_norm": True},
         bits=8,
         packed_head=True,
         new=3,
-        experts=Mixture(5, ExpertChoice(3, False, "sigmoid", scale=1.5), 160, _CORRECTED, frozenset({0}), shared=64),
+        experts=MoeLayers(5, RoutingSpec(3, False, "sigmoid", scale=1.5), 160, _CORRECTED, frozenset({0}), shared=64),
     ),
     Case(
         {"layers": 1},
         packed_head=True,
         sequences=3,
         new=8,
-        experts=Mixture(6, ExpertChoice(2, True, "sigmoid", margin=0.1), 64, _UNGATED, shared=96),
+        experts=MoeLayers(6, RoutingSpec(2, True, "sigmoid", epsilon=0.1), 64, _UNGATED, shared=96),
     ),
-    Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=Mixture(3, ExpertChoice(3, False), 64)),
+    Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=MoeLayers(3, RoutingSpec(3, False), 64)),
 ]

@@ -35,7 +35,7 @@ class Sums:
 
 
 def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCache, Rope]:
-    config = CONFIG if rope is None else replace(CONFIG, rope=rope)
+    config = CONFIG if rope is None else replace(CONFIG, rope_scaling=rope)
     return KVCache(config, sequences, CAPACITY, CPU, torch.float16), Rope(config, CAPACITY, CPU, torch.float16)
 
 

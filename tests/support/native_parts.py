@@ -32,7 +32,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.native.parts import NativePass
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 
@@ -45,7 +45,7 @@ BLOCK_SIZE = 8
 WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
 
 
-KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
+KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 
 
 # Two sequences in blocks and states that lie anywhere: read in part, one after the other, together, cut back by one.
@@ -85,7 +85,7 @@ class OnlyCalled:
         return self._weight
 
 
-def load_bf16(folder: Path, kv: Kv = "bf16") -> ModelRunner:
+def load_bf16(folder: Path, kv: KvDtype = "bf16") -> ModelRunner:
     return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
 
 
@@ -94,7 +94,7 @@ def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "native_code", lambda *_: None)
 
 
-def run_passes(runner: ModelRunner, kv: Kv) -> list[Tensor]:
+def run_passes(runner: ModelRunner, kv: KvDtype) -> list[Tensor]:
     """Logits of `PASSES` and all that the cache holds after them."""
     cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype), slots=4)
     rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
@@ -123,7 +123,7 @@ def pluralize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def same_as_by_steps(runner: ModelRunner, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def same_as_by_steps(runner: ModelRunner, kv: KvDtype, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compares; the parts that were run natively."""
     with monkeypatch.context() as patch:
         ran = pluralize(patch)

@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     max_context=64,
     rms_norm_eps=1e-5,
     rope_theta=1e4,
-    rope=RopeScaling(),
+    rope_scaling=RopeScaling(),
     tie_embeddings=True,
     dtype="float32",
 )

@@ -73,7 +73,7 @@ def random_model(config: ModelConfig) -> Transformer:
     model, generator, schemes = Transformer(config), torch.Generator().manual_seed(0), packings(config)
     for module in model.modules():
         if isinstance(module, RMSNorm):
-            dtype = torch.float32 if module.spec.exact else torch.bfloat16
+            dtype = torch.float32 if module.spec.fp32_gain else torch.bfloat16
             module.weight = torch.ones(module.weight.shape, dtype=dtype)
         if isinstance(module, Linear) and module.specs[0].bias:
             module.bias = torch.zeros(module.out_features, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ def random_model(config: ModelConfig) -> Transformer:
             linear.replace(prepare_product(packed(linear, schemes[linear.specs[0].name], generator), torch.bfloat16))
         matmuls = [matmul for linear in block.products.values() for matmul in linear.matmuls]
         gather_codes([each for each in matmuls if isinstance(each, CpuMatmul) and each.small])  # as they are loaded
-        if block.spec.scalar is not None:
+        if block.spec.layer_scalar is not None:
             (block.per_layer or block.mlp).scalar = torch.ones(1, dtype=torch.bfloat16)
     if model.per_layer is not None:
         for name in ("table", "projection"):

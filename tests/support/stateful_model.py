@@ -41,7 +41,7 @@ class StatefulModel(PrefixModel):
     """As `PrefixModel`; every pass compares the state of each sequence with its text in the cache, and takes it on."""
 
     def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
-        super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, declare=declare))
+        super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, build_layer=declare))
 
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, listener: Listener | None = None) -> Tensor:
         """As `PrefixModel.forward`."""

@@ -18,7 +18,7 @@ from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, no_room_for
 from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
@@ -45,11 +45,11 @@ class CChoice(ctypes.Structure):
     ]
 
 
-def c_choice(choice: ExpertChoice, correction: Tensor | None) -> CChoice:
+def c_choice(choice: RoutingSpec, correction: Tensor | None) -> CChoice:
     """As native code has it; it does not hold the `correction` fp32 [experts]."""
     address = None if correction is None else correction.data_ptr()
     sizes = choice.top_k, choice.groups, choice.top_groups
-    return CChoice(address, *sizes, choice.margin, choice.scale, choice.normalized, choice.scores == "sigmoid")
+    return CChoice(address, *sizes, choice.epsilon, choice.scale, choice.normalize, choice.scoring == "sigmoid")
 
 
 class _Routing(ctypes.Structure):
@@ -72,7 +72,7 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
-def native_route(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route | str:
+def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | str:
     """As `reference.route`; of equal values the first is higher."""
     if scores.device.type != "cpu" or scores.requires_grad:
         return "runs on the CPU, without a gradient"

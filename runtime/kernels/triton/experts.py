@@ -21,7 +21,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import most_packed_rows
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tenso
     return first.multiply(first.prepare(x, tile), x.dtype, Pairs(table, starts, tokens, count))
 
 
-def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None, pdl: bool = False) -> Route:
+def route_tokens(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None, pdl: bool = False) -> Route:
     """As `reference.route` without groups, of equal values the first is higher; `hit` are all experts. Two launches.
 
     pdl: these may begin before what makes the scores has ended (`triton.pdl`).
@@ -117,10 +117,10 @@ def route_tokens(scores: Tensor, choice: ExpertChoice, correction: Tensor | None
     pairs, starts = whole(tokens * top_k), whole(experts + 1)
     weights = torch.empty((tokens, top_k), device=scores.device)
     choose_kernel[(tokens,)](
-        *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, choice.margin, choice.scale),
+        *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, choice.epsilon, choice.scale),
         EXPERTS=_power(experts),
-        NORMALIZED=choice.normalized,
-        SIGMOID=choice.scores == "sigmoid",
+        NORMALIZED=choice.normalize,
+        SIGMOID=choice.scoring == "sigmoid",
         PDL=pdl,
         launch_pdl=pdl,
     )
@@ -142,7 +142,7 @@ def sum_weighted(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def triton_route(scores: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> Route | str:
+def triton_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | str:
     """`route_tokens` on a GPU."""
     if choice.groups > 1:
         return "does not choose among groups of experts"
@@ -195,7 +195,7 @@ def small_route_agrees(device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
     scores = torch.stack([torch.randperm(9, generator=generator) for _ in range(5)]).float()
     x = torch.randn(10, 40, generator=generator)
-    choice = ExpertChoice(2, normalized=True)
+    choice = RoutingSpec(2, normalize=True)
     wanted = reference.route(scores, choice)
     found = route_tokens(scores.to(device), choice)
     made = sum_weighted(x.to(device), found.places, found.weights).cpu()

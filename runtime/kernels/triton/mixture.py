@@ -23,7 +23,7 @@ from mycli.runtime.kernels.triton.product.activation import columns_of, some_til
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.residual import Norm, add, leave_sum, leaving
 from mycli.runtime.kernels.triton.split_k import add_parts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 
 _EXPERTS = 2  # that a program of the router scores: with 128 of them 64 programs read its weight
 _COLUMNS = 1024  # at a time
@@ -193,7 +193,7 @@ class FusedMixture:
 
     norm: Norm
     router: Tensor
-    choice: ExpertChoice
+    choice: RoutingSpec
     correction: Tensor | None
     gate_up: ExpertTable
     down: ExpertTable

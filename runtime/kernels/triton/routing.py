@@ -30,7 +30,7 @@ def choose_kernel(
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tokens). What `ExpertChoice` of `models.experts_spec` says, without groups.
+    """Grid (tokens). What `RoutingSpec` of `models.experts_spec` says, without groups.
 
     A key holds what is compared in the order of its bits, so that NaN has a place too, and below it the expert: of
     equals the first is higher, and no expert is chosen twice. Scores alone tell which values of a softmax are highest.

@@ -99,7 +99,7 @@ def experts_part(spec: ExpertsSpec, around: Around, own: ExpertModules) -> CExpe
         CLinear() if own.shared_gate is None else c_linear(own.shared_gate),
         c_residual(around),
         None if own.scales is None else own.scales.data_ptr(),
-        c_choice(spec.choice, own.correction),
+        c_choice(spec.routing, own.correction),
         len(spec.experts),
         vectors(spec.size, "an expert"),
         gate_type(spec),

@@ -74,9 +74,9 @@ def attention_part(
         scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
         softcap=spec.softcap or 0.0,
         interleaved=rope is not None and rope.interleaved,
-        norms_rotated=spec.norms_rotated,
-        makes_keys=spec.shares is None,
-        makes_values=spec.makes_values,
+        norms_rotated=spec.norm_after_rope,
+        makes_keys=spec.kv_source is None,
+        makes_values=spec.has_v_proj,
         gated=spec.gated,
     )
 

@@ -47,7 +47,7 @@ def c_norm(norm: RMSNorm | None) -> CNormParams:
     if gain.dtype not in ROW_TYPES or not gain.is_contiguous():
         raise NotNative("takes norms with gains of bf16 or fp32")
     size = vectors(gain.shape[0], "the width of a norm")
-    return CNormParams(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.centred)
+    return CNormParams(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.layer_norm)
 
 
 def _product(matmul: Matmul) -> CProduct:

@@ -22,5 +22,5 @@ def read(raw: Fields) -> ModelConfig:
         interleaved=True,
         layer_norm=True,
         logit_scale=raw.number("logit_scale", low=1e-9),
-        declare=layer,
+        build_layer=layer,
     )

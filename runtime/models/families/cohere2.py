@@ -29,14 +29,14 @@ def read(raw: Fields) -> ModelConfig:
     bias = raw.boolean("attention_bias", False)
     period = raw.integer("sliding_window_pattern", 4)
     sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
-    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope"], interleaved=True)
+    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"], interleaved=True)
     return ModelConfig(
         **fields,
         qkv_bias=bias,
         output_bias=bias,
         windows=hf_config.windows_of(raw, sliding),
-        rotations=tuple(rope if slides else None for slides in sliding),
+        layer_ropes=tuple(rope if slides else None for slides in sliding),
         layer_norm=True,
         logit_scale=raw.number("logit_scale", low=1e-9),
-        declare=layer,
+        build_layer=layer,
     )

@@ -22,5 +22,5 @@ def read(raw: Fields) -> ModelConfig:
         output_bias=bias,
         qk_norm=True,
         windows=hf_config.windows_of(raw, slides),
-        declare=read_mixture(raw, fields["layers"]),
+        build_layer=read_mixture(raw, fields["layers"]),
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts import ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.utils.json_fields import Fields
@@ -17,14 +17,14 @@ from mycli.runtime.utils.json_fields import Fields
 _NAMES = ExpertNames(
     shared="shared_experts",
     shared_gate=None,
-    correction="moe_statics.e_score_correction_bias",
+    correction_bias="moe_statics.e_score_correction_bias",
     correction_rows=(1,),
 )
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's, beside the head that nothing reads."""
-    return replace(llama_layer(config, index), unread=("model.mtp_",))
+    return replace(llama_layer(config, index), ignored_prefixes=("model.mtp_",))
 
 
 def _dense(raw: Fields, layers: int) -> frozenset[int]:
@@ -41,15 +41,15 @@ def read(raw: Fields) -> ModelConfig:
     if raw.boolean("use_bias", False):
         raise raw.fail("use_bias", "= true is not supported: the head would have a bias", UNSUPPORTED_HINT)
     fields = hf_config.common(raw)
-    count, top_k = read_counts(raw, "moe_num_experts", fields["layers"], usual=(64, 6), chosen="moe_k")
+    count, top_k = read_expert_counts(raw, "moe_num_experts", fields["layers"], usual=(64, 6), chosen="moe_k")
     size = raw.integer("moe_intermediate_size", 1536)
-    mixture = Mixture(
+    mixture = MoeLayers(
         count,
-        ExpertChoice(top_k, normalized=True, margin=raw.number("moe_norm_min", 1e-12, high=1e-6)),
+        RoutingSpec(top_k, normalize=True, epsilon=raw.number("moe_norm_min", 1e-12, high=1e-6)),
         size,
         _NAMES,
         dense=_dense(raw, fields["layers"]),
         shared=size * raw.integer("moe_num_shared_experts", 2, low=0, high=count),
         base=layer,
     )
-    return ModelConfig(**fields, interleaved=True, declare=mixture)
+    return ModelConfig(**fields, interleaved=True, build_layer=mixture)

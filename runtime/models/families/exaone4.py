@@ -24,12 +24,12 @@ def read(raw: Fields) -> ModelConfig:
     if raw.has("sliding_window"):
         period = 4 if raw.has("layer_types") else raw.integer("sliding_window_pattern", 4)
         sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
-    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope"])
+    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
     turned = (slides or not raw.has("sliding_window") for slides in sliding)
     return ModelConfig(
         **fields,
         qk_norm=True,
         windows=hf_config.windows_of(raw, sliding),
-        rotations=tuple(rope if turns else None for turns in turned),
-        declare=layer,
+        layer_ropes=tuple(rope if turns else None for turns in turned),
+        build_layer=layer,
     )

@@ -17,9 +17,9 @@ _HANDLED = ("attn_logit_softcapping", "final_logit_softcapping", "rope_parameter
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's linears between two norms each."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
-    after_attention = config.norm_of(f"{prefix}.post_attention_layernorm")
-    before_mlp = config.norm_of(f"{prefix}.pre_feedforward_layernorm")
-    after_mlp = config.norm_of(f"{prefix}.post_feedforward_layernorm")
+    after_attention = config.norm_spec(f"{prefix}.post_attention_layernorm")
+    before_mlp = config.norm_spec(f"{prefix}.pre_feedforward_layernorm")
+    after_mlp = config.norm_spec(f"{prefix}.post_feedforward_layernorm")
     return LayerSpec(
         index,
         replace(llama.attention, output_norm=after_attention),
@@ -44,8 +44,8 @@ def fields_of(raw: Fields) -> dict[str, Any]:
         "attention_softcap": softcap(raw, "attn_logit_softcapping"),
         "logit_softcap": softcap(raw, "final_logit_softcapping"),
         "embedding_scale": raw.integer("hidden_size") ** 0.5,
-        "rounds_scale": True,
-        "declare": layer,
+        "round_embedding_scale": True,
+        "build_layer": layer,
     }
 
 

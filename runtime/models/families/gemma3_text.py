@@ -30,11 +30,11 @@ def read(raw: Fields) -> ModelConfig:
     period = raw.integer("sliding_window_pattern", 6)
     sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
     theta, scaling = read_sliding_rope(raw, raw.number("rope_local_base_freq"))
-    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope"])
+    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
     near = RopeSpec(theta, fields["head_dim"], scaling)
     return ModelConfig(
         **fields,
         qk_norm=True,
         windows=hf_config.windows_of(raw, sliding),
-        rotations=tuple(near if slides else full for slides in sliding),
+        layer_ropes=tuple(near if slides else full for slides in sliding),
     )

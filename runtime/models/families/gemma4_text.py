@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, SharedExpertSpec
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedExpertSpec
 from mycli.runtime.models.families import gemma2
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_sliding_rope
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
@@ -38,10 +38,10 @@ class Layers:
     full_head_dim: int
     keys_are_values: bool
     double_wide: bool
-    mixture: Mixture | None = None
+    mixture: MoeLayers | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.declare`."""
+        """As `ModelConfig.build_layer`."""
         base, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
         lender = self.lenders[index]
         width = config.intermediate_size * (2 if self.double_wide and lender is not None else 1)
@@ -57,7 +57,7 @@ class Layers:
             per_layer = PerLayerSpec(
                 LinearSpec(f"{prefix}.per_layer_input_gate", config.per_layer_width, hidden),
                 LinearSpec(f"{prefix}.per_layer_projection", hidden, config.per_layer_width),
-                config.norm_of(f"{prefix}.post_per_layer_input_norm"),
+                config.norm_spec(f"{prefix}.post_per_layer_input_norm"),
                 config.activation,
             )
         return LayerSpec(
@@ -65,24 +65,24 @@ class Layers:
             self._attention(config, base.attention, index),
             mlp if self.mixture is None else self._beside(self.mixture, config, mlp, base),
             per_layer=per_layer,
-            scalar=f"{prefix}.layer_scalar",
-            unread=unread,
+            layer_scalar=f"{prefix}.layer_scalar",
+            ignored_prefixes=unread,
         )
 
-    def _beside(self, mixture: Mixture, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
+    def _beside(self, mixture: MoeLayers, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
         """The experts of `mixture` beside `mlp`, which all tokens go through."""
         prefix, hidden = f"model.layers.{base.index}", config.hidden_size
-        experts = mixture.put_into(base, config).mlp
+        experts = mixture.replace_mlp(base, config).mlp
         assert isinstance(experts, ExpertsSpec)
-        after = config.norm_of(f"{prefix}.post_feedforward_layernorm_1")
+        after = config.norm_spec(f"{prefix}.post_feedforward_layernorm_1")
         return replace(
             experts,
             norm=None,
             shared=SharedExpertSpec(replace(mlp, output_norm=after)),
             router_norm=NormSpec(f"{prefix}.router.scale", hidden, config.rms_norm_eps, factor=hidden**-0.5, bare=True),
-            expert_norm=config.norm_of(f"{prefix}.pre_feedforward_layernorm_2"),
-            expert_output_norm=config.norm_of(f"{prefix}.post_feedforward_layernorm_2"),
-            scales=f"{prefix}.router.per_expert_scale",
+            expert_norm=config.norm_spec(f"{prefix}.pre_feedforward_layernorm_2"),
+            expert_output_norm=config.norm_spec(f"{prefix}.post_feedforward_layernorm_2"),
+            expert_scales=f"{prefix}.router.per_expert_scale",
         )
 
     def _attention(self, config: ModelConfig, base: AttentionSpec, index: int) -> AttentionSpec:
@@ -97,12 +97,12 @@ class Layers:
             kv_heads=kv_heads,
             head_dim=head_dim,
             qkv=tuple(replace(linear, out_features=size) for linear, size in zip(base.qkv[:own], sizes, strict=False)),
-            q_norm=config.norm_of(f"{name}.q_norm", head_dim),
-            k_norm=None if own == 1 else config.norm_of(f"{name}.k_norm", head_dim),
-            v_norm=None if own == 1 else config.norm_of(None, head_dim),
+            q_norm=config.norm_spec(f"{name}.q_norm", head_dim),
+            k_norm=None if own == 1 else config.norm_spec(f"{name}.k_norm", head_dim),
+            v_norm=None if own == 1 else config.norm_spec(None, head_dim),
             o=LinearSpec(f"{name}.o_proj", hidden, sizes[0], config.output_bias),
-            shares=lender,
-            lends=index in self.lenders,
+            kv_source=lender,
+            kv_shared=index in self.lenders,
         )
 
 
@@ -135,11 +135,11 @@ def _full_heads(raw: Fields, slides: tuple[bool, ...], kv_heads: int, gated: boo
     return found.pop()
 
 
-def _mixture(raw: Fields, layers: int) -> Mixture | None:
+def _mixture(raw: Fields, layers: int) -> MoeLayers | None:
     if not raw.boolean("enable_moe_block", False):
         return None
-    count, top_k = read_counts(raw, "num_experts", layers, usual=(128, 8), chosen="top_k_experts")
-    return Mixture(count, ExpertChoice(top_k, normalized=True), raw.integer("moe_intermediate_size", 704), _NAMES)
+    count, top_k = read_expert_counts(raw, "num_experts", layers, usual=(128, 8), chosen="top_k_experts")
+    return MoeLayers(count, RoutingSpec(top_k, normalize=True), raw.integer("moe_intermediate_size", 704), _NAMES)
 
 
 def read(raw: Fields) -> ModelConfig:
@@ -170,7 +170,7 @@ def read_gemma4(raw: Fields) -> ModelConfig:
     theta, scaling = read_sliding_rope(raw, 10000.0, _HANDLED)
     near, far = (
         RopeSpec(theta, fields["head_dim"], scaling),
-        RopeSpec(fields["rope_theta"], full_head_dim, fields["rope"]),
+        RopeSpec(fields["rope_theta"], full_head_dim, fields["rope_scaling"]),
     )
     bias = raw.boolean("attention_bias", False)
     width = raw.integer("hidden_size_per_layer_input", 0, low=0)
@@ -179,14 +179,14 @@ def read_gemma4(raw: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         windows=hf_config.windows_of(raw, slides),
-        rotations=tuple(near if slide else far for slide in slides),
+        layer_ropes=tuple(near if slide else far for slide in slides),
         attention_scale=1.0,
         logit_softcap=gemma2.softcap(raw, "final_logit_softcapping"),
         embedding_scale=fields["hidden_size"] ** 0.5,
-        rounds_scale=True,
+        round_embedding_scale=True,
         per_layer_width=width,
         per_layer_vocab=raw.integer("vocab_size_per_layer_input", fields["vocab_size"]) if width else 0,
-        declare=Layers(
+        build_layer=Layers(
             slides,
             _lenders(raw, slides),
             full_heads,

@@ -17,4 +17,4 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a GLM config.json."""
-    return replace(glm4.read(with_defaults(raw, rms_norm_eps=1.5625e-07)), declare=layer)
+    return replace(glm4.read(with_defaults(raw, rms_norm_eps=1.5625e-07)), build_layer=layer)

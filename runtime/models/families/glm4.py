@@ -15,8 +15,8 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Llama's layer with a norm behind each part."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
-    after_attention = config.norm_of(f"{prefix}.post_self_attn_layernorm")
-    after_mlp = config.norm_of(f"{prefix}.post_mlp_layernorm")
+    after_attention = config.norm_spec(f"{prefix}.post_self_attn_layernorm")
+    after_mlp = config.norm_spec(f"{prefix}.post_mlp_layernorm")
     return LayerSpec(
         index,
         replace(llama.attention, output_norm=after_attention),
@@ -33,5 +33,5 @@ def read(raw: Fields) -> ModelConfig:
         qkv_bias=raw.boolean("attention_bias", True),
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
         interleaved=True,
-        declare=layer,
+        build_layer=layer,
     )

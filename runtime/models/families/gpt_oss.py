@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts import EXPERT_KEYS, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice, ExpertsSpec, StackSpec
+from mycli.runtime.models.experts import EXPERT_KEYS, read_expert_counts
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
@@ -30,7 +30,7 @@ _ENDINGS = ("blocks", "scales", "bias")
 
 @dataclass(frozen=True)
 class GptOssLayers:
-    """What layers are made of; as `ModelConfig.declare`."""
+    """What layers are made of; as `ModelConfig.build_layer`."""
 
     count: int
     top_k: int
@@ -63,7 +63,7 @@ class GptOssLayers:
             for ending in _ENDINGS
         )
         router = LinearSpec(f"{block}.router", self.count, hidden, bias=True)
-        return ExpertsSpec(mlp.norm, router, experts, ExpertChoice(self.top_k, normalized=True), stacks=tuple(stacks))
+        return ExpertsSpec(mlp.norm, router, experts, RoutingSpec(self.top_k, normalize=True), stacks=tuple(stacks))
 
 
 def read(raw: Fields) -> ModelConfig:
@@ -75,7 +75,7 @@ def read(raw: Fields) -> ModelConfig:
         if raw.has(key) and raw.values[key] != done:
             raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
-    count, top_k = read_counts(raw, "num_local_experts", fields["layers"], usual=(128, 4))
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(128, 4))
     slides = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(2))
     bias = raw.boolean("attention_bias", True)
     return ModelConfig(
@@ -83,5 +83,5 @@ def read(raw: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         windows=hf_config.windows_of(raw, slides),
-        declare=GptOssLayers(count, top_k),
+        build_layer=GptOssLayers(count, top_k),
     )

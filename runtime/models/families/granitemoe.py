@@ -6,8 +6,8 @@ The files hold all experts of a layer in one tensor.
 from dataclasses import replace
 
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families import granite
 from mycli.runtime.utils.json_fields import Fields
 
@@ -22,7 +22,7 @@ _NAMES = ExpertNames(
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Granite config.json with experts."""
     config = granite.read_granite(raw, EXPERT_KEYS)
-    count, top_k = read_counts(raw, "num_local_experts", config.layers, usual=(8, 2))
+    count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, usual=(8, 2))
     return replace(
-        config, declare=Mixture(count, ExpertChoice(top_k, normalized=True), config.intermediate_size, _NAMES)
+        config, build_layer=MoeLayers(count, RoutingSpec(top_k, normalize=True), config.intermediate_size, _NAMES)
     )

@@ -14,9 +14,9 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, prefix = llama_layer(config, index), f"model.layers.{index}.self_attn"
     attention = replace(
         llama.attention,
-        q_norm=config.norm_of(f"{prefix}.query_layernorm", config.head_dim),
-        k_norm=config.norm_of(f"{prefix}.key_layernorm", config.head_dim),
-        norms_rotated=True,
+        q_norm=config.norm_spec(f"{prefix}.query_layernorm", config.head_dim),
+        k_norm=config.norm_spec(f"{prefix}.key_layernorm", config.head_dim),
+        norm_after_rope=True,
     )
     return replace(llama, mixer=attention)
 
@@ -25,9 +25,9 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Hunyuan config.json."""
     fields = hf_config.common(raw)
     scaling = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
-    if fields["rope"].kind == "dynamic" and scaling.has("alpha"):
+    if fields["rope_scaling"].kind == "dynamic" and scaling.has("alpha"):
         alpha, dim = scaling.number("alpha", low=1e-3, high=1e9), fields["head_dim"]
         if alpha and dim > 2:  # called dynamic in the files, but it does not depend on the length
-            fields |= {"rope_theta": fields["rope_theta"] * alpha ** (dim / (dim - 2)), "rope": RopeScaling()}
+            fields |= {"rope_theta": fields["rope_theta"] * alpha ** (dim / (dim - 2)), "rope_scaling": RopeScaling()}
     bias = raw.boolean("attention_bias", False)
-    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, declare=layer)
+    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, build_layer=layer)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families import hunyuan_v1_dense
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.utils.json_fields import Fields
@@ -36,6 +36,6 @@ def read(raw: Fields) -> ModelConfig:
     for key, done in (("moe_intermediate_size", size), ("num_shared_expert", 1), ("use_cla", False)):
         if raw.has(key) and raw.values[key] != done:
             raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
-    count, top_k = read_counts(raw, "num_experts", config.layers, usual=(1, 1), chosen="moe_topk")
-    choice = ExpertChoice(top_k, normalized=True)
-    return replace(config, declare=Mixture(count, choice, size, _NAMES, shared=size, base=hunyuan_v1_dense.layer))
+    count, top_k = read_expert_counts(raw, "num_experts", config.layers, usual=(1, 1), chosen="moe_topk")
+    choice = RoutingSpec(top_k, normalize=True)
+    return replace(config, build_layer=MoeLayers(count, choice, size, _NAMES, shared=size, base=hunyuan_v1_dense.layer))

@@ -19,22 +19,22 @@ class ConvolutionLayers:
     bias: bool
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.declare`: Llama's layer under other names."""
+        """As `ModelConfig.build_layer`: Llama's layer under other names."""
         base, layer, hidden = llama_layer(config, index), f"model.layers.{index}", config.hidden_size
         gate, up = base.dense_mlp.gate_up
         mlp = replace(
             base.dense_mlp,
-            norm=config.norm_of(f"{layer}.ffn_norm"),
+            norm=config.norm_spec(f"{layer}.ffn_norm"),
             gate_up=(replace(gate, name=f"{layer}.feed_forward.w1"), replace(up, name=f"{layer}.feed_forward.w3")),
             down=replace(base.dense_mlp.down, name=f"{layer}.feed_forward.w2"),
         )
-        norm, attention = config.norm_of(f"{layer}.operator_norm"), f"{layer}.self_attn"
+        norm, attention = config.norm_spec(f"{layer}.operator_norm"), f"{layer}.self_attn"
         if not self.convolves[index]:
             mixer = replace(
                 base.attention,
                 norm=norm,
-                q_norm=config.norm_of(f"{attention}.q_layernorm", config.head_dim),
-                k_norm=config.norm_of(f"{attention}.k_layernorm", config.head_dim),
+                q_norm=config.norm_spec(f"{attention}.q_layernorm", config.head_dim),
+                k_norm=config.norm_spec(f"{attention}.k_layernorm", config.head_dim),
                 o=replace(base.attention.o, name=f"{attention}.out_proj"),
             )
             return replace(base, mixer=mixer, mlp=mlp)
@@ -81,7 +81,7 @@ def read(raw: Fields) -> ModelConfig:
     return ModelConfig(
         **{**fields, "intermediate_size": _inner(raw)},
         final_norm="model.embedding_norm",
-        declare=ConvolutionLayers(
+        build_layer=ConvolutionLayers(
             convolves, raw.integer("conv_L_cache", 3, low=2, high=64), raw.boolean("conv_bias", False)
         ),
     )

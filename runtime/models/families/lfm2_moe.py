@@ -4,8 +4,8 @@ weighted among those that are chosen."""
 from dataclasses import replace
 
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families import lfm2
 from mycli.runtime.utils.json_fields import Fields
 
@@ -17,19 +17,19 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of an LFM2 config.json with experts."""
     dense = {key: value for key, value in raw.values.items() if key not in EXPERT_KEYS}
     config = lfm2.read(Fields({**dense, "block_auto_adjust_ff_dim": False}, raw.source))
-    count, top_k = read_counts(raw, "num_experts", config.layers, usual=(32, 4))
-    mixture = Mixture(
+    count, top_k = read_expert_counts(raw, "num_experts", config.layers, usual=(32, 4))
+    mixture = MoeLayers(
         count,
-        ExpertChoice(
+        RoutingSpec(
             top_k,
             raw.boolean("norm_topk_prob", True),
             "sigmoid",
-            margin=_MARGIN,
+            epsilon=_MARGIN,
             scale=raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         ),
         raw.integer("moe_intermediate_size", 1792),
-        replace(_NAMES, correction="expert_bias") if raw.boolean("use_expert_bias", True) else _NAMES,
+        replace(_NAMES, correction_bias="expert_bias") if raw.boolean("use_expert_bias", True) else _NAMES,
         dense=frozenset(range(raw.integer("num_dense_layers", 2, low=0, high=config.layers))),
-        base=config.declare,
+        base=config.build_layer,
     )
-    return replace(config, declare=mixture)
+    return replace(config, build_layer=mixture)

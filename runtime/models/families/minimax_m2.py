@@ -3,13 +3,13 @@ chosen by corrected sigmoids, weighted among those that are chosen."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families.olmoe import OlmoeLayers
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.utils.json_fields import Fields
 
-_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
+_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", correction_bias="e_score_correction_bias")
 
 
 def read(raw: Fields) -> ModelConfig:
@@ -18,8 +18,8 @@ def read(raw: Fields) -> ModelConfig:
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
     head_dim = fields["head_dim"]
     turned = raw.integer("rotary_dim", head_dim, low=2, high=head_dim)
-    count, top_k = read_counts(raw, "num_local_experts", fields["layers"], usual=(256, 8))
-    choice = ExpertChoice(top_k, normalized=True, scores="sigmoid")
-    mixture = Mixture(count, choice, fields["intermediate_size"], _NAMES)
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(256, 8))
+    choice = RoutingSpec(top_k, normalize=True, scoring="sigmoid")
+    mixture = MoeLayers(count, choice, fields["intermediate_size"], _NAMES)
     turned = rotary_dim(raw, head_dim, turned / head_dim)
-    return ModelConfig(**fields, rotary_dim=turned, declare=OlmoeLayers(mixture, clip=None))
+    return ModelConfig(**fields, rotary_dim=turned, build_layer=OlmoeLayers(mixture, clip=None))

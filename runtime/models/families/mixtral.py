@@ -2,8 +2,8 @@
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -14,6 +14,6 @@ def read(raw: Fields) -> ModelConfig:
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     if not raw.has("num_key_value_heads"):
         fields["kv_heads"] = min(8, fields["heads"])  # the family's default, as Mistral's
-    count, top_k = read_counts(raw, "num_local_experts", fields["layers"], usual=(8, 2))
-    mixture = Mixture(count, ExpertChoice(top_k, normalized=True), fields["intermediate_size"], names=_NAMES)
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), declare=mixture)
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(8, 2))
+    mixture = MoeLayers(count, RoutingSpec(top_k, normalize=True), fields["intermediate_size"], names=_NAMES)
+    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), build_layer=mixture)

@@ -18,15 +18,15 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     attention = replace(
         llama.attention,
         norm=None,
-        q_norm=config.norm_of(f"{prefix}.self_attn.q_norm", config.heads * config.head_dim),
-        k_norm=config.norm_of(f"{prefix}.self_attn.k_norm", config.kv_heads * config.head_dim),
-        output_norm=config.norm_of(f"{prefix}.post_attention_layernorm"),
+        q_norm=config.norm_spec(f"{prefix}.self_attn.q_norm", config.heads * config.head_dim),
+        k_norm=config.norm_spec(f"{prefix}.self_attn.k_norm", config.kv_heads * config.head_dim),
+        output_norm=config.norm_spec(f"{prefix}.post_attention_layernorm"),
     )
-    output_norm = config.norm_of(f"{prefix}.post_feedforward_layernorm")
+    output_norm = config.norm_spec(f"{prefix}.post_feedforward_layernorm")
     return LayerSpec(index, attention, replace(llama.mlp, norm=None, output_norm=output_norm))
 
 
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of an OLMo 2 config.json."""
     bias = raw.boolean("attention_bias", False)
-    return ModelConfig(**hf_config.common(raw), qkv_bias=bias, output_bias=bias, declare=layer)
+    return ModelConfig(**hf_config.common(raw), qkv_bias=bias, output_bias=bias, build_layer=layer)

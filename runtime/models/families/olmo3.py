@@ -15,13 +15,13 @@ def read(raw: Fields) -> ModelConfig:
     bias = raw.boolean("attention_bias", False)
     sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(4))
     theta, scaling = read_sliding_rope(raw, fields["rope_theta"])
-    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope"])
+    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
     near = RopeSpec(theta, fields["head_dim"], scaling)
     return ModelConfig(
         **fields,
         qkv_bias=bias,
         output_bias=bias,
         windows=hf_config.windows_of(raw, sliding),
-        rotations=tuple(near if slides else full for slides in sliding),
-        declare=layer,
+        layer_ropes=tuple(near if slides else full for slides in sliding),
+        build_layer=layer,
     )

@@ -25,4 +25,4 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Phi-3 config.json."""
     fields = hf_config.common(raw, handled=("partial_rotary_factor", "longrope"))
     turned = rotary_dim(raw, fields["head_dim"])
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), rotary_dim=turned, declare=layer)
+    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), rotary_dim=turned, build_layer=layer)

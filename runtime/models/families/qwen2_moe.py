@@ -3,8 +3,8 @@ through, behind a gate."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families.qwen2 import windows
 from mycli.runtime.models.families.qwen3_moe import dense_layers
 from mycli.runtime.utils.json_fields import Fields
@@ -13,13 +13,13 @@ from mycli.runtime.utils.json_fields import Fields
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Qwen 2 config.json with experts."""
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
-    count, top_k = read_counts(raw, "num_experts", fields["layers"], usual=(60, 4))
-    mixture = Mixture(
+    count, top_k = read_expert_counts(raw, "num_experts", fields["layers"], usual=(60, 4))
+    mixture = MoeLayers(
         count,
-        ExpertChoice(top_k, raw.boolean("norm_topk_prob", False)),
+        RoutingSpec(top_k, raw.boolean("norm_topk_prob", False)),
         size=raw.integer("moe_intermediate_size", 1408),
         dense=dense_layers(raw, fields["layers"]),
         shared=raw.integer("shared_expert_intermediate_size", 5632),
     )
     bias = raw.boolean("qkv_bias", True)
-    return ModelConfig(**fields, qkv_bias=bias, windows=windows(raw, fields), declare=mixture)
+    return ModelConfig(**fields, qkv_bias=bias, windows=windows(raw, fields), build_layer=mixture)

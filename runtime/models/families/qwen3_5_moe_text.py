@@ -6,8 +6,8 @@ The files hold all experts of a layer in one tensor.
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.experts import Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families.qwen3_5_text import read_delta, with_delta_defaults
 from mycli.runtime.utils.json_fields import Fields
 
@@ -16,6 +16,6 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Qwen 3.5 text config with experts."""
     size, layers = raw.integer("moe_intermediate_size", 512), raw.integer("num_hidden_layers", high=MAX_LAYERS)
     raw = hf_config.with_defaults(with_delta_defaults(raw), intermediate_size=size)  # which no layer has
-    count, top_k = read_counts(raw, "num_experts", layers, usual=(256, 8))
+    count, top_k = read_expert_counts(raw, "num_experts", layers, usual=(256, 8))
     shared = raw.integer("shared_expert_intermediate_size", 512)
-    return read_delta(raw, Mixture(count, ExpertChoice(top_k, normalized=True), size, shared=shared))
+    return read_delta(raw, MoeLayers(count, RoutingSpec(top_k, normalize=True), size, shared=shared))

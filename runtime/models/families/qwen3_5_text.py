@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts import EXPERT_KEYS, Mixture
+from mycli.runtime.models.experts import EXPERT_KEYS, MoeLayers
 from mycli.runtime.models.hf_rope import rotary_dim
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
@@ -28,19 +28,19 @@ class DeltaLayers:
     value_dim: int
     taps: int
     fused: bool = False
-    mixture: Mixture | None = None
+    mixture: MoeLayers | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.declare`."""
+        """As `ModelConfig.build_layer`."""
         base = llama_layer(config, index)
         if self.mixture is not None:
-            base = self.mixture.put_into(base, config)
+            base = self.mixture.replace_mlp(base, config)
         unread = ("mtp.",)  # of the head that predicts, a model of its own
         if self.recurrent[index]:
-            return replace(base, mixer=self._delta(config, index), unread=unread)
+            return replace(base, mixer=self._delta(config, index), ignored_prefixes=unread)
         query, *others = base.attention.qkv
         wide = replace(query, out_features=2 * query.out_features)
-        return replace(base, mixer=replace(base.attention, qkv=(wide, *others), gated=True), unread=unread)
+        return replace(base, mixer=replace(base.attention, qkv=(wide, *others), gated=True), ignored_prefixes=unread)
 
     def _delta(self, config: ModelConfig, index: int) -> DeltaNetSpec:
         layer, hidden = f"model.layers.{index}", config.hidden_size
@@ -54,7 +54,7 @@ class DeltaLayers:
             self.key_heads,
             self.key_dim,
             self.value_dim,
-            norm=config.norm_of(f"{layer}.input_layernorm"),
+            norm=config.norm_spec(f"{layer}.input_layernorm"),
             projections=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in projected.items()),
             gates=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in gates.items()),
             convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps),
@@ -66,13 +66,13 @@ class DeltaLayers:
         )
 
 
-def predictor(config: ModelConfig) -> ModelConfig:
+def mtp_config(config: ModelConfig) -> ModelConfig:
     """The head that predicts one token further: one layer of those with attention."""
-    declare = config.declare
+    declare = config.build_layer
     assert isinstance(declare, DeltaLayers)
     mixture = declare.mixture and replace(declare.mixture, dense=frozenset())
     layers = replace(declare, recurrent=(False,), mixture=mixture)
-    return replace(config, layers=1, declare=layers, predict=None, joins=True)
+    return replace(config, layers=1, build_layer=layers, build_mtp=None, is_mtp=True)
 
 
 def with_delta_defaults(raw: Fields) -> Fields:
@@ -89,7 +89,7 @@ def with_delta_defaults(raw: Fields) -> Fields:
     )
 
 
-def read_delta(raw: Fields, mixture: Mixture | None = None, *, fused: bool = False) -> ModelConfig:
+def read_delta(raw: Fields, mixture: MoeLayers | None = None, *, fused: bool = False) -> ModelConfig:
     """Of a config whose defaults are filled in; the rest as in `DeltaLayers`."""
     handled = ("partial_rotary_factor", *(() if mixture is None else EXPERT_KEYS))
     fields = hf_config.common(raw, handled=handled)
@@ -105,8 +105,8 @@ def read_delta(raw: Fields, mixture: Mixture | None = None, *, fused: bool = Fal
         qk_norm=True,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.25),
         norm_offset=1.0,
-        predict=predictor,
-        declare=DeltaLayers(
+        build_mtp=mtp_config,
+        build_layer=DeltaLayers(
             hf_config.layers_of_kind(raw, fields["layers"], "linear_attention", hf_config.every(period)),
             heads,
             key_heads,

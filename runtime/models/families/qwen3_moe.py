@@ -2,8 +2,8 @@
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import EXPERT_KEYS, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families.qwen2 import windows
 from mycli.runtime.utils.json_fields import Fields
 
@@ -18,14 +18,14 @@ def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Qwen 3 config.json with experts."""
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     key = "num_experts" if raw.has("num_experts") else "num_local_experts"
-    count, top_k = read_counts(raw, key, fields["layers"], usual=(128, 8))
-    mixture = Mixture(
+    count, top_k = read_expert_counts(raw, key, fields["layers"], usual=(128, 8))
+    mixture = MoeLayers(
         count,
-        ExpertChoice(top_k, raw.boolean("norm_topk_prob", False)),
+        RoutingSpec(top_k, raw.boolean("norm_topk_prob", False)),
         size=raw.integer("moe_intermediate_size", 768),
         dense=dense_layers(raw, fields["layers"]),
     )
     bias = raw.boolean("attention_bias", False)
     return ModelConfig(
-        **fields, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows(raw, fields), declare=mixture
+        **fields, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows(raw, fields), build_layer=mixture
     )

@@ -2,8 +2,8 @@
 gates as one, key head by key head; and experts beside one that all tokens go through, behind a gate."""
 
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.experts import Mixture, read_counts
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts import MoeLayers, read_expert_counts
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families.qwen3_5_text import read_delta, with_delta_defaults
 from mycli.runtime.models.families.qwen3_moe import dense_layers
 from mycli.runtime.utils.json_fields import Fields
@@ -12,10 +12,10 @@ from mycli.runtime.utils.json_fields import Fields
 def read(raw: Fields) -> ModelConfig:
     """The ModelConfig of a Qwen 3 Next config.json."""
     raw, layers = with_delta_defaults(raw), raw.integer("num_hidden_layers", high=MAX_LAYERS)
-    count, top_k = read_counts(raw, "num_experts", layers, usual=(512, 10))
-    mixture = Mixture(
+    count, top_k = read_expert_counts(raw, "num_experts", layers, usual=(512, 10))
+    mixture = MoeLayers(
         count,
-        ExpertChoice(top_k, raw.boolean("norm_topk_prob", True)),
+        RoutingSpec(top_k, raw.boolean("norm_topk_prob", True)),
         size=raw.integer("moe_intermediate_size", 512),
         dense=dense_layers(raw, layers),
         shared=raw.integer("shared_expert_intermediate_size", 512),

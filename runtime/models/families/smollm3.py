@@ -23,7 +23,7 @@ def read(raw: Fields) -> ModelConfig:
     fields = hf_config.common(raw, handled=("no_rope_layers",))
     bias = raw.boolean("attention_bias", False)
     turning = _turning(raw, fields["layers"])
-    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope"])
+    rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
     windows: tuple[int | None, ...] = ()
     if raw.boolean("use_sliding_window", False) and raw.has("sliding_window"):
         sliding = hf_config.sliding_layers(raw, fields["layers"], lambda index: not turning[index])
@@ -34,5 +34,5 @@ def read(raw: Fields) -> ModelConfig:
         output_bias=bias,
         mlp_bias=raw.boolean("mlp_bias", False),
         windows=windows,
-        rotations=tuple(rope if turns else None for turns in turning),
+        layer_ropes=tuple(rope if turns else None for turns in turning),
     )

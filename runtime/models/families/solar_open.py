@@ -18,5 +18,5 @@ def read(raw: Fields) -> ModelConfig:
     return ModelConfig(
         **fields,
         qkv_bias=raw.boolean("attention_bias", False),
-        declare=read_mixture(raw, fields["layers"]),
+        build_layer=read_mixture(raw, fields["layers"]),
     )

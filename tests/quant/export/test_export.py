@@ -193,7 +193,16 @@ def test_metadata_comes_back_as_the_config_it_was(copies: dict[str, Path], tmp_p
     folder = random_model(tmp_path / "llama3", num_hidden_layers=1, max_position_embeddings=512, **changes)
     done = run(folder, "gguf", tmp_path / "out.gguf")
     before, after = ModelFolder.open(folder).config, ModelFolder.open(done.path).config
-    for field in ("rope", "rope_theta", "heads", "kv_heads", "head_dim", "max_context", "vocab_size", "tie_embeddings"):
+    for field in (
+        "rope_scaling",
+        "rope_theta",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "max_context",
+        "vocab_size",
+        "tie_embeddings",
+    ):
         assert getattr(before, field) == getattr(after, field), field
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
 

@@ -17,7 +17,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import Dtype
@@ -44,7 +44,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("dtype, batch, kv", chosen(MEASURED, MEASURED[1:4]))
-def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: Kv) -> None:
+def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: KvDtype) -> None:
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), kv=kv)
     parts = measure_memory(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]

@@ -16,7 +16,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.layers.batch import Batch
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling
 from tests.runtime.engine.test_exactness import requests
@@ -86,7 +86,7 @@ def _tokens(outputs: Sequence[SequenceOutput]) -> Iterator[int]:
 
 @pytest.mark.parametrize("case", TAKEN)
 @pytest.mark.parametrize("kv", chosen(["bf16", "int8", "int4"], ["int8"]))
-def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: Kv, tmp_path: Path) -> None:
+def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_path: Path) -> None:
     """Three sequences of several blocks, one of which ends before the others; what was made behind it is nobody's."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **TAKEN[case]})

@@ -16,7 +16,7 @@ from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertChoice, SharedExpertSpec
+from mycli.runtime.models.experts_spec import RoutingSpec, SharedExpertSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, NormSpec
 from tests.support.triton_interpreter import Interpret, interpret
@@ -170,7 +170,7 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ("changed", "reason"),
     [
         ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "through has norms"),
-        ({"choice": ExpertChoice(2, normalized=True, groups=2)}, "among groups"),
+        ({"choice": RoutingSpec(2, normalize=True, groups=2)}, "among groups"),
         ({"router": LinearSpec("router", 6, 128, bias=True)}, "its router has a bias"),
         ({"scales": "scales"}, "factors"),
         ({"expert_output_norm": NORM}, "norms of their own"),
@@ -181,14 +181,14 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
 )
 def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
     """Beside what it does: all else of the layer is alike."""
-    config = replace(CONFIG, declare=MIXED[0].experts)
+    config = replace(CONFIG, build_layer=MIXED[0].experts)
     assert unfused(config) is None
 
     def declare(config: ModelConfig, index: int) -> LayerSpec:
         layer = MIXED[0].experts(config, index)
         return replace(layer, mlp=replace(layer.mlp, **changed))
 
-    assert reason in str(unfused(replace(config, declare=declare)))
+    assert reason in str(unfused(replace(config, build_layer=declare)))
 
 
 def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:

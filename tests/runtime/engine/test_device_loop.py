@@ -253,7 +253,7 @@ def other_settings() -> int:
         SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=1),
     ):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
-    dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
+    dynamic = replace(looped.runner.config, rope_scaling=RopeScaling("dynamic", 2.0, original_context=16))
     looped.runner._rope = Rope(dynamic, 64, CPU, torch.float32)
     assert outcome(looped, PROMPT, 9) == outcome(plain, PROMPT, 9)
     return step.calls

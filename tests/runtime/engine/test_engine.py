@@ -16,13 +16,13 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import drain, kept, lanes, together, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.prefix_model import PrefixModel, random_function
 
-KINDS: tuple[Kv, ...] = ("auto", "int8")
+KINDS: tuple[KvDtype, ...] = ("auto", "int8")
 PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 OTHER = PROMPT[:6] + [9, 9, 700]
 CPU = torch.device("cpu")

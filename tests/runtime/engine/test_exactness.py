@@ -28,7 +28,7 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Turn
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.proposers import DraftModel
@@ -59,7 +59,7 @@ class Recorded(ModelRunner):
         return logits
 
 
-def recorded(dtype: torch.dtype, kv: Kv, folder: Path = PICO) -> Recorded:
+def recorded(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Recorded:
     loaded = load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), dtype, kv=kv))
     runner = Recorded(loaded.model, loaded.kv)
     runner.seen = {}
@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
-def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: Kv) -> None:
+def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: KvDtype) -> None:
     runner, asked = recorded(dtype, kv), requests(9)
     expected = alone(runner, asked)
     engine = batched(runner, 13, 8)
@@ -154,7 +154,7 @@ def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[in
 
 @cache
 def each_alone(
-    dtype: torch.dtype, kv: Kv, folder: Path, most: int, count: int
+    dtype: torch.dtype, kv: KvDtype, folder: Path, most: int, count: int
 ) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
     """A model, `count` requests, and what each of them gets alone."""
     runner, asked = recorded(dtype, kv, folder), requests(count, seed=1, most=most)
@@ -173,13 +173,20 @@ def test_a_few_replies_have_the_bits_of_each_alone(drafts: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: Kv, drafts: bool) -> None:
+def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: KvDtype, drafts: bool) -> None:
     """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
     compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=20)
 
 
 def compare_with_each_alone(
-    dtype: torch.dtype, kv: Kv, folder: Path, most: int, drafts: bool, blocks: int, count: int = 200, hits: int = 250
+    dtype: torch.dtype,
+    kv: KvDtype,
+    folder: Path,
+    most: int,
+    drafts: bool,
+    blocks: int,
+    count: int = 200,
+    hits: int = 250,
 ) -> None:
     runner, asked, expected = each_alone(dtype, kv, folder, most, count)
     draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
@@ -220,7 +227,7 @@ def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list
 
 
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
-def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dtype, kv: Kv) -> None:
+def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dtype, kv: KvDtype) -> None:
     """Prompts below and above what attention takes at once; where they were cut, and in which blocks, is no matter."""
     runner, chance = recorded(dtype, kv), random.Random(4)
     for length, chunk, block in ((33, 5, 0), (300, 77, 64), (530, 512, 16)):

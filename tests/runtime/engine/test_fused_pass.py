@@ -13,9 +13,9 @@ from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import Kv
-from mycli.runtime.models.experts import Mixture
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.experts import MoeLayers
+from mycli.runtime.models.experts_spec import RoutingSpec
 from tests.support.fused_pass import Sums, model, session, several
 from tests.support.graphs import recording
 from tests.support.prefix_model import CONFIG
@@ -48,7 +48,7 @@ def test_a_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_experts_with_about_equal_scores_may_be_others() -> None:
     """With experts logits differ by more than rounding alone; not without bounds."""
     plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
-    plain.config = replace(plain.config, declare=Mixture(3, ExpertChoice(2, normalized=True), 2))
+    plain.config = replace(plain.config, build_layer=MoeLayers(3, RoutingSpec(2, normalize=True), 2))
 
     class Near(Sums):
         def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
@@ -98,7 +98,7 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have(monkeypatch: 
 
     monkeypatch.setattr(replay.DecodeStep, "make", lambda _: Right())
     monkeypatch.setattr(replay, "GraphCapture", lambda: lambda work: work)
-    kinds: tuple[Kv, ...] = ("auto", "int8", "int4")
+    kinds: tuple[KvDtype, ...] = ("auto", "int8", "int4")
     for kv in kinds:
         seen.clear()
         assert replay.make_replay(plain, kv, pytest.fail) is not None

@@ -29,7 +29,7 @@ from mycli.runtime.engine.sequence import Sequence as Sequence_
 from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Limits
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_scheduler import VOCAB, World
 from tests.support.engines import together
@@ -56,7 +56,7 @@ class Watched(ModelRunner):
     tokens: int
 
 
-def watched(dtype: torch.dtype, kv: Kv, folder: Path = PICO) -> Watched:
+def watched(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Watched:
     loaded = load_model(ModelFolder.open(folder), Placement(CPU, dtype, kv=kv))
     runner = Watched(loaded.model, loaded.kv)
     runner.seen, runner.tokens = [], 0
@@ -86,7 +86,7 @@ def engine(runner: ModelRunner, shape: CacheShape, folder: Path | None, chunk: i
 
 @exact
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
-def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtype: torch.dtype, kv: Kv) -> None:
+def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtype: torch.dtype, kv: KvDtype) -> None:
     """Written and read with any blocks; texts that end in a piece, at its end, and one that parted before."""
     runner, chance, fresh = watched(dtype, kv), random.Random(1), count(300)
     text = [chance.randrange(300, 4000) for _ in range(2 * PIECE + 30)]
@@ -261,7 +261,9 @@ def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> N
     weights.write_bytes(data)
     others.append(identity(ModelFolder.open(copy), plain, 128))
     config = folder.config
-    stretched = replace(config, rope=replace(config.rope, kind="dynamic", factor=2.0, original_context=64))
+    stretched = replace(
+        config, rope_scaling=replace(config.rope_scaling, kind="dynamic", factor=2.0, original_context=64)
+    )
     others += [identity(replace(folder, config=stretched), plain, context) for context in (128, 256)]
     assert len({first, *others}) == 1 + len(others)
 

@@ -14,13 +14,13 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from tests.support.native_code import VARIANTS, instruction_set
 from tests.support.paths import PICO
 
 TOKENS, BLOCK_SIZE, BLOCKS = 530, 64, (4, 0, 7, 2, 8, 1, 6, 3, 5)
 CHUNKS = (1, 7, 64, 512)
-KINDS: tuple[Kv, ...] = ("bf16", "int8", "int4")
+KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 
 
 def read(runner: ModelRunner, chunk: int) -> tuple[Tensor, list[Tensor]]:
@@ -42,7 +42,9 @@ def read(runner: ModelRunner, chunk: int) -> tuple[Tensor, list[Tensor]]:
         for kv in KINDS
     ],
 )
-def test_a_prompt_in_chunks_has_the_bits_of_one_pass(variant: str, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_has_the_bits_of_one_pass(
+    variant: str, kv: KvDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instruction_set(variant, monkeypatch)
     runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16, kv=kv))
     logits, held = read(runner, TOKENS)

@@ -15,7 +15,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.experts import native_route
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.models.experts_spec import ExpertChoice, ScoreName
+from mycli.runtime.models.experts_spec import RoutingSpec, ScoringName
 
 EXPERTS, TOKENS = 24, 50
 ROUTES = {"plain": reference.route, "native": native_route}
@@ -28,12 +28,12 @@ def _loaded(router: nn.Module) -> nn.Module:
     return router
 
 
-def glm(choice: ExpertChoice) -> Router:
+def glm(choice: RoutingSpec) -> Router:
     config = Glm4MoeConfig(
         hidden_size=EXPERTS,
         n_routed_experts=EXPERTS,
         num_experts_per_tok=choice.top_k,
-        norm_topk_prob=choice.normalized,
+        norm_topk_prob=choice.normalize,
         routed_scaling_factor=choice.scale,
         n_group=choice.groups,
         topk_group=choice.top_groups,
@@ -48,9 +48,9 @@ def glm(choice: ExpertChoice) -> Router:
     return routed
 
 
-def ernie(choice: ExpertChoice) -> Router:
+def ernie(choice: RoutingSpec) -> Router:
     config = Ernie4_5_MoeConfig(
-        hidden_size=EXPERTS, moe_num_experts=EXPERTS, moe_k=choice.top_k, moe_norm_min=choice.margin
+        hidden_size=EXPERTS, moe_num_experts=EXPERTS, moe_k=choice.top_k, moe_norm_min=choice.epsilon
     )
 
     def routed(scores: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,12 +62,12 @@ def ernie(choice: ExpertChoice) -> Router:
     return routed
 
 
-def lfm(choice: ExpertChoice) -> Router:
+def lfm(choice: RoutingSpec) -> Router:
     config = Lfm2MoeConfig(
         hidden_size=EXPERTS,
         num_experts=EXPERTS,
         num_experts_per_tok=choice.top_k,
-        norm_topk_prob=choice.normalized,
+        norm_topk_prob=choice.normalize,
         routed_scaling_factor=choice.scale,
     )
 
@@ -78,13 +78,13 @@ def lfm(choice: ExpertChoice) -> Router:
     return routed
 
 
-CHOICES: dict[str, tuple[Callable[[ExpertChoice], Router], ExpertChoice]] = {
-    "glm": (glm, ExpertChoice(5, normalized=True, scores="sigmoid", margin=1e-20, scale=2.5)),
-    "glm-as-they-are": (glm, ExpertChoice(3, normalized=False, scores="sigmoid")),
-    "glm-groups": (glm, ExpertChoice(6, normalized=True, scores="sigmoid", groups=4, top_groups=2)),
-    "glm-one-group-of-many": (glm, ExpertChoice(2, normalized=True, scores="sigmoid", groups=12, top_groups=1)),
-    "ernie": (ernie, ExpertChoice(4, normalized=True, margin=1e-12)),
-    "lfm": (lfm, ExpertChoice(4, normalized=True, scores="sigmoid", margin=1e-6)),
+CHOICES: dict[str, tuple[Callable[[RoutingSpec], Router], RoutingSpec]] = {
+    "glm": (glm, RoutingSpec(5, normalize=True, scoring="sigmoid", epsilon=1e-20, scale=2.5)),
+    "glm-as-they-are": (glm, RoutingSpec(3, normalize=False, scoring="sigmoid")),
+    "glm-groups": (glm, RoutingSpec(6, normalize=True, scoring="sigmoid", groups=4, top_groups=2)),
+    "glm-one-group-of-many": (glm, RoutingSpec(2, normalize=True, scoring="sigmoid", groups=12, top_groups=1)),
+    "ernie": (ernie, RoutingSpec(4, normalize=True, epsilon=1e-12)),
+    "lfm": (lfm, RoutingSpec(4, normalize=True, scoring="sigmoid", epsilon=1e-6)),
 }
 
 
@@ -114,15 +114,15 @@ def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
 @pytest.mark.parametrize("code", ROUTES)
 @pytest.mark.parametrize("groups", [1, 4], ids=["whole", "groups"])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoreName, groups: int, code: str) -> None:
+def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoringName, groups: int, code: str) -> None:
     """Larger than families have them, so that they show; the experts of a token stay the same."""
     if code == "native" and isinstance(native(), str):
         pytest.skip(f"no native code here: {native()}")
     given = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2))
     values = given.softmax(-1) if scores == "softmax" else given.sigmoid()
-    usual = ExpertChoice(3, normalized=True, scores=scores, groups=groups, top_groups=2)
-    plain = reference.route(given, replace(usual, normalized=False))
-    route = ROUTES[code](given, replace(usual, margin=0.5, scale=3.0), None)
+    usual = RoutingSpec(3, normalize=True, scoring=scores, groups=groups, top_groups=2)
+    plain = reference.route(given, replace(usual, normalize=False))
+    route = ROUTES[code](given, replace(usual, epsilon=0.5, scale=3.0), None)
     assert isinstance(route, Route)
     assert torch.equal(route.tokens, plain.tokens) and torch.equal(route.places, plain.places)
     sums = plain.weights.sum(-1, keepdim=True)
@@ -135,7 +135,7 @@ def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoreName, groups: int
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
 def test_what_is_no_number_stays_within_the_experts(bad: float) -> None:
     """Scores or a correction; a token's experts are distinct, and other tokens do not notice."""
-    choice = ExpertChoice(6, normalized=True, scores="sigmoid", groups=4, top_groups=2)
+    choice = RoutingSpec(6, normalize=True, scoring="sigmoid", groups=4, top_groups=2)
     scores = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1))
     damaged, correction = scores.clone(), torch.zeros(EXPERTS)
     damaged[3], damaged[4, 2], correction[5] = bad, bad, bad

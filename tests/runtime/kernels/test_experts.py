@@ -16,7 +16,7 @@ from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, pack
 from mycli.runtime.quantization.scheme import Codes, Packing
 from tests.support.packed_weights import super_block_weight
@@ -56,7 +56,7 @@ def packed(outputs: int, inputs: int, kind: int | Codes, seed: int, dtype: torch
 def test_routes_are_the_twins(tokens: int, experts: int, share: float, normalized: bool, seed: int) -> None:
     top_k = 1 + int(share * (experts - 1))
     given_scores = scores(tokens, experts, seed)
-    choice = ExpertChoice(top_k, normalized)
+    choice = RoutingSpec(top_k, normalized)
     ours, wanted = native_route(given_scores, choice), reference.route(given_scores, choice)
     assert isinstance(ours, Route)
     assert ours.hit == wanted.hit
@@ -69,7 +69,7 @@ def test_routes_are_the_twins(tokens: int, experts: int, share: float, normalize
 def test_a_route_sends_each_token_to_its_highest_scores() -> None:
     """Written out for three tokens: pairs by expert, then by token; weights by rank."""
     route = native_route(
-        torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 4.0], [0.0, 3.0, 1.0]]), ExpertChoice(2, normalized=True)
+        torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 4.0], [0.0, 3.0, 1.0]]), RoutingSpec(2, normalize=True)
     )
     assert isinstance(route, Route)
     assert route.hit == [0, 1, 2]
@@ -86,11 +86,11 @@ def test_scores_that_are_no_numbers_stay_within_the_experts(bad: float) -> None:
     given_scores = scores(20, 6)
     given_scores[3] = bad
     given_scores[4, 2] = bad
-    route = native_route(given_scores, ExpertChoice(4, normalized=False))
+    route = native_route(given_scores, RoutingSpec(4, normalize=False))
     assert isinstance(route, Route)
     assert route.tokens.sort().values.tolist() == sorted(list(range(20)) * 4)
     assert sorted(route.places.flatten().tolist()) == list(range(80))
-    untouched = native_route(scores(20, 6)[5:], ExpertChoice(4, normalized=False))
+    untouched = native_route(scores(20, 6)[5:], RoutingSpec(4, normalize=False))
     assert isinstance(untouched, Route) and torch.equal(untouched.weights, route.weights[5:])
 
 
@@ -112,7 +112,7 @@ def test_dense_products_are_those_of_each_expert_alone(tokens: int, outputs: int
 
 def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: torch.dtype) -> None:
     """Both ways of naming rows; and widths that differ between experts of one shape."""
-    route = reference.route(scores(tokens, len(experts)), ExpertChoice(2, normalized=True))
+    route = reference.route(scores(tokens, len(experts)), RoutingSpec(2, normalize=True))
     chosen = [experts[expert] for expert in route.hit]
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(5)).to(dtype)
     gathered = x.index_select(0, route.tokens)

@@ -20,7 +20,7 @@ from mycli.runtime.kernels.triton.experts import (
 )
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip, most_packed_rows
-from mycli.runtime.models.experts_spec import ExpertChoice
+from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.grids import chosen
@@ -80,7 +80,7 @@ def products(case: Routes) -> tuple[float, bool]:
     chip = Chip(case.capability, case.processors, case.pdl)
     table = ExpertTable.of([TritonMatmul(one, chip) for one in stored])
     assert not isinstance(table, str)
-    route = reference.route(scores(case.tokens, case.experts), ExpertChoice(case.top_k, normalized=True))
+    route = reference.route(scores(case.tokens, case.experts), RoutingSpec(case.top_k, normalize=True))
     starts = torch.zeros(case.experts + 1, dtype=torch.int32)
     for expert, pairs in route.slices.items():
         starts[expert + 1 :] = pairs.stop
@@ -103,7 +103,7 @@ def test_products_of_experts(case: Routes, interpret: Interpret) -> None:
     assert error < ROUND[case.dtype] and same
 
 
-def routed(tokens: int, experts: int, choice: ExpertChoice, corrected: bool = False) -> None:
+def routed(tokens: int, experts: int, choice: RoutingSpec, corrected: bool = False) -> None:
     given = scores(tokens, experts, seed=tokens) / 8
     correction = scores(1, experts, seed=1)[0] / experts if corrected else None
     found, wanted = route_tokens(given, choice, correction), reference.route(given, choice, correction)
@@ -119,15 +119,15 @@ def routed(tokens: int, experts: int, choice: ExpertChoice, corrected: bool = Fa
     ("tokens", "experts", "top_k"), [(1, 8, 2), (5, 60, 4), (7, 3, 3), (1, 1, 1)], ids=lambda number: str(number)
 )
 def test_routes(tokens: int, experts: int, top_k: int, normalized: bool, interpret: Interpret) -> None:
-    interpret(routed, tokens, experts, ExpertChoice(top_k, normalized))
+    interpret(routed, tokens, experts, RoutingSpec(top_k, normalized))
 
 
 # Sigmoids, corrected or not, and a softmax that is corrected; weights of the chosen, or as they are.
 CHOICES = {
-    "sigmoid": (ExpertChoice(3, normalized=False, scores="sigmoid"), False),
-    "sigmoid-corrected-scaled": (ExpertChoice(4, normalized=True, scores="sigmoid", margin=0.5, scale=2.5), True),
-    "softmax-corrected": (ExpertChoice(4, normalized=True, margin=0.1), True),
-    "softmax-corrected-of-all": (ExpertChoice(2, normalized=False), True),
+    "sigmoid": (RoutingSpec(3, normalize=False, scoring="sigmoid"), False),
+    "sigmoid-corrected-scaled": (RoutingSpec(4, normalize=True, scoring="sigmoid", epsilon=0.5, scale=2.5), True),
+    "softmax-corrected": (RoutingSpec(4, normalize=True, epsilon=0.1), True),
+    "softmax-corrected-of-all": (RoutingSpec(2, normalize=False), True),
 }
 
 
@@ -138,7 +138,7 @@ def test_choices_of_experts(case: str, interpret: Interpret) -> None:
 
 def many_pairs() -> None:
     """More than a program looks at together."""
-    routed(700, 3, ExpertChoice(2, normalized=True))
+    routed(700, 3, RoutingSpec(2, normalize=True))
 
 
 @pytest.mark.slow
@@ -148,11 +148,11 @@ def test_a_route_of_many_pairs(interpret: Interpret) -> None:
 
 def strange_scores() -> tuple[list[int], list[int], list[int]]:
     """What is chosen where scores are equal, and the pairs where one is no number."""
-    equal = route_tokens(torch.zeros(1, 6), ExpertChoice(3, normalized=True))
+    equal = route_tokens(torch.zeros(1, 6), RoutingSpec(3, normalize=True))
     bad = scores(20, 6)
     bad[3], bad[4, 2], bad[5, 1] = torch.nan, torch.inf, -torch.inf
-    route = route_tokens(bad, ExpertChoice(4, normalized=False))
-    rest = route_tokens(bad[6:], ExpertChoice(4, normalized=False))
+    route = route_tokens(bad, RoutingSpec(4, normalize=False))
+    rest = route_tokens(bad[6:], RoutingSpec(4, normalize=False))
     assert torch.equal(rest.weights, route.weights[6:])
     chosen = [expert for expert, pairs in equal.slices.items() if pairs.stop > pairs.start]
     return chosen, sorted(route.tokens.tolist()), sorted(route.places.flatten().tolist())
@@ -203,8 +203,8 @@ def test_declines_what_others_do_sooner() -> None:
     starts = torch.tensor([0, len(many)], dtype=torch.int32)
     assert "few rows" in str(triton_routed_product([one], many, starts, None))
     assert "layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
-    assert "CUDA" in str(triton_route(torch.zeros(1, 4), ExpertChoice(2, normalized=True)))
-    assert "groups" in str(triton_route(torch.zeros(1, 4), ExpertChoice(2, normalized=True, groups=2)))
+    assert "CUDA" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True)))
+    assert "groups" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True, groups=2)))
     assert "CUDA" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
 
 

@@ -52,7 +52,7 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
     with torch.no_grad():
         expected = reference(tokens).logits
     for way, sizes in WAYS.items():
-        if model.config.rope.kind == "dynamic" and way != "prefill":
+        if model.config.rope_scaling.kind == "dynamic" and way != "prefill":
             continue  # its frequencies depend on the length so far: the next test walks step by step
         actual = whole(model, tokens, sizes)
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
@@ -82,9 +82,9 @@ def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
     with safe_open(folder / "model.safetensors", "pt") as file:  # experts have names of their own in files
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # not a dict
     ours = dict(config.tensors())
-    if not config.stacks.keys().isdisjoint(stored):  # one tensor of all experts: reading them is what compares
+    if not config.stacked_tensors.keys().isdisjoint(stored):  # one tensor of all experts: reading them is what compares
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
-    expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacks}
+    expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacked_tensors}
     assert ours == expected
     assert config.parameters() == sum(tensor.numel() for name, tensor in reference.state_dict().items() if name != tied)
 

@@ -19,7 +19,7 @@ from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import dense_matmul
 from mycli.runtime.layers.native.parts import NATIVE_ROWS, NativePass
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.families import CASES, make
@@ -63,7 +63,9 @@ PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "per_layer"], "cohere2-
 
 
 @pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
-def test_parts_have_the_bits_of_their_steps(case: str, kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_have_the_bits_of_their_steps(
+    case: str, kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **WHOLE[case]})
     runner = load_bf16(tmp_path, kv)
@@ -84,20 +86,20 @@ def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("case", [case for case in CASES if "longrope" not in case], ids=str)
 def test_families_have_the_bits_of_their_steps(
-    case: str, kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever of them is run natively, beside what is not."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes})
     runner = load_bf16(tmp_path, kv)
-    if kv == "int4" and any(runner.config.cached(layer)[1] % 16 for layer in range(runner.config.layers)):
+    if kv == "int4" and any(runner.config.kv_shape(layer)[1] % 16 for layer in range(runner.config.layers)):
         pytest.skip("an int4 cache takes no such heads")
     same_as_by_steps(runner, kv, monkeypatch)
 
 
 @pytest.mark.parametrize("kv", ("int8", "int4"))
 def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
-    kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Infinity and NaN in some heads' keys, and values so small that a step of their scale is no normal number."""
     runner = load_bf16(random_model(tmp_path / "model"), kv)

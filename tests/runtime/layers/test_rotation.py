@@ -67,8 +67,8 @@ def test_the_short_factors_are_those_of_a_short_context() -> None:
     from mycli.runtime.models.part_spec import RopeScaling
 
     pairs = 64
-    scaling = RopeScaling("longrope", 4.0, 16, short=(1.0,) * pairs, long=(2.0,) * pairs)
-    config = replace(published("Phi-3.5-mini"), rope=scaling, rotary_dim=2 * pairs, head_dim=2 * pairs)
+    scaling = RopeScaling("longrope", 4.0, 16, short_factors=(1.0,) * pairs, long_factors=(2.0,) * pairs)
+    config = replace(published("Phi-3.5-mini"), rope_scaling=scaling, rotary_dim=2 * pairs, head_dim=2 * pairs)
     short, long = (Rope(config, capacity, CPU, torch.float64) for capacity in (16, 17))
     (near,), (far,) = short.tables(2, 1).values(), long.tables(1, 1).values()
     assert not torch.allclose(near.cos, far.cos)

@@ -134,7 +134,7 @@ def test_defaults_of_absent_fields() -> None:
 def test_old_and_new_rope_keys_mean_the_same() -> None:
     old = parse(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
     new = parse(rope_theta="absent", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
-    assert old == new and old.rope == RopeScaling("linear", 4.0, 128)
+    assert old == new and old.rope_scaling == RopeScaling("linear", 4.0, 128)
 
 
 def test_windows_by_family() -> None:

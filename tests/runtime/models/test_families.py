@@ -135,44 +135,44 @@ def test_absent_fields_are_the_family_s() -> None:
     """As transformers has them: configs leave out what is usual."""
     gemma = parse("gemma3_text", sliding_window=16)
     assert gemma.head_dim == 256 and gemma.tie_embeddings and gemma.attention_scale == 256**-0.5
-    assert {spec.theta for spec in gemma.distinct_rotations} == {10000.0}, "four of six layers slide"
+    assert {spec.theta for spec in gemma.distinct_ropes} == {10000.0}, "four of six layers slide"
     assert parse("gemma2").attention_softcap == 50 and parse("gemma2").windows == (4096, None, 4096, None)
     assert parse("gemma2", attn_logit_softcapping=None).attention_softcap is None, "a null that is written stands"
-    assert parse("smollm3").rotation(3) is None and parse("smollm3").rope_theta == 2e6
+    assert parse("smollm3").layer_rope(3) is None and parse("smollm3").rope_theta == 2e6
     assert parse("olmo3").windows == (4096, 4096, 4096, None)
-    assert parse("cwm").windows[0] is None and parse("cwm").rope.kind == "llama3"
-    assert parse("cohere2").logit_scale == 0.0625 and parse("cohere2").rotation(3) is None
-    assert parse("ministral3").rope.query_beta == 0.1
-    assert parse("phi3", rope_scaling={**LONG, "type": "su"}).rope.kind == "longrope", "its name of before"
+    assert parse("cwm").windows[0] is None and parse("cwm").rope_scaling.kind == "llama3"
+    assert parse("cohere2").logit_scale == 0.0625 and parse("cohere2").layer_rope(3) is None
+    assert parse("ministral3").rope_scaling.query_beta == 0.1
+    assert parse("phi3", rope_scaling={**LONG, "type": "su"}).rope_scaling.kind == "longrope", "its name of before"
     assert parse("arcee").activation == "relu2" and not parse("arcee").layer(0).mlp.gated
     air = parse("glm4_moe")
-    assert air.rotation(0) == RopeSpec(10000.0, 8, air.rope) and isinstance(air.layer(0).mlp, MlpSpec)
-    assert "model.layers.4.eh_proj.weight".startswith(air.unread), "of the layer behind the last"
+    assert air.layer_rope(0) == RopeSpec(10000.0, 8, air.rope_scaling) and isinstance(air.layer(0).mlp, MlpSpec)
+    assert "model.layers.4.eh_proj.weight".startswith(air.ignored_prefixes), "of the layer behind the last"
     ernie = parse("ernie4_5_moe").layer(1).mlp
     assert isinstance(ernie, ExpertsSpec) and (len(ernie.experts), ernie.top_k) == (64, 6)
     assert ernie.shared is not None and ernie.shared.gate is None and ernie.shared.mlp.size == 2 * 1536
-    assert parse("lfm2_moe").recurrent is False and isinstance(parse("lfm2_moe").layer(2).mlp, ExpertsSpec)
+    assert parse("lfm2_moe").has_recurrent is False and isinstance(parse("lfm2_moe").layer(2).mlp, ExpertsSpec)
     assert parse("minimax_m2").rope_theta == 5e6 and parse("minimax_m2", rotary_dim=64).rotary_dim == 64
     assert parse("dots1", max_window_layers=3).windows == (None, None, None, 4096)
     assert parse("dots1", max_window_layers=3, sliding_window=None).windows == ()
     four = parse("gemma4_text", num_hidden_layers=6)
     assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]
-    assert four.rotation(5) == four.distinct_rotations[1] and four.rope.share == 0.25
+    assert four.layer_rope(5) == four.distinct_ropes[1] and four.rope_scaling.partial_factor == 0.25
     assert four.per_layer_width == 256 and parse("gemma4_unified_text").per_layer_width == 0
 
 
 def test_what_makes_the_inputs_of_a_product() -> None:
     """A factor on inputs can be taken back only where each is made alone, and for this product only."""
-    assert isinstance(parse("gemma2").layer(0).made_by("qkv"), NormSpec)
+    assert isinstance(parse("gemma2").layer(0).input_source("qkv"), NormSpec)
     fused = parse("phi3").layer(0)
-    assert fused.made_by("o") == OutputRows("qkv", 6 * 16, 2, 2, 16)
-    assert fused.made_by("down") == OutputRows("gate_up", 96, 1, 1, 96)
-    assert parse("arcee").layer(0).made_by("down") is None, "a square stands between"
+    assert fused.input_source("o") == OutputRows("qkv", 6 * 16, 2, 2, 16)
+    assert fused.input_source("down") == OutputRows("gate_up", 96, 1, 1, 96)
+    assert parse("arcee").layer(0).input_source("down") is None, "a square stands between"
     beside = parse("cohere2").layer(0)
-    assert beside.made_by("qkv") is None and beside.made_by("gate_up") is None, "one norm makes both"
-    assert beside.made_by("o") is not None
+    assert beside.input_source("qkv") is None and beside.input_source("gate_up") is None, "one norm makes both"
+    assert beside.input_source("o") is not None
     after = parse("exaone4").layer(0)
-    assert after.made_by("qkv") is None and after.made_by("gate_up") is None, "the stream itself"
+    assert after.input_source("qkv") is None and after.input_source("gate_up") is None, "the stream itself"
     told = parse("gemma4_text").layer(0)
-    assert told.made_by("o") is None, "values are normed"
-    assert told.made_by("per_layer_gate") is None and told.made_by("per_layer_projection") is None
+    assert told.input_source("o") is None, "values are normed"
+    assert told.input_source("per_layer_gate") is None and told.input_source("per_layer_projection") is None

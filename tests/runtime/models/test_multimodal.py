@@ -136,17 +136,19 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
 
 def test_names_of_before(tmp_path: Path) -> None:
     """transformers 4 wrote language_model.model.* and language_model.lm_head.*."""
-    part = TextPart.find(Fields({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "config.json"))
-    assert part.name("language_model.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
-    assert part.name("language_model.lm_head.weight") == "lm_head.weight"
-    assert part.name("model.language_model.norm.weight") == "model.norm.weight"
+    part = TextPart.from_config(
+        Fields({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "config.json")
+    )
+    assert part.local_name("language_model.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
+    assert part.local_name("language_model.lm_head.weight") == "lm_head.weight"
+    assert part.local_name("model.language_model.norm.weight") == "model.norm.weight"
     for other in (
         "vision_tower.x.weight",
         "model.vision_tower.x.weight",
         "multi_modal_projector.x",
         "model.layers.0.x",
     ):
-        assert part.name(other) is None
+        assert part.local_name(other) is None
 
 
 def test_the_outer_config_counts_before_its_section() -> None:
@@ -159,7 +161,7 @@ def test_the_outer_config_counts_before_its_section() -> None:
             "ignore": ["model.language_model.layers.0.a", "lm_head", r"re:language_model\.model\.x"]
         },
     }
-    found = TextPart.find(Fields(json.loads(json.dumps(raw)), "config.json")).config.values
+    found = TextPart.from_config(Fields(json.loads(json.dumps(raw)), "config.json")).config.values
     assert found["eos_token_id"] == [1, 106] and found["dtype"] == "bfloat16" and found["hidden_size"] == 8
     assert found["architectures"] == ["Gemma3ForCausalLM"]
     assert found["quantization_config"]["ignore"] == ["model.layers.0.a", "lm_head", r"re:model\.x"]
@@ -167,4 +169,7 @@ def test_the_outer_config_counts_before_its_section() -> None:
 
 def test_a_text_model_is_left_alone() -> None:
     raw = Fields({"model_type": "llama", "text_config": {"model_type": "gemma3_text"}}, "config.json")
-    assert TextPart.find(raw).config is raw and TextPart.find(raw).name("vision_tower.x") == "vision_tower.x"
+    assert (
+        TextPart.from_config(raw).config is raw
+        and TextPart.from_config(raw).local_name("vision_tower.x") == "vision_tower.x"
+    )

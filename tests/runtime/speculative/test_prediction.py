@@ -171,7 +171,7 @@ def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
 
 def test_the_head_of_a_published_model() -> None:
     """Qwen3.5-27B: names and shapes of its 15 tensors, as its folder has them; of 9B what it adds to the parameters."""
-    head, small = published("Qwen3.5-27B").predictor, published("Qwen3.5-9B").predictor
+    head, small = published("Qwen3.5-27B").mtp, published("Qwen3.5-9B").mtp
     assert head is not None and small is not None and small.parameters() == 9197093888 - 8953803264
     layer = "model.layers.0"
     assert dict(head.tensors()) == {

@@ -19,7 +19,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.models.config import Kv
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
@@ -39,7 +39,7 @@ NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba",
 
 
 @cache
-def loaded(name: str, kv: Kv = "auto") -> LoadedModel:
+def loaded(name: str, kv: KvDtype = "auto") -> LoadedModel:
     return LoadedModel.load(ModelFolder.open(PICO.parent / name), Placement(CPU, torch.float32, kv=kv))
 
 
@@ -66,7 +66,7 @@ def prompts(count: int) -> list[list[int]]:
     return made
 
 
-def proposer(kind: str, kv: Kv = "auto") -> Proposer:
+def proposer(kind: str, kv: KvDtype = "auto") -> Proposer:
     target, draft = loaded("pico").runner, loaded("pico-draft", kv).runner
     return PromptLookup() if kind == "ngram" else DraftModel(draft, SHAPE, target.nbytes)
 
@@ -76,7 +76,7 @@ def engine(runner: ModelRunner, guess: Proposer | None = None, length: int = 0) 
     return Engine(runner, SHAPE, loaded("pico").vocabulary_size, speculator=speculator)
 
 
-def differences(count: int, kind: str, lengths: range, kv: Kv = "auto") -> list[tuple[int, int]]:
+def differences(count: int, kind: str, lengths: range, kv: KvDtype = "auto") -> list[tuple[int, int]]:
     """Prompt and length of every reply that is not the one without speculation."""
     runner = loaded("pico", kv).runner
     plain = engine(runner)
@@ -93,7 +93,7 @@ GREEDY = list(product(("draft", "ngram"), ("auto", "int8", "int4")))
 
 
 @pytest.mark.parametrize(("kind", "kv"), chosen(GREEDY, [("draft", "int8"), ("ngram", "auto")]))
-def test_greedy_tokens_are_the_same(kind: str, kv: Kv) -> None:
+def test_greedy_tokens_are_the_same(kind: str, kv: KvDtype) -> None:
     """F16."""
     assert differences(4, kind, range(2, 9, 5), kv) == []
 

@@ -103,7 +103,16 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra)
     folder = ModelFolder.open(path)
     original = ModelFolder.open(tmp_path / "hf").config
-    for field in ("hidden_size", "heads", "kv_heads", "head_dim", "windows", "rope", "tie_embeddings", "qkv_bias"):
+    for field in (
+        "hidden_size",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "windows",
+        "rope_scaling",
+        "tie_embeddings",
+        "qkv_bias",
+    ):
         assert getattr(folder.config, field) == getattr(original, field), field
     tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
