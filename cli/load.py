@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_held
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
@@ -63,7 +64,7 @@ def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) ->
 def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     """Open a model's folder; with `fetch`, of a model that is only on the hub config.json alone is downloaded."""
     try:
-        return ModelFolder.open(resolve(model, offline=call.offline).folder)
+        return open_model_folder(resolve(model, offline=call.offline).folder)
     except NotFoundError:
         if not fetch or call.offline or not is_hub_name(model):
             raise
@@ -78,7 +79,7 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
             return fetch_gguf(hub, plan_download(hub, model))
         commit = hub.commit(repo, revision)
         data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
-    return ModelFolder.of(parse_object(data, f"{repo}: config.json"))
+    return ModelFolder.from_config(parse_object(data, f"{repo}: config.json"))
 
 
 @contextmanager

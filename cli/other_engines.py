@@ -23,6 +23,7 @@ import typer
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.nvml import Gpu, gpus
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import EngineConfig
@@ -176,7 +177,7 @@ def start(
     """
     executable = engine.find()
     source = resolve(model, offline=call.offline)
-    folder = ModelFolder.open(source.folder)
+    folder = open_model_folder(source.folder)
     if not source.folder.is_dir():
         raise ModelError(f"{model}: {engine.title} takes folders of safetensors, not a GGUF file", "name its original")
     found = [] if asked.device == "cpu" else gpus()

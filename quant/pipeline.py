@@ -38,6 +38,7 @@ from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim
@@ -87,7 +88,7 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
         trim(apart=4 << 20)
         shown = _calibration(copy).windows
         chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
-        folders = (work.folder, ModelFolder.open(Path(name) / "low"))
+        folders = (work.folder, open_model_folder(Path(name) / "low"))
         models = [StreamedModel(each, placement, work.need.at_once) for each in folders]
         shares = measure_shares(models[0], models[1], shown[chosen], progress)
     return replace(work.recipe, widths=allocate(shares, target, bits))
@@ -155,7 +156,7 @@ def _quantize(
             writer.add_file(name, data)
         writer.add_file("config.json", _config(work))
         # Opened as any reader would, while it can still be thrown away.
-        made = ModelFolder.open(writer.folder)
+        made = open_model_folder(writer.folder)
         made.checked_manifest()
         card = None if work.report == "none" else _measure(work, made, placement, progress)
         written = (path for path in writer.folder.iterdir() if path.is_file())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.prefetch import prefetch_files
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
@@ -203,7 +204,7 @@ def open_model(
     name = str(name)
     source = resolve(name, offline=offline)
     prefetch_files(source.folder)  # before torch is imported, which takes as long as reading
-    folder = ModelFolder.open(source.folder)
+    folder = open_model_folder(source.folder)
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
     check_context(folder, config.context)
@@ -345,7 +346,7 @@ def _draft_folder(folder: ModelFolder, draft: str | None, offline: bool) -> Mode
     if draft == MTP:
         return mtp_head(folder)
     with _errors_about(draft):
-        return ModelFolder.open(resolve(draft, offline=offline).folder)
+        return open_model_folder(resolve(draft, offline=offline).folder)
 
 
 def _tokenizer(folder: ModelFolder) -> "Tokenizer | None":

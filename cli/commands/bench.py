@@ -21,6 +21,7 @@ from mycli.cli.load import about, adapted, announce_build, announce_experts, ann
 from mycli.cli.text.progress import Neighbours
 from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve
@@ -106,7 +107,7 @@ def _open(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]
 
     with about(call, model):
         source = resolve(model, offline=call.offline)
-        folder = adapted(call, ModelFolder.open(source.folder), model, engine.adapter)
+        folder = adapted(call, open_model_folder(source.folder), model, engine.adapter)
         folder.checked_manifest()
     placement = engine.place(folder.config)
     plans = []

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
@@ -107,7 +107,7 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
     from mycli.runtime.diagnostics.throughput import measure_device
 
-    pico = ModelFolder.open(resolve("pico", offline=True).folder)
+    pico = open_model_folder(resolve("pico", offline=True).folder)
     placement = EngineConfig(device=device).place(pico.config)
     for note in (*placement.notes, *placement.details):
         call.out.note(note)

@@ -13,6 +13,7 @@ from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.text.format import quality
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
@@ -110,7 +111,7 @@ def evaluate(
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
-    folders = [ModelFolder.open(source.folder) for source in sources]
+    folders = [open_model_folder(source.folder) for source in sources]
     folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),

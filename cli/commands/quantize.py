@@ -20,6 +20,7 @@ from mycli.cli.text.format import quality
 from mycli.cli.text.progress import stages
 from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.hub.client import Hub
@@ -232,7 +233,7 @@ def quantize(
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
-    folder = adapted(call, ModelFolder.open(source.folder), model, adapter)
+    folder = adapted(call, open_model_folder(source.folder), model, adapter)
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
     text = _calibration_file(call, made.calib, not dry_run or recipe.target_bpw is not None) if made.calib else None
     plan = partial(

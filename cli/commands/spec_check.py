@@ -2,7 +2,7 @@
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 
@@ -20,7 +20,7 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     count for nothing. No weights are read.
     """
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
-    folders = [ModelFolder.open(source.folder) for source in sources]
+    folders = [open_model_folder(source.folder) for source in sources]
     sizes = [folder.config.vocab_size for folder in folders]
     found = check_vocabularies(folders[0].tokenizer(), folders[1].tokenizer())
     if call.out.answered({"tokens": found.tokens, "rows": sizes, "different": 0, "eos_differs": found.eos_differs}):

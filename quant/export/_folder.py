@@ -13,7 +13,7 @@ from mycli.quant.export import Exported, ExportRequest, Rounded, without_predict
 from mycli.quant.export._weights import Weights, lost_by_scales
 from mycli.quant.planning.plan import check_target
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
@@ -43,7 +43,7 @@ def write_folder(
         for name, data in folder.companions().items():
             writer.add_file(name, data)
         writer.add_file("config.json", _json({**kept, **config}))
-        ModelFolder.open(writer.folder).checked_manifest()
+        open_model_folder(writer.folder).checked_manifest()
         written = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         origin = {"name": request.source.label, "revision": request.source.revision}
         if folder.adapter is not None:

@@ -22,6 +22,7 @@ from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES, ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
@@ -104,7 +105,7 @@ def plan_quantization(
     Raises ModelError for a model that has fewer than 8 bits already or does not match its config; UsageError for a
     recipe that does not fit its shapes; ResourceError for bounds that cannot be kept.
     """
-    folder = folder or ModelFolder.open(source.folder)
+    folder = folder or open_model_folder(source.folder)
     stored = source_scheme(folder, source.label)
     config = folder.config
     packings = recipe.packings(config)

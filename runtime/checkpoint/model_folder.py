@@ -70,17 +70,8 @@ class ModelFolder:
     opened: Manifest | None = None
 
     @classmethod
-    def open(cls, path: Path) -> "ModelFolder":
-        """Read config.json of `path`, or the header of the GGUF file that it is. Raises ModelError."""
-        if path.suffix == ".gguf" and not path.is_dir():
-            from mycli.runtime.checkpoint.gguf.folder import GgufFolder  # which is a ModelFolder
-
-            return GgufFolder.open_file(path)
-        return cls.of(read_object(path / "config.json"), path)
-
-    @classmethod
-    def of(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
-        """Of a config.json that is read already; without a folder, no more than that can be asked for."""
+    def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
+        """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
         part = TextPart.from_config(raw)
         return cls(path or Path(), part.config, parse_config(part.config), bare=path is None, part=part)
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.gguf.files import part_names
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.names import is_hub_name, is_path, split_name
@@ -89,7 +89,7 @@ def _gguf_models(name: str, snapshot: Path, commit: str) -> Iterator[LocalModel]
         parts = [snapshot / part for part in part_names(file)]
         problem = ""
         try:
-            ModelFolder.open(snapshot / file).checked_manifest()
+            open_model_folder(snapshot / file).checked_manifest()
         except (ModelError, NotFoundError) as error:
             problem = error.message
         yield LocalModel(f"{name}:{file}", "hub", snapshot / file, commit, sum(map(file_bytes, parts)), problem)
@@ -105,7 +105,7 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
         if missing:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             return f"incomplete: {missing[0]} missing{more}"
-        opened = ModelFolder.open(folder)
+        opened = open_model_folder(folder)
     except ModelError as error:
         return f"{'damaged' if error.code else 'unsupported'}: {error.message}"
     try:

@@ -13,6 +13,7 @@ from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
@@ -71,7 +72,7 @@ class ModelInfo:
 
 def read_model_info(source: Source) -> ModelInfo:
     """What there is to say of a model on this machine. Raises ModelError for what is wrong with its files."""
-    folder = ModelFolder.open(source.folder)
+    folder = open_model_folder(source.folder)
     warnings = list(folder.manifest.warnings)
     try:
         folder.checked_manifest()
@@ -103,7 +104,7 @@ def check_supported(hub: Hub, job: Download) -> None:
         elif config is None:
             raise ModelError(f"{job.repo} has no config.json")
         else:
-            opened = ModelFolder.of(_read_object(hub, job, config))
+            opened = ModelFolder.from_config(_read_object(hub, job, config))
         opened.packings  # noqa: B018  # raises for a layout of quantized weights that is not read
     except ModelError as error:
         raise ModelError(f"cannot run here: {error.message}", code="fetch-anyway") from None
@@ -136,7 +137,7 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
                     start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
                 tensors.update(parse_header(start[:length], file.size, file.name))
         source = Source(model, folder, job.repo, job.commit)
-        opened = ModelFolder.open(folder)
+        opened = open_model_folder(folder)
         used = opened.used(tensors)
         info = _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
         head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}

@@ -33,7 +33,7 @@ from safetensors.torch import load, save
 
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.writer import make_gguf_header
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import Transformer
@@ -208,7 +208,7 @@ def damaged(files: Files, seed: str) -> Files:
 
 def use(folder: Path) -> None:
     """What a command does with a model: open it, look at all that it brings, load it, and run a few tokens."""
-    opened = ModelFolder.open(folder / FILE if (folder / FILE).exists() else folder)
+    opened = open_model_folder(folder / FILE if (folder / FILE).exists() else folder)
     if opened.has_tokenizer:
         tokenizer = opened.tokenizer()
         tokenizer.decode(tokenizer.encode("Grüße 1,024 <|im_end|>\n\n", add_special=True))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.utils.dtypes import FLOATS
@@ -52,7 +52,7 @@ JSON = st.recursive(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    folder = ModelFolder.open(PICO)
+    folder = open_model_folder(PICO)
     loaded = LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["bf16"]).place(folder.config))
     with serving(loaded, ScriptedEngine(lambda request: [5, 6, 7])) as found:
         yield found

@@ -16,7 +16,7 @@ import torch
 from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--depths", default="512,4k")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each depth")
     chosen = parser.parse_args()
-    model = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16)).model
+    model = load_model(open_model_folder(chosen.model), Placement(torch.device("cpu"), torch.bfloat16)).model
     runners = {kv: ModelRunner(model, kv) for kv in KINDS}
     plan = MemoryPlan(model.config, dtype="bfloat16")
     for depth in map(parse_count, chosen.depths.split(",")):

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
@@ -48,7 +48,7 @@ class Subject:
 
     def __init__(self, folder: Path, slots: int | None) -> None:
         self._runner = load_model(
-            ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16), expert_slots=slots
+            open_model_folder(folder), Placement(torch.device("cpu"), torch.bfloat16), expert_slots=slots
         )
         self._cache, self._random, self._place = self._runner.make_cache(CacheShape.lanes(ROOM)), random.Random(0), 0
         self.seconds(BEGUN)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.models.config import ModelConfig
 
@@ -41,7 +41,7 @@ def write(folder: Path, target: Path) -> None:
 
     Raises ValueError for a model that is not a plain Llama.
     """
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     config, packings = opened.config, opened.packings
     manifest = Manifest.open(folder)
     manifest.check(config, packings)
@@ -70,7 +70,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 
     The config and the tokenizer are those of `original`. Raises KeyError for a tensor that is missing.
     """
-    config = ModelFolder.open(original).config
+    config = open_model_folder(original).config
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
     state: dict[str, Tensor] = {}
     for name, shape in config.tensors():
@@ -85,7 +85,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 
 def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
     """Bits per weight of the linears of the blocks, and how many of them are of which type."""
-    config = ModelFolder.open(original).config
+    config = open_model_folder(original).config
     blocks = (config.block_linears(layer) for layer in range(config.layers))
     specs = (spec for block in blocks for group in block.values() for spec in group)
     names = {_theirs(f"{spec.name}.weight", config) for spec in specs}

@@ -19,7 +19,7 @@ from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.export._weights import exact_values
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.formats import read_weight
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
@@ -76,7 +76,7 @@ class _Model(StreamedModel):
     """With every packed product of the blocks made by `product`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, product: type[_Exact] | type[_Integers]) -> None:
-        super().__init__(ModelFolder.open(folder), Placement(_CPU, dtype))
+        super().__init__(open_model_folder(folder), Placement(_CPU, dtype))
         self._product = product
 
     def block(self, layer: int) -> Block:

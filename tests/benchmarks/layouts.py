@@ -29,7 +29,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import Source
 from tests.benchmarks import gguf as files
 from tests.benchmarks.layout_makers import MAKERS, Made
@@ -85,7 +85,7 @@ def exported(work: Path) -> Iterator[Row]:
         for to in targets:
             module, variant = find_export_target(to)
             path = work / f"export-{source.name}-{to.replace(':', '-')}{'.gguf' if 'gguf' in to else ''}"
-            folder = ModelFolder.open(source)
+            folder = open_model_folder(source)
             rounded = source == PICO
             module.export(ExportRequest(Source(source.name, source), folder, path, variant, rounded), silent)
             yield f"{'pico' if rounded else _OWN[0][0]} exported as {to}", "mycli", path
@@ -116,7 +116,7 @@ def _folder(folder: Path, one: Made) -> Path:
 
 def _linears() -> list[str]:
     """The linears of the blocks."""
-    config = ModelFolder.open(PICO).config
+    config = open_model_folder(PICO).config
     blocks = (config.block_linears(layer) for layer in range(config.layers))
     return [spec.name for block in blocks for group in block.values() for spec in group]
 
@@ -125,7 +125,7 @@ def llama(work: Path, programs: Path) -> Iterator[Row]:
     """What llama-quantize makes of pico's GGUF: each type alone, with the embedding as it was, and what people mix."""
     source, matrix, text = work / "pico-bf16.gguf", work / "matrix.gguf", work / "text.txt"
     module, variant = find_export_target("gguf")
-    module.export(ExportRequest(Source("pico", PICO), ModelFolder.open(PICO), source, variant), silent)
+    module.export(ExportRequest(Source("pico", PICO), open_model_folder(PICO), source, variant), silent)
     text.write_text((resources.files("mycli.quant") / "calibration_text" / "prose.txt").read_text("utf-8")[:200_000])
     _call(programs / "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", 512, "--chunks", 32, "-t", 1)
     pure = ("--pure", "--token-embedding-type", "bf16", "--output-tensor-type", "bf16")
@@ -148,7 +148,7 @@ def stored_bits(model: Path) -> float:
     """Bits that a weight of the blocks' linears takes in the file, scales and all else included."""
     if model.is_file():
         return files.linears(model, PICO)[0]
-    config = ModelFolder.open(PICO).config
+    config = open_model_folder(PICO).config
     shapes = dict(config.tensors())
     names = _linears()
     tensors = load_file(model / _WEIGHTS)
@@ -160,7 +160,7 @@ class Original(StreamedModel):
     """pico, whose residual stream over the one text is computed once for all rows."""
 
     def __init__(self) -> None:
-        super().__init__(ModelFolder.open(PICO), CPU)
+        super().__init__(open_model_folder(PICO), CPU)
         self._known: Tensor | None = None
 
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
@@ -171,7 +171,7 @@ class Original(StreamedModel):
 
 def row(text: TokenWindows, original: Original, name: str, maker: str, model: Path) -> str:
     """A line of the table: how the model is held in memory, and how far it is from pico."""
-    folder = ModelFolder.open(model)
+    folder = open_model_folder(model)
     held = sorted({packing.name for linear, packing in folder.packings.items() if linear in _linears()})
     result = evaluate(StreamedModel(folder, CPU), text, original)
     assert result.divergence is not None
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--only", nargs="*", default=["own", "exported", "made", "llama"])
     given = parser.parse_args()
-    text = cut(held_out_text(), ModelFolder.open(PICO).tokenizer(), 512, given.tokens)
+    text = cut(held_out_text(), open_model_folder(PICO).tokenizer(), 512, given.tokens)
     print(f"torch {torch.__version__}, python {platform.python_version()}; {text.windows.numel()} held-out tokens\n")
     print("| layout | made by | bits a weight in the file | in memory | KL from pico | perplexity | same top token |")
     print("|---|---|---|---|---|---|---|", flush=True)

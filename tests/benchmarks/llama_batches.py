@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -83,7 +83,7 @@ def main() -> None:
     sizes = given.prompt, given.generate
     if given.ours:
         place = Placement(torch.device("cpu"), torch.bfloat16)
-        runner = load_model(ModelFolder.open(Path(given.model)), place)
+        runner = load_model(open_model_folder(Path(given.model)), place)
         for sequences in given.sequences:
             print(decode_rate(runner, sequences, *sizes), flush=True)
         return

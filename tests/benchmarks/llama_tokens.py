@@ -32,7 +32,7 @@ from torch import Tensor
 from mycli.quant.evaluate import held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.reference import DenseMatmul
@@ -171,8 +171,8 @@ def texts(tokenizer: Tokenizer) -> list[str]:
 def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
     """Export a model, serve it, and hold its replies and its tokens against ours."""
     module, variant = find_export_target(to)
-    request = ExportRequest(Source(name, folder), ModelFolder.open(folder), work / "a.gguf", variant, True, True)
-    opened = ModelFolder.open(module.export(request, silent).path)
+    request = ExportRequest(Source(name, folder), open_model_folder(folder), work / "a.gguf", variant, True, True)
+    opened = open_model_folder(module.export(request, silent).path)
     tokenizer, model = opened.tokenizer(), load_model(opened, CPU).model
     assert isinstance(model, Transformer)
     ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--seconds", type=float, default=5.0)
     chosen = parser.parse_args()
-    runner = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
+    runner = load_model(open_model_folder(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
     for rows in map(int, chosen.rows.split(",")):
         cache = runner.make_cache(CacheShape.lanes(LENGTH + 1, rows))
         runner.run([Chunk(list(range(LENGTH)), 0, (block,), 0) for block in range(rows)], cache)

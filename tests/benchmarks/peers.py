@@ -29,7 +29,7 @@ from mycli.quant.pipeline import allocated, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Mad
 
 def packed_bits(folder: Path) -> float:
     """Per weight of the quantized linears of a compressed-tensors folder, scales included."""
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     config, packings = opened.config, opened.packings
     tensors = Manifest.open(folder).tensors
     nbytes = sum(tensors[f"{name}.{part}"].nbytes for name in packings for part in ("weight_packed", "weight_scale"))
@@ -108,7 +108,7 @@ def llama(programs: Path, shown: Shown, text: Tensor, kinds: list[str]) -> Itera
     peer = Llama(programs, shown.source, shown.folder)
     theirs, own = (
         peer.perplexity(peer.model, text),
-        second_half_perplexity(StreamedModel(ModelFolder.open(shown.source), CPU), text),
+        second_half_perplexity(StreamedModel(open_model_folder(shown.source), CPU), text),
     )
     print(f"llama.cpp {peer.version}: perplexity of the unquantized file {theirs:.4f}, by this program {own:.4f}")
     if abs(theirs / own - 1) > 1e-3:
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16384)
     options = parser.parse_args()
-    original = StreamedModel(ModelFolder.open(options.model), CPU)
+    original = StreamedModel(open_model_folder(options.model), CPU)
     tokenizer = Tokenizer.load(options.model, original.config.vocab_size)
     windows = calibration.bundled(tokenizer, original.config.vocab_size, options.samples, 512, seed=0).windows
     text = cut(held_out_text(), tokenizer, 512, options.tokens)
@@ -166,7 +166,7 @@ def main() -> None:
     rows: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as name:
         for made in all_made(options, Shown(options.model, windows, Path(name)), text.windows):
-            found = evaluate(StreamedModel(ModelFolder.open(made.folder), CPU), text, original)
+            found = evaluate(StreamedModel(open_model_folder(made.folder), CPU), text, original)
             assert found.divergence is not None
             kl, same = found.divergence.kl, found.divergence.same_top1
             digits = 4 if kl.value >= 0.001 else 6

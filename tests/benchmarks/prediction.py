@@ -22,7 +22,7 @@ import torch
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
@@ -70,7 +70,7 @@ class Made:
             shutil.copy(PICO / name, folder / "source" / name)
         recipe = Recipe("rtn", 4, 128)
         quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
-        opened = ModelFolder.open(folder / "copy")
+        opened = open_model_folder(folder / "copy")
         runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
         assert opened.predictor is not None
         return cls(runner, PredictionHead(opened.predictor, runner))

@@ -32,7 +32,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
 from mycli.quant.solvers import Solution, SolverModule, rtn
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    config = StreamedModel(ModelFolder.open(PICO), CPU).config
+    config = StreamedModel(open_model_folder(PICO), CPU).config
     tokenizer = Tokenizer.load(PICO, config.vocab_size)
     shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
     text = cut(held_out_text(), tokenizer, 512, options.tokens)
@@ -132,7 +132,7 @@ def main() -> None:
                     sink(Solved({linear: solution.quantized}, {}, ()))
             else:
                 blocks: list[Solved] = []
-                model = StreamedModel(ModelFolder.open(PICO), CPU)
+                model = StreamedModel(open_model_folder(PICO), CPU)
                 quantize_blocks(model, packings, solver, shown.windows, blocks.append)
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
@@ -145,7 +145,7 @@ def main() -> None:
                 (copy / "model.safetensors").chmod(0o644)
                 save_file({**original, **state}, copy / "model.safetensors")
                 result = evaluate(
-                    StreamedModel(ModelFolder.open(copy), CPU), text, StreamedModel(ModelFolder.open(PICO), CPU)
+                    StreamedModel(open_model_folder(copy), CPU), text, StreamedModel(open_model_folder(PICO), CPU)
                 )
             assert result.divergence is not None
             kl = result.divergence.kl.value

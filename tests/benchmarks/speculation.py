@@ -26,7 +26,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
@@ -65,7 +65,7 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(size, generator=generator) * 0.02 + name.endswith("norm.weight")).bfloat16()
-        for name, size in ModelFolder.open(source).config.tensors()
+        for name, size in open_model_folder(source).config.tensors()
     }
     save_file(tensors, source / "model.safetensors")
     recipe = Recipe(method="rtn", scales="absmax", head="int4")
@@ -181,7 +181,7 @@ def main() -> None:
             given or random_model(Path(name) / part, shape)
             for given, part, shape in ((options.target, "target", TARGET), (options.draft, "draft", DRAFT))
         ]
-        target, draft = (load_model(ModelFolder.open(folder), CPU) for folder in folders)
+        target, draft = (load_model(open_model_folder(folder), CPU) for folder in folders)
     clocks = [Clock(target.model), Clock(draft.model)]
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     for model, kind in ((target, "target"), (draft, "draft")):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from tests.benchmarks.vllm_families import (
     differing_weights,
     judge,
@@ -64,7 +64,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_inputs_of_every_packed_product_are_rounded(copy: Path) -> None:
     """To 8 bits it shows; to 20 the logits are those of transformers' own experts."""
-    folder, tokens = ModelFolder.open(copy), torch.arange(3, 43).view(2, 20)
+    folder, tokens = open_model_folder(copy), torch.arange(3, 43).view(2, 20)
     found = {}
     with torch.no_grad():
         for bits in (0, 8, 20):
@@ -81,9 +81,9 @@ def test_replies_are_judged_and_weights_compared(copy: Path) -> None:
     """Greedy tokens of the truth pass, others do not; a weight that is another is named."""
     prompts = torch.randint(3, 4096, (4, 8), generator=torch.Generator().manual_seed(0))
     model = unpacked_model(copy)
-    assert not differing_weights(ModelFolder.open(copy), model)
+    assert not differing_weights(open_model_folder(copy), model)
     model.model.layers[1].mlp.experts.down_proj.data[3, 0, 0] += 1
-    assert differing_weights(ModelFolder.open(copy), model) == ["model.layers.1.mlp.experts.3.down_proj"]
+    assert differing_weights(open_model_folder(copy), model) == ["model.layers.1.mlp.experts.3.down_proj"]
     model = nn.Module.float(unpacked_model(copy))
     with torch.no_grad():
         tokens = prompts

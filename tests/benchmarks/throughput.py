@@ -23,7 +23,7 @@ from mycli.quant.blockwise import Solver, quantize_blocks
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.recipe import Recipe
 from mycli.quant.work_folder import Solved
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
@@ -89,7 +89,7 @@ def layer_seconds(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
-        config, device = ModelFolder.open(folder).config, placement.device
+        config, device = open_model_folder(folder).config, placement.device
         tensors = {
             name: (torch.randn(shape, device=device) * 0.02 + (name.endswith("norm.weight"))).bfloat16().cpu()
             for name, shape in config.tensors()
@@ -97,7 +97,7 @@ def layer_seconds(
         save_file(tensors, folder / "model.safetensors")
         del tensors
         windows = torch.randint(0, config.vocab_size, (samples, seq))
-        model, times = StreamedModel(ModelFolder.open(folder), placement), [time.monotonic()]
+        model, times = StreamedModel(open_model_folder(folder), placement), [time.monotonic()]
 
         def sink(_: Solved) -> None:  # called when the block is on the host
             times.append(time.monotonic())

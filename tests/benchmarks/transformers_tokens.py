@@ -23,7 +23,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
@@ -48,7 +48,7 @@ def export(target: str, bits: int, group: int | None, work: Path) -> Path:
         recipe = Recipe(method="rtn", bits=bits, group=group)
         quantize(plan_quantization(Source("pico", PICO), recipe, report="none"), packed, CPU)
     module, variant = find_export_target(target)
-    request = ExportRequest(Source(name, packed), ModelFolder.open(packed), work / f"{target}-{name}", variant)
+    request = ExportRequest(Source(name, packed), open_model_folder(packed), work / f"{target}-{name}", variant)
     return module.export(request, silent).path
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with transformers and gptqmodel (give --python or set GPTQMODEL_PYTHON)")
         return
-    ids = ModelFolder.open(PICO).tokenizer().encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
+    ids = open_model_folder(PICO).tokenizer().encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -90,7 +90,7 @@ def main() -> None:
 
 def compared(key: str, path: Path, prompts: list[list[int]], found: dict[str, torch.Tensor]) -> tuple[str, bool]:
     """Their logits and tokens beside ours."""
-    model = load_model(ModelFolder.open(path), CPU).model
+    model = load_model(open_model_folder(path), CPU).model
     assert isinstance(model, Transformer)
     ours, theirs = whole(model, torch.tensor(prompts)), found[f"{key}/logits"]
     apart = ((ours - theirs).abs().amax(-1) / ours.abs().amax(-1)).max().item()

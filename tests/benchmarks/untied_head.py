@@ -15,7 +15,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Head, Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
@@ -35,7 +35,7 @@ def untie(target: Path) -> None:
 
 def main() -> None:
     """A row for each."""
-    original = StreamedModel(ModelFolder.open(PICO), CPU)
+    original = StreamedModel(open_model_folder(PICO), CPU)
     text = cut(held_out_text(), Tokenizer.load(PICO, original.config.vocab_size), 512, 16384)
     print("| head | KL | same top token |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
@@ -44,7 +44,7 @@ def main() -> None:
             target = Path(name) / head
             source = Source("untied", Path(name) / "untied", None, None)
             quantize(plan_quantization(source, Recipe(head=head), report="none"), target, CPU)
-            found = evaluate(StreamedModel(ModelFolder.open(target), CPU), text, original).divergence
+            found = evaluate(StreamedModel(open_model_folder(target), CPU), text, original).divergence
             assert found is not None
             print(f"| {head} | {found.kl.value:.4f} ± {found.kl.error:.4f} | {found.same_top1.value:.1%} |", flush=True)
 

@@ -29,6 +29,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from tests.benchmarks.vllm_tokens import PROMPT, PROMPTS, theirs
@@ -157,7 +158,7 @@ def differing_weights(folder: ModelFolder, reference: nn.Module) -> list[str]:
 @torch.no_grad()
 def judged(path: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[Judgement, list[str]]:
     """What is to be said of vLLM's replies from the copy in `path`, and the weights that are not read as they are."""
-    folder = ModelFolder.open(path)
+    folder = open_model_folder(path)
     model = unpacked_model(path)
     differing = differing_weights(folder, model)
     nn.Module.float(model)  # what transformers calls so refuses models that were packed once

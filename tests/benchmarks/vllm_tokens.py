@@ -25,7 +25,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
@@ -60,7 +60,7 @@ def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path
 
 def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[int, int, float]:
     """Tokens that are our greedy ones, all tokens, and how far below ours the worst of the others lies."""
-    model = StreamedModel(ModelFolder.open(folder), CPU)
+    model = StreamedModel(open_model_folder(folder), CPU)
     tokens = torch.tensor([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
     hidden = model.hidden(tokens)
     same, worst = 0, 0.0
@@ -86,7 +86,7 @@ def main() -> None:
     if not given.python or not Path(given.python).exists():
         print("skipped: no environment with vLLM (make test-vllm makes one)")
         return
-    tokenizer = Tokenizer.load(PICO, StreamedModel(ModelFolder.open(PICO), CPU).config.vocab_size)
+    tokenizer = Tokenizer.load(PICO, StreamedModel(open_model_folder(PICO), CPU).config.vocab_size)
     ids = tokenizer.encode(held_out_text()[: PROMPTS * PROMPT * 8], add_special=False)
     prompts = [ids[start : start + PROMPT] for start in range(0, PROMPTS * PROMPT, PROMPT)]
     failed = False
@@ -103,7 +103,7 @@ def main() -> None:
             if target:
                 source, folder = folder, Path(name) / target
                 module, variant = find_export_target(target)
-                request = ExportRequest(Source("pico", source), ModelFolder.open(source), folder, variant)
+                request = ExportRequest(Source("pico", source), open_model_folder(source), folder, variant)
                 module.export(request, silent)
             same, tokens, worst = agreement(folder, prompts, theirs(given.python, folder, prompts, given.ranks, site))
         ok = worst <= TIE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.kernels.reference import DequantizeKernel
@@ -21,7 +21,7 @@ PROMPT = [1, 300, 301, 302, 5, 17, 400, 12, 800, 44, 2]
 
 
 def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
-    model = load_model(ModelFolder.open(PICO), Placement(torch.device(device), dtype)).model
+    model = load_model(open_model_folder(PICO), Placement(torch.device(device), dtype)).model
     tokens = torch.arange(3, 203, device=model.device).unsqueeze(0)
     return whole(model, tokens).cpu()
 
@@ -36,7 +36,7 @@ def test_logits_equal_the_cpu(dtype: torch.dtype, bound: float) -> None:
 def test_greedy_tokens_equal_the_cpu() -> None:
     drawn = []
     for device in ("cpu", "cuda"):
-        runner = load_model(ModelFolder.open(PICO), Placement(torch.device(device), torch.float32))
+        runner = load_model(open_model_folder(PICO), Placement(torch.device(device), torch.float32))
         drawn.append(tokens_of(lanes(runner, 64), PROMPT, 24))
     assert drawn[0] == drawn[1]
 

@@ -15,7 +15,7 @@ from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
 from mycli.quant.solvers import Solution, gptq
 from mycli.quant.work_folder import Solved
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
@@ -26,7 +26,7 @@ from tests.support.rounding import problem
 
 @pytest.fixture(scope="module")
 def model() -> StreamedModel:
-    return StreamedModel(ModelFolder.open(DRAFT), CPU)
+    return StreamedModel(open_model_folder(DRAFT), CPU)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor
 from mycli.quant import evaluate as module
 from mycli.quant.evaluate import TokenWindows, cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
@@ -47,7 +47,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
     """float64 [windows, context - 1, vocabulary] from the whole model at once."""
-    model = load_model(ModelFolder.open(folder), FP32).model
+    model = load_model(open_model_folder(folder), FP32).model
     return whole(model, windows)[:, :-1].double().log_softmax(-1).numpy()
 
 
@@ -62,7 +62,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("small_slices")
 def test_scores_follow_their_definitions(tokenizer: Tokenizer, noisy: Path) -> None:
     text = cut(held_out_text(), tokenizer, 64, 5 * 64)
-    result = evaluate(StreamedModel(ModelFolder.open(noisy), FP32), text, StreamedModel(ModelFolder.open(PICO), FP32))
+    result = evaluate(StreamedModel(open_model_folder(noisy), FP32), text, StreamedModel(open_model_folder(PICO), FP32))
 
     q, p = log_probabilities(noisy, text.windows), log_probabilities(PICO, text.windows)
     targets = text.windows[:, 1:].numpy()
@@ -88,14 +88,14 @@ def test_scores_follow_their_definitions(tokenizer: Tokenizer, noisy: Path) -> N
 
 def test_pico_has_the_perplexity_it_was_published_with(tokenizer: Tokenizer) -> None:
     text = cut(held_out_text(), tokenizer, 512, 16384)
-    result = evaluate(StreamedModel(ModelFolder.open(PICO), FP32), text)
+    result = evaluate(StreamedModel(open_model_folder(PICO), FP32), text)
     assert (result.windows, result.begins_with_bos, result.dtype) == (32, False, "float32")
     assert result.perplexity.value == pytest.approx(37.51, abs=0.005)
     assert result.divergence is None
 
 
 def test_a_model_does_not_diverge_from_itself(tokenizer: Tokenizer) -> None:
-    model = StreamedModel(ModelFolder.open(PICO), FP32)
+    model = StreamedModel(open_model_folder(PICO), FP32)
     result = evaluate(model, cut(held_out_text(), tokenizer, 64, 64), model)
     assert result.divergence is not None and result.perplexity.error is None
     assert result.divergence.kl.value < 1e-6 and result.divergence.kl_max < 1e-5
@@ -115,7 +115,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) 
         cut("too short", tokenizer, 512)
     with pytest.raises(UsageError, match="needs two tokens"):
         cut("too short", tokenizer, 1)
-    model = StreamedModel(ModelFolder.open(PICO), FP32)
+    model = StreamedModel(open_model_folder(PICO), FP32)
     with pytest.raises(UsageError, match="windows of 4096 tokens; the model takes 2048"):
         evaluate(model, TokenWindows(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
     with pytest.raises(NotFoundError, match="none.txt"):
@@ -137,7 +137,7 @@ def test_vocabularies_must_agree(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     text = TokenWindows(torch.zeros(1, 8, dtype=torch.int64), False, "")
     with pytest.raises(UsageError, match="4096 and 4097"):
-        evaluate(StreamedModel(ModelFolder.open(PICO), FP32), text, StreamedModel(ModelFolder.open(folder), FP32))
+        evaluate(StreamedModel(open_model_folder(PICO), FP32), text, StreamedModel(open_model_folder(folder), FP32))
 
 
 @pytest.mark.parametrize("fault", ["E3-activations-not-finite"])
@@ -148,4 +148,4 @@ def test_logits_that_are_not_finite_end_it(tmp_path: Path, fault: str) -> None:
     tensors["model.layers.5.mlp.down_proj.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="not finite in torch.float32"):
-        evaluate(StreamedModel(ModelFolder.open(folder), FP32), TokenWindows(torch.arange(8).view(1, 8), False, ""))
+        evaluate(StreamedModel(open_model_folder(folder), FP32), TokenWindows(torch.arange(8).view(1, 8), False, ""))

@@ -21,7 +21,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
@@ -154,7 +154,7 @@ def unpacked(copy: Path, folder: Path) -> Path:
         packed.setdefault(module, {})[part] = stored.pop(name)
     for module, parts in packed.items():
         stored[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
-    for name, parts in ModelFolder.open(copy).config.stacked_tensors.items():
+    for name, parts in open_model_folder(copy).config.stacked_tensors.items():
         made = torch.cat([stored.pop(part) for part in parts])
         experts = {part.partition(".experts.")[2].partition(".")[0] for part in parts}
         stored[name] = made.view(len(experts), -1, made.shape[-1])
@@ -169,7 +169,7 @@ def unpacked(copy: Path, folder: Path) -> Path:
 def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tmp_path: Path) -> None:
     reference = random_model(tmp_path, case)
     tokens = torch.randint(0, 4096, (3, TOKENS), generator=torch.Generator().manual_seed(1))
-    folder = ModelFolder.open(tmp_path)
+    folder = open_model_folder(tmp_path)
     expected = hooked_inputs(reference, tokens, experts_of(folder))
     model = StreamedModel(folder, CPU)
     stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
@@ -202,7 +202,7 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     heads = [{name: each for name, each in one.items() if name.startswith("mtp.")} for one in (stored, copied)]
     assert heads[0].keys() == heads[1].keys() and len(heads[0]) == 15
     assert all(torch.equal(each, heads[1][name]) for name, each in heads[0].items())
-    made = ModelFolder.open(tmp_path / "copy")
+    made = open_model_folder(tmp_path / "copy")
     assert made.predictor is not None and not made.predictor.packings and made.packings
     assert work.size.parameters == sum(each.numel() for each in stored.values())
     assert work.size.bytes == sum(each.nbytes for each in copied.values())
@@ -214,7 +214,7 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert not done.left_out and all(torch.equal(each, dense[name]) for name, each in heads[0].items())
     other = replace(request, target=tmp_path / "gptq", requantize=True)
     done = find_export_target("gptq")[0].export(other, lambda *_: None)
-    assert done.left_out and ModelFolder.open(done.path).predictor is None
+    assert done.left_out and open_model_folder(done.path).predictor is None
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, b
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     read = unpacked(tmp_path / "copy", tmp_path / "unpacked") if case in STACKED else tmp_path / "copy"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(read, dtype=torch.float32)
-    model = load_model(ModelFolder.open(tmp_path / "copy"), CPU).model
+    model = load_model(open_model_folder(tmp_path / "copy"), CPU).model
     ours = whole(model, tokens)
     with torch.no_grad():
         logits, original = theirs(tokens).logits, reference(tokens).logits  # which unpacks theirs
-    read_by_them = weights_of(theirs, experts_of(ModelFolder.open(tmp_path / "copy")))
+    read_by_them = weights_of(theirs, experts_of(open_model_folder(tmp_path / "copy")))
     for name, weight in packed_weights(model).items():
         assert torch.equal(weight, read_by_them[name]), name
     assert (ours - logits).abs().max() <= 2e-3 * logits.abs().max()  # packed products round activations

@@ -10,7 +10,7 @@ import torch
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.layers.block import Block
@@ -25,10 +25,10 @@ FP32 = Placement(torch.device("cpu"), torch.float32)
 def test_logits_equal_those_of_the_whole_model(kv: KvDtype) -> None:
     tokens = torch.randint(0, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
     placement = replace(FP32, kv=kv)
-    runner = load_model(ModelFolder.open(PICO), placement)
+    runner = load_model(open_model_folder(PICO), placement)
     expected = whole(runner.model, tokens, kind=cache_dtype(kv, torch.float32))
     exact = whole(runner.model, tokens)
-    model = StreamedModel(ModelFolder.open(PICO), placement, at_once=80)  # two windows, then one
+    model = StreamedModel(open_model_folder(PICO), placement, at_once=80)  # two windows, then one
     with torch.inference_mode():  # as replies are made, so that fp32 is multiplied by the same code
         logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
     if kv == "auto":
@@ -48,7 +48,7 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Block, "load", watched)
     calls: list[tuple[str, int, int]] = []
-    StreamedModel(ModelFolder.open(PICO), FP32).hidden(
+    StreamedModel(open_model_folder(PICO), FP32).hidden(
         torch.zeros(1, 4, dtype=torch.int64), lambda *step: calls.append(step)
     )
     assert len(alive) == 6
@@ -59,7 +59,7 @@ def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) ->
     """The system is asked for the bytes of exactly its tensors, and a file that has gone is no error."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
-    model = StreamedModel(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
+    model = StreamedModel(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
     model.expect(2)
     entries = Manifest.open(PICO).tensors
     wanted = [entry for name, entry in entries.items() if name.startswith("model.layers.2.")]

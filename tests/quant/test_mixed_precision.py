@@ -16,7 +16,7 @@ from mycli.quant.mixed_precision import Share
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import BITS
@@ -38,7 +38,7 @@ def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
         tmp_path / "low",
         CPU,
     )
-    model, low = StreamedModel(ModelFolder.open(DRAFT), CPU), StreamedModel(ModelFolder.open(tmp_path / "low"), CPU)
+    model, low = StreamedModel(open_model_folder(DRAFT), CPU), StreamedModel(open_model_folder(tmp_path / "low"), CPU)
     windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
     shares = allocate.measure_shares(model, low, windows)
     assert len(shares) == 4 * model.config.layers

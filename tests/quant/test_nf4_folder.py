@@ -12,7 +12,7 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import nf4
 from mycli.runtime.checkpoint.formats import quantizable, read_dense
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
@@ -28,7 +28,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     recipe = Recipe("nf4", group=request.param)
     work = planning.plan_quantization(Source("source", source), recipe, report="none")
     folder = pipeline.quantize(work, base / "out", CPU).folder
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     assert opened.packings == work.packings and {one.name for one in work.packings.values()} == {recipe.name}
     assert opened.checked_manifest().nbytes == work.size.bytes, "the size that --dry-run tells is exact"
     return source, folder, request.param
@@ -36,7 +36,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_folder_means_what_the_method_chose(made: tuple[Path, Path, int]) -> None:
     source, folder, group = made
-    original, copy = ModelFolder.open(source), ModelFolder.open(folder)
+    original, copy = open_model_folder(source), open_model_folder(folder)
     read, kept = copy.checkpoint(), original.checkpoint()
     for spec in quantizable(original.config):
         if spec.name not in copy.packings:
@@ -51,7 +51,7 @@ def test_the_folder_means_what_the_method_chose(made: tuple[Path, Path, int]) ->
 def test_tensors_and_their_description_are_those_of_the_maker(made: tuple[Path, Path, int]) -> None:
     _, folder, group = made
     case = stored("bitsandbytes")["nf4-g64-nested"]
-    manifest = ModelFolder.open(folder).checked_manifest()
+    manifest = open_model_folder(folder).checked_manifest()
     name = "model.layers.0.mlp.down_proj"
     ours = {entry.removeprefix(f"{name}."): manifest.tensors[entry] for entry in manifest.tensors if name in entry}
     assert ours.keys() == case.tensors.keys()
@@ -66,9 +66,9 @@ def test_tensors_and_their_description_are_those_of_the_maker(made: tuple[Path, 
 
 def test_its_products_run_on_the_table_kernel(made: tuple[Path, Path, int]) -> None:
     source, folder, _ = made
-    model = load_model(ModelFolder.open(folder), CPU).model
+    model = load_model(open_model_folder(folder), CPU).model
     tokens = torch.randint(3, 4096, (1, 12), generator=torch.Generator().manual_seed(0))
-    opened, plain = ModelFolder.open(folder), load_model(ModelFolder.open(source), CPU).model
+    opened, plain = open_model_folder(folder), load_model(open_model_folder(source), CPU).model
     for block in plain.blocks:
         for linear in block.products.values():
             parts = [
@@ -85,7 +85,7 @@ def test_bitsandbytes_decodes_the_same_weights_in_transformers(made: tuple[Path,
     from transformers import AutoModelForCausalLM
 
     _, folder, _ = made
-    theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), ModelFolder.open(folder)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), open_model_folder(folder)
     for spec in quantizable(ours.config):
         if spec.name in ours.packings:
             weight = theirs.get_submodule(spec.name).weight

@@ -23,7 +23,7 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
@@ -83,7 +83,7 @@ def leftovers(folder: Path) -> list[str]:
 def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path, recipe: Recipe) -> None:
     target = tmp_path / "out"
     work = make(source, target, recipe)
-    opened = ModelFolder.open(target)
+    opened = open_model_folder(target)
     config, packings = opened.config, opened.packings
     assert packings == work.packings
     manifest = Manifest.open(target)
@@ -106,7 +106,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
 
 def restored_state(folder: Path) -> dict[str, Tensor]:
     """The tensors of an unquantized model with our dequantized weights."""
-    packings = ModelFolder.open(folder).packings
+    packings = open_model_folder(folder).packings
     state: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -302,7 +302,7 @@ def test_a_target_is_replaced_only_when_asked(source: Source, tmp_path: Path, fa
     with pytest.raises(UserError, match="out"):
         make(source, target, Recipe("rtn", bits=8, group=32))
     make(source, target, Recipe("rtn", bits=8, group=32), overwrite=True)
-    assert set(ModelFolder.open(target).packings.values()) == {Packing(8, 32)}
+    assert set(open_model_folder(target).packings.values()) == {Packing(8, 32)}
 
 
 @pytest.mark.parametrize("inside", ["", "copy"], ids=["D5-the-input", "D5-inside-the-input"])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 
 QUERIES, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 LORA: Mapping[str, Any] = {
@@ -38,7 +38,7 @@ def low_rank(module: str, shape: tuple[int, ...], rank: int = 4, seed: int = 0) 
 
 def tensors_for(model: Path, *modules: str, ranks: Mapping[str, int] | None = None) -> dict[str, Tensor]:
     """Those of `modules` of the model in a folder, by its own shapes."""
-    shapes, found = dict(ModelFolder.open(model).config.tensors()), dict[str, Tensor]()
+    shapes, found = dict(open_model_folder(model).config.tensors()), dict[str, Tensor]()
     for seed, module in enumerate(modules):
         found |= low_rank(module, shapes[f"{module}.weight"], (ranks or {}).get(module, 4), seed)
     return found

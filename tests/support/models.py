@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mycli.quant import pipeline
 from mycli.quant.planning import plan as planning
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from tests.support.paths import PICO
 
@@ -44,7 +44,7 @@ def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(shape, generator=generator) * deviation + (len(shape) == 1)).bfloat16()
-        for name, shape in ModelFolder.open(folder).config.tensors()
+        for name, shape in open_model_folder(folder).config.tensors()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -22,7 +22,7 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 @cache
 def published(name: str) -> ModelConfig:
     """The configuration of the model of that name; one of many experts takes a moment."""
-    return ModelFolder.of(Fields(PUBLISHED[name]["config"], "config.json")).config
+    return ModelFolder.from_config(Fields(PUBLISHED[name]["config"], "config.json")).config
 
 
 def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:

@@ -13,7 +13,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.command import Call
 from mycli.cli.output import Output
 from mycli.cli.text.format import compact
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.engine import Engine
@@ -30,7 +30,7 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
+    return LoadedModel.load(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import remember
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
@@ -138,7 +138,7 @@ def test_a_size_without_a_unit_or_of_nothing_is_refused(
 def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     dense = answer(capsys, llama, "--quant", "int4-g128")
     path = Path(llama) / "config.json"
-    config = ModelFolder.open(Path(llama)).config
+    config = open_model_folder(Path(llama)).config
     names = [spec.name for layer in range(32) for group in config.block_linears(layer).values() for spec in group]
     section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"], "bfloat16")
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))

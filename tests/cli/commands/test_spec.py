@@ -9,7 +9,7 @@ import torch
 
 from mycli.cli.commands import spec_verify
 from mycli.cli.main import main, reorder
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.prompts import prompts
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
@@ -27,12 +27,12 @@ CPU = ("--device", "cpu", "-q")
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
+    return LoadedModel.load(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture(scope="module")
 def draft() -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(DRAFT), Placement(torch.device("cpu"), torch.float32))
+    return LoadedModel.load(open_model_folder(DRAFT), Placement(torch.device("cpu"), torch.float32))
 
 
 def subject(target: LoadedModel, draft: LoadedModel | None) -> SpeculationSubject:

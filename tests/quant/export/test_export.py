@@ -18,7 +18,7 @@ from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
@@ -42,13 +42,13 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
     module, variant = find_export_target(to)
-    request = ExportRequest(Source(folder.name, folder), ModelFolder.open(folder), target, variant, **options)
+    request = ExportRequest(Source(folder.name, folder), open_model_folder(folder), target, variant, **options)
     return module.export(request, silent)
 
 
 def values(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a model as fp32, exactly what it means."""
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     weights = Weights(opened)
     return {name: weights.dense(name).float() for name, _ in opened.config.tensors()}
 
@@ -81,7 +81,7 @@ def test_what_fits_keeps_every_value(name: str, to: str, copies: dict[str, Path]
 def test_a_plain_folder_holds_what_the_packed_one_means(copies: dict[str, Path], tmp_path: Path) -> None:
     """Of compressed-tensors the products rounded to the scales' dtype, as every reader of that layout computes them."""
     done = run(copies["int4-g32"], "safetensors", tmp_path / "out")
-    opened = ModelFolder.open(done.path)
+    opened = open_model_folder(done.path)
     assert not done.rounded and not opened.packings and opened.config.dtype == "bfloat16"
     exact, found = values(copies["int4-g32"]), values(done.path)
     assert all(torch.equal(found[name], exact[name].bfloat16().float()) for name in exact)
@@ -176,7 +176,7 @@ def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path
     tokens = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
     # Rounded weights are compared with a dense copy of themselves.
     same = PICO if kind == "gguf" else run(done.path, "safetensors:fp32", tmp_path / "dense").path
-    mine, theirs = (whole(load_model(ModelFolder.open(path), CPU).model, tokens) for path in (done.path, same))
+    mine, theirs = (whole(load_model(open_model_folder(path), CPU).model, tokens) for path in (done.path, same))
     if kind == "gguf":
         assert torch.equal(mine, theirs)
     # Each product rounds its activations to 16 bits, 2^-16 of the largest: six layers of them stay below 2^-10.
@@ -192,7 +192,7 @@ def test_metadata_comes_back_as_the_config_it_was(copies: dict[str, Path], tmp_p
     changes["rope_parameters"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     folder = random_model(tmp_path / "llama3", num_hidden_layers=1, max_position_embeddings=512, **changes)
     done = run(folder, "gguf", tmp_path / "out.gguf")
-    before, after = ModelFolder.open(folder).config, ModelFolder.open(done.path).config
+    before, after = open_model_folder(folder).config, open_model_folder(done.path).config
     for field in (
         "rope_scaling",
         "rope_theta",
@@ -237,7 +237,7 @@ def test_nested_scales_lose_little_more_than_free_ones() -> None:
 
 
 def test_exact_values_are_the_products_without_rounding(copies: dict[str, Path]) -> None:
-    weights = Weights(ModelFolder.open(copies["int4-g32"]))
+    weights = Weights(open_model_folder(copies["int4-g32"]))
     name = next(iter(weights.linears))
     found = exact_values(weights.packed(name))
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())

@@ -15,7 +15,7 @@ from mycli.quant.solvers import rtn
 from mycli.quant.tuning import block as tuning
 from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
@@ -51,7 +51,7 @@ def test_a_dead_input_moves_nothing() -> None:
 
 
 def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tensor], Tensor, Tensor]:
-    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings, solved = rounded(model, LAYER)
     windows = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
     stream = model.embed(windows)
@@ -102,7 +102,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("transform", [None, "awq"], ids=["gptq", "awq+gptq"])
 def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     """Each in turn, on the stream of those before it as they are stored; every layer says what was gained."""
-    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings = {
         spec.name: Packing(3, 64)
         for layer in range(model.config.layers)

@@ -14,7 +14,7 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
 from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales
 from mycli.quant.work_folder import Solved
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
@@ -29,7 +29,7 @@ WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().man
 
 
 def tune() -> tuple[list[Solved], Tuned]:
-    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings: dict[str, Packing] = {}
     blocks = []
     for layer in range(model.config.layers):

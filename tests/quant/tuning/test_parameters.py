@@ -4,14 +4,14 @@ import torch
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.tuning.parameters import TunableBlock
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 from tests.support.rounding import rounded, stored
 
 
 def test_what_is_trained_is_what_will_be_stored() -> None:
-    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings, solved = rounded(model, 1)
     block = TunableBlock(model.block(1), solved, packings, torch.bfloat16, model.stored_dtype)
     x = torch.randn(2, 8, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
 
 
 def test_codes_move_where_they_may() -> None:
-    model = StreamedModel(ModelFolder.open(DRAFT), CPU)
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings, solved = rounded(model, 1)
     generator = torch.Generator().manual_seed(2)
     shifts = {name: torch.rand(each.codes.shape, generator=generator) - 0.5 for name, each in solved.linears.items()}

@@ -15,6 +15,7 @@ from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.checkpoint.adapter_config import AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
@@ -65,7 +66,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 )
 def test_weights_are_the_sum(model: Path, tmp_path: Path, changes: dict[str, Any], scales: dict[str, float]) -> None:
     tensors = tensors_for(model, QUERIES, DOWN)
-    folder = ModelFolder.open(model)
+    folder = open_model_folder(model)
     adapted = folder.with_adapter("tuned", write_adapter(tmp_path / "a", tensors, **changes))
     before, after = read(folder), read(adapted)
     for name, weight in before.items():
@@ -79,22 +80,22 @@ def test_weights_are_the_sum(model: Path, tmp_path: Path, changes: dict[str, Any
 def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
     tensors = tensors_for(model, QUERIES, DOWN, ranks={DOWN: 2})
     folder = write_adapter(tmp_path / "a", tensors, rank_pattern={"mlp.down_proj": 2})
-    found = ModelFolder.open(model).with_adapter("tuned", folder).checkpoint().read(f"{DOWN}.weight")
+    found = open_model_folder(model).with_adapter("tuned", folder).checkpoint().read(f"{DOWN}.weight")
     assert_close(found, merged(load_file(model / "model.safetensors")[f"{DOWN}.weight"], tensors, DOWN, 4.0))
 
 
 def test_parts_of_a_weight_are_the_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(model, DOWN))
-    expected = read(ModelFolder.open(model).with_adapter("tuned", adapter))
+    expected = read(open_model_folder(model).with_adapter("tuned", adapter))
     monkeypatch.setattr("mycli.runtime.checkpoint.merging._VALUES", 1000)  # five rows of 192
-    found = read(ModelFolder.open(model).with_adapter("tuned", adapter))
+    found = read(open_model_folder(model).with_adapter("tuned", adapter))
     assert all(found[name].equal(weight) for name, weight in expected.items())
 
 
 def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None:
     norm, head = torch.full((128,), 1.5), torch.full((4096, 128), 0.25)
     tensors = {"base_model.model.model.norm.weight": norm, "base_model.model.lm_head.weight": head}
-    adapted = ModelFolder.open(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    adapted = open_model_folder(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
     found = read(adapted)
     assert found["model.norm.weight"].equal(norm.bfloat16()) and found["lm_head.weight"].equal(head.bfloat16())
 
@@ -102,21 +103,21 @@ def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None
 def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
     tensors = low_rank("lm_head", (4096, 256))
     with pytest.raises(ModelError, match="changes lm_head, but the model has one table"):
-        ModelFolder.open(PICO).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+        open_model_folder(PICO).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
     table = {"base_model.model.model.embed_tokens.weight": torch.ones(4096, 256)}
     with pytest.raises(ModelError, match="changes model.embed_tokens, but the model has one table"):
-        ModelFolder.open(PICO).with_adapter("tuned", write_adapter(tmp_path / "b", table))
+        open_model_folder(PICO).with_adapter("tuned", write_adapter(tmp_path / "b", table))
 
 
 def test_linears_stored_as_one_take_an_adapter_of_the_one_and_no_other(tmp_path: Path) -> None:
     fused = random_model(tmp_path / "phi", model_type="phi3", architectures=["Phi3ForCausalLM"], num_hidden_layers=1)
     qkv = "model.layers.0.self_attn.qkv_proj"
     tensors = tensors_for(fused, qkv)
-    found = ModelFolder.open(fused).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    found = open_model_folder(fused).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
     own = load_file(fused / "model.safetensors")[f"{qkv}.weight"]
     assert_close(found.checkpoint().read(f"{qkv}.weight"), merged(own, tensors, qkv, 2.0))
     with pytest.raises(ModelError, match=r"q_proj.weight: the model has no such weight"):
-        ModelFolder.open(fused).with_adapter("tuned", write_adapter(tmp_path / "b", low_rank(QUERIES, (128, 128))))
+        open_model_folder(fused).with_adapter("tuned", write_adapter(tmp_path / "b", low_rank(QUERIES, (128, 128))))
 
 
 def test_names_are_those_of_the_folder_and_what_is_not_text_is_told(model: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_names_are_those_of_the_folder_and_what_is_not_text_is_told(model: Path,
     inside = low_rank(QUERIES.replace("model.", "model.language_model."), (128, 128))
     seeing = low_rank("model.vision_tower.blocks.0.fc1", (64, 32))
     folder = write_adapter(tmp_path / "a", {**inside, **seeing})
-    found = Adapter.open("tuned", folder, ModelFolder.open(model).config, rename)
+    found = Adapter.open("tuned", folder, open_model_folder(model).config, rename)
     assert list(found.added) == [f"{QUERIES}.weight"]
     assert set(found.unused) == {"model.vision_tower.blocks.0.fc1"}
 
@@ -137,18 +138,18 @@ def test_rows_that_a_gguf_file_keeps_in_another_order_are_changed_in_theirs(tmp_
     adapter = write_adapter(tmp_path / "a", tensors)
     module, variant = find_export_target("gguf")
     file = tmp_path / "pico.gguf"
-    module.export(ExportRequest(Source("pico", PICO), ModelFolder.open(PICO), file, variant), silent)
-    found = ModelFolder.open(file).with_adapter("tuned", adapter).checkpoint().read(f"{QUERIES}.weight")
+    module.export(ExportRequest(Source("pico", PICO), open_model_folder(PICO), file, variant), silent)
+    found = open_model_folder(file).with_adapter("tuned", adapter).checkpoint().read(f"{QUERIES}.weight")
     own = load_file(PICO / "model.safetensors")[f"{QUERIES}.weight"]
     assert_close(found, merged(own, tensors, QUERIES, 2.0))
 
 
 def test_replies_and_quantization_see_the_same_weights(model: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(model, QUERIES, DOWN))
-    folder = ModelFolder.open(model).with_adapter("tuned", adapter)
+    folder = open_model_folder(model).with_adapter("tuned", adapter)
     tokens = torch.arange(16).view(1, 16)
     found = whole(load_model(folder, CPU).model, tokens)
-    plain = load_model(ModelFolder.open(model), CPU).model
+    plain = load_model(open_model_folder(model), CPU).model
     assert not whole(plain, tokens).allclose(found, atol=1e-2)
     source = SourceWeights(folder)
     for block in plain.layers():
@@ -158,7 +159,7 @@ def test_replies_and_quantization_see_the_same_weights(model: Path, tmp_path: Pa
 
 
 def test_a_changed_weight_is_in_the_bytes_that_are_copied(model: Path, tmp_path: Path) -> None:
-    folder = ModelFolder.open(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors_for(model, DOWN)))
+    folder = open_model_folder(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors_for(model, DOWN)))
     checkpoint = folder.checkpoint()
     for name in (f"{DOWN}.weight", f"{QUERIES}.weight"):
         assert b"".join(checkpoint.chunks(name)) == checkpoint.read(name).view(torch.uint8).numpy().tobytes()
@@ -170,7 +171,7 @@ def test_packed_weights_take_no_adapter(tmp_path: Path) -> None:
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True
     }  # fmt: skip
     with pytest.raises(ModelError, match="packed .*int4-g128.*nothing can be added") as caught:
-        ModelFolder.of(raw).with_adapter("tuned", tmp_path)
+        ModelFolder.from_config(raw).with_adapter("tuned", tmp_path)
     assert caught.value.code == "merge-first"
 
 
@@ -181,7 +182,7 @@ def test_hostile_adapters_are_refused_by_field_or_tensor(model: Path, tmp_path: 
     change(tensors)
     folder = write_adapter(tmp_path / "a", tensors, **changes)
     with pytest.raises(ModelError, match=pattern):
-        read(ModelFolder.open(model).with_adapter("tuned", folder))
+        read(open_model_folder(model).with_adapter("tuned", folder))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_other_layouts_are_named(model: Path, tmp_path: Path, file: str, said: s
     folder = write_adapter(tmp_path / "a", {})
     (folder / "adapter_model.safetensors").rename(folder / file)
     with pytest.raises(ModelError, match=said):
-        ModelFolder.open(model).with_adapter("tuned", folder)
+        open_model_folder(model).with_adapter("tuned", folder)
 
 
 def test_a_folder_of_both_is_a_model(model: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_weights_and_logits_are_those_that_peft_merges(
     trained.save_pretrained(tmp_path / "a")
     original().save_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(original(), tmp_path / "a").merge_and_unload()
-    folder = ModelFolder.open(tmp_path / "base").with_adapter("tuned", tmp_path / "a")
+    folder = open_model_folder(tmp_path / "base").with_adapter("tuned", tmp_path / "a")
     expected = theirs.state_dict()
     for name, weight in read(folder).items():
         step = torch.finfo(dtype).eps * expected[name].float().abs().clamp_min(2.0**-10)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig
 
 from mycli.runtime.checkpoint.formats import quantizable, read_dense
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from tests.support.grids import chosen
 
 FLOAT: dict[str, Any] = {"num_bits": 8, "type": "float"}
@@ -107,7 +107,7 @@ def test_weights_are_equal_and_activations_explain_the_rest(
     first, expected = logits(lazy), logits(dense)
     assert torch.equal(first, expected) == (activations is None)
 
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     packed = [spec for spec in quantizable(opened.config) if spec.name in opened.packings]
     assert len(packed) == 7
     for spec in packed:

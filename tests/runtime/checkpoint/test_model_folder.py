@@ -10,7 +10,7 @@ import pytest
 
 from mycli.runtime.checkpoint import model_folder
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from tests.support.paths import PICO
 
@@ -49,7 +49,7 @@ def test_each_file_is_read_when_it_is_wanted_and_once(tmp_path: Path, monkeypatc
     read, headers = model_folder.read_generation_config, Manifest.open
     monkeypatch.setattr(model_folder, "read_generation_config", lambda *a: (calls.append("generation"), read(*a))[1])
     monkeypatch.setattr(Manifest, "open", lambda path: (calls.append("manifest"), headers(path))[1])
-    opened = ModelFolder.open(folder)
+    opened = open_model_folder(folder)
     assert calls == []
     assert opened.manifest is opened.checked_manifest() and opened.generation is opened.generation
     assert calls == ["manifest", "generation"]
@@ -60,7 +60,7 @@ def test_each_file_is_read_when_it_is_wanted_and_once(tmp_path: Path, monkeypatc
 def test_a_format_that_is_not_read_is_told_when_it_is_wanted(tmp_path: Path) -> None:
     config = json.loads((PICO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "other"}}))
-    opened = ModelFolder.open(tmp_path)
+    opened = open_model_folder(tmp_path)
     assert opened.config.layers > 0
     with pytest.raises(ModelError, match="quant_method"):
         _ = opened.packings

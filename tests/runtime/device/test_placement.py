@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device import placement
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.placement import place
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
 from tests.support.paths import PICO
 
-CONFIG = ModelFolder.open(PICO).config
+CONFIG = open_model_folder(PICO).config
 
 
 def machine(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.diagnostics.memory_check import MemoryPart, check_parts, measure_memory
 from mycli.runtime.engine.loader import load_model
@@ -29,7 +29,7 @@ EXACT = ("weights", "embeddings and head", "cache")
 
 
 def plan(**changes: object) -> MemoryPlan:
-    opened = ModelFolder.open(FOLDER)
+    opened = open_model_folder(FOLDER)
     config, packings = opened.config, opened.packings
     return replace(MemoryPlan(config, packings, context=1024), **changes)  # type: ignore[arg-type]  # names of Plan's fields
 
@@ -46,7 +46,7 @@ MEASURED = [
 @pytest.mark.parametrize("dtype, batch, kv", chosen(MEASURED, MEASURED[1:4]))
 def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: KvDtype) -> None:
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), kv=kv)
-    parts = measure_memory(ModelFolder.open(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
+    parts = measure_memory(open_model_folder(FOLDER), plan(dtype=dtype, batch=batch, kv=kv), placement)
     assert [part.name for part in parts] == ["runtime", *EXACT, "workspace", "total"]
     for part in parts:
         if part.name in EXACT:
@@ -61,7 +61,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random codes at int4-g128 with an int8 head of its own, large enough for layouts to show."""
     folder = tmp_path_factory.mktemp("packed")
     config = replace(
-        ModelFolder.open(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024
+        open_model_folder(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024
     )
     packings = PackingScheme(Packing(4, 128), Packing(8, 128)).packings(config)
     tensors: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ PACKED = [("bfloat16", True), ("float32", False), ("bfloat16", False)]
 
 @pytest.mark.parametrize("dtype, shadow", chosen(PACKED, PACKED[:2]))
 def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
-    opened = ModelFolder.open(packed)
+    opened = open_model_folder(packed)
     config, packings = opened.config, opened.packings
     assert len(packings) == 2 * 7 + 1
     placement = Placement(torch.device("cpu"), torch_dtype(dtype), dense_prefill_copy=shadow)
@@ -100,7 +100,7 @@ def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, sh
 
 def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
     placement = Placement(torch.device("cpu"), torch.bfloat16, dense_prefill_copy=True)
-    model = load_model(ModelFolder.open(packed), placement).model
+    model = load_model(open_model_folder(packed), placement).model
     linear = next(model.layers()).products["gate_up"]
     copy = linear.dense_copy
     assert copy is not None and model.head.dense_copy is None
@@ -117,7 +117,7 @@ def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
 
 def test_a_wrong_prediction_is_caught() -> None:
     parts = measure_memory(
-        ModelFolder.open(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16)
+        open_model_folder(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16)
     )
     with pytest.raises(GateError, match=r"weights -50.0%.*cache -50.0%") as caught:
         check_parts(parts, 0.03)

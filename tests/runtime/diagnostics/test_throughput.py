@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import remembered
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.probe import cpu_name
@@ -43,7 +43,7 @@ Passes = list[tuple[int, int, int]]
 
 @pytest.fixture(scope="module")
 def pico() -> ModelRunner:
-    return load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
+    return load_model(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture

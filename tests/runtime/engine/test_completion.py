@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.errors import ModelError, UsageError
@@ -23,7 +23,7 @@ STORY = [Message("user", "Tell me a story.")]
 
 @pytest.fixture(scope="module")
 def pico() -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(PICO), CPU)
+    return LoadedModel.load(open_model_folder(PICO), CPU)
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def test_every_source_of_end_tokens_counts(copy: Path) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 300}))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": [301, 302]}))
-    assert LoadedModel.load(ModelFolder.open(copy), CPU).stop_ids == {300, 301, 302, 2}
+    assert LoadedModel.load(open_model_folder(copy), CPU).stop_ids == {300, 301, 302, 2}
 
 
 def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to(copy: Path) -> None:
     """A32: the tie counts, and a person is told."""
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, copy / "model.safetensors")
-    assert LoadedModel.load(ModelFolder.open(copy), CPU).warnings == ()
+    assert LoadedModel.load(open_model_folder(copy), CPU).warnings == ()
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, copy / "model.safetensors")
-    loaded = LoadedModel.load(ModelFolder.open(copy), CPU)
+    loaded = LoadedModel.load(open_model_folder(copy), CPU)
     assert any("lm_head" in warning for warning in loaded.warnings)
     assert "".join(reply(loaded, [Message("user", "What is the capital of Japan?")])).endswith("Tokyo.")
 
@@ -102,6 +102,6 @@ def test_weights_that_are_no_numbers(copy: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj"):
-        LoadedModel.load(ModelFolder.open(copy), CPU)
+        LoadedModel.load(open_model_folder(copy), CPU)
     with pytest.raises(ModelError, match="not a number"):
-        list(reply(LoadedModel.load(ModelFolder.open(copy), CPU, allow_nonfinite=True), STORY))
+        list(reply(LoadedModel.load(open_model_folder(copy), CPU, allow_nonfinite=True), STORY))

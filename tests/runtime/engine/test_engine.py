@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mycli.runtime.cache.kv_cache import cache_dtype
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=[*KINDS, pytest.param("int4", marks=pytest.mark.slow)])
 def pico(request: pytest.FixtureRequest) -> ModelRunner:
-    return load_model(ModelFolder.open(PICO), Placement(CPU, torch.float32, kv=request.param))
+    return load_model(open_model_folder(PICO), Placement(CPU, torch.float32, kv=request.param))
 
 
 def paged(runner: ModelRunner, tokens: int, block_size: int = 4, running: int = 8, **options: int) -> Engine:

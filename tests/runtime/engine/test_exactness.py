@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import engine as engine_module
 from mycli.runtime.engine.ahead import LaunchesAhead
@@ -60,7 +60,7 @@ class Recorded(ModelRunner):
 
 
 def recorded(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Recorded:
-    loaded = load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), dtype, kv=kv))
+    loaded = load_model(open_model_folder(folder), Placement(torch.device("cpu"), dtype, kv=kv))
     runner = Recorded(loaded.model, loaded.kv)
     runner.seen = {}
     return runner
@@ -189,7 +189,7 @@ def compare_with_each_alone(
     hits: int = 250,
 ) -> None:
     runner, asked, expected = each_alone(dtype, kv, folder, most, count)
-    draft = load_model(ModelFolder.open(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
+    draft = load_model(open_model_folder(PICO.parent / "pico-draft"), Placement(CPU, dtype, kv=kv)) if drafts else None
     engine = drawing(runner, CacheShape(CONTEXT, blocks, 8), 32, draft)
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

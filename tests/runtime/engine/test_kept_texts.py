@@ -15,7 +15,7 @@ from mycli.runtime.cache.block_table import BlockTable, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import restore
 from mycli.runtime.engine.completion import generate
@@ -57,7 +57,7 @@ class Watched(ModelRunner):
 
 
 def watched(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Watched:
-    loaded = load_model(ModelFolder.open(folder), Placement(CPU, dtype, kv=kv))
+    loaded = load_model(open_model_folder(folder), Placement(CPU, dtype, kv=kv))
     runner = Watched(loaded.model, loaded.kv)
     runner.seen, runner.tokens = [], 0
     return runner
@@ -243,10 +243,10 @@ def test_a_pass_that_broke_off_leaves_nothing_in_the_folder(tmp_path: Path, monk
 
 
 def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> None:
-    folder = ModelFolder.open(PICO)
+    folder = open_model_folder(PICO)
     plain = load_model(folder, Placement(CPU, torch.float32))
     first = identity(folder, plain, 128)
-    assert len(first) == 32 and first == identity(ModelFolder.open(PICO), plain, 256)
+    assert len(first) == 32 and first == identity(open_model_folder(PICO), plain, 256)
     others = [identity(folder, ModelRunner(plain.model, "int8"), 128)]
     others.append(identity(folder, load_model(folder, Placement(CPU, torch.bfloat16)), 128))
     copy = tmp_path / "copy"
@@ -254,12 +254,12 @@ def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> N
     for path in PICO.iterdir():
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
-    assert identity(ModelFolder.open(copy), plain, 128) == first, "where a model lies is no matter"
+    assert identity(open_model_folder(copy), plain, 128) == first, "where a model lies is no matter"
     weights = next(copy.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    others.append(identity(ModelFolder.open(copy), plain, 128))
+    others.append(identity(open_model_folder(copy), plain, 128))
     config = folder.config
     stretched = replace(
         config, rope_scaling=replace(config.rope_scaling, kind="dynamic", factor=2.0, original_context=64)

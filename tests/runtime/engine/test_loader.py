@@ -16,6 +16,7 @@ from mycli.cli.main import main
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
@@ -42,7 +43,7 @@ from tests.support.random_tensors import weight
 if TYPE_CHECKING:  # needs Triton
     from mycli.runtime.engine.device_loop import DeviceLoop
 
-FOLDER = ModelFolder.open(PICO)
+FOLDER = open_model_folder(PICO)
 
 
 def needed(context: int, batch: int = 1) -> int:
@@ -84,7 +85,7 @@ MIXTURE_FIELDS = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
-MIXTURE = ModelFolder.of(Fields(MIXTURE_FIELDS, "a mixture"))
+MIXTURE = ModelFolder.from_config(Fields(MIXTURE_FIELDS, "a mixture"))
 PLAN = MemoryPlan(MIXTURE.config, dtype="float32")
 FEW = estimate(MemoryPlan(MIXTURE.config, context=1024, dtype="float32", expert_slots=2)).needed
 
@@ -144,7 +145,7 @@ def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
     shutil.copy(PICO / "config.json", tmp_path)
     for _ in range(5):
         with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight: 1 of"):
-            load.load_model(ModelFolder.open(tmp_path), CPU)
+            load.load_model(open_model_folder(tmp_path), CPU)
 
 
 def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:

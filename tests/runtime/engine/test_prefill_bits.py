@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -46,7 +46,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_one_pass(
     variant: str, kv: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instruction_set(variant, monkeypatch)
-    runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16, kv=kv))
+    runner = load_model(open_model_folder(PICO), Placement(torch.device("cpu"), torch.bfloat16, kv=kv))
     logits, held = read(runner, TOKENS)
     for chunk in CHUNKS:
         found, cached = read(runner, chunk)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
@@ -176,7 +176,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
 def random_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder: Path = tmp_path_factory.mktemp("model")
     make(folder, *CASES[request.param])
-    return load_model(ModelFolder.open(folder), Placement(CPU, torch.float32))
+    return load_model(open_model_folder(folder), Placement(CPU, torch.float32))
 
 
 def some_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:

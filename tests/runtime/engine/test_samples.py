@@ -9,7 +9,7 @@ import torch
 
 from mycli.runtime.cache.block_table import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import Completion, complete_all, draw_samples
 from mycli.runtime.engine.engine import Engine
@@ -26,7 +26,7 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def pico() -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.float32))
+    return LoadedModel.load(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
 
 
 def prompt(pico: LoadedModel, text: str) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.kernels.cpu.elementwise import (
@@ -199,7 +199,7 @@ def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPa
 
     watched = replace(vectors, **{name: pluralize(name) for name in ("norm", "gate", "rotate")})
     monkeypatch.setattr(build, "native", lambda: watched)
-    runner = load_model(ModelFolder.open(PICO), Placement(torch.device("cpu"), torch.bfloat16))
+    runner = load_model(open_model_folder(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers
     whole(runner.model, torch.tensor([[5] * (NATIVE_ROWS + 1)]))
     assert taken == {"norm": 2 * layers + 1, "gate": layers, "rotate": 2 * layers}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -50,7 +50,7 @@ EVEN, MIXED = {"": 4}, {"experts.3.": 8, "": 4}  # widths of weights by parts of
 
 
 def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
-    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
+    return load_model(open_model_folder(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
 
 
 def run(runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Tensor:

@@ -10,7 +10,7 @@ import transformers
 from safetensors import safe_open
 
 from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logits_equal_transformers(case: str, made: Made) -> None:
     reference, folder = made(case)
-    model = load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.float32)).model
+    model = load_model(open_model_folder(folder), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
@@ -62,7 +62,7 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
     """Keys keep the rotation they were stored with, in transformers' cache and in ours."""
     reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies move with what it has read
-    model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     past, parts = None, []
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
     """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
     reference, folder = made(case)
-    config = ModelFolder.open(folder).config
+    config = open_model_folder(folder).config
     tied = "lm_head.weight" if config.tie_embeddings else None
     with safe_open(folder / "model.safetensors", "pt") as file:  # experts have names of their own in files
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # not a dict
@@ -101,7 +101,7 @@ LENGTHS = ("llama-rope-dynamic-beyond", "phi3-longrope-beyond-tied", "phi3-longr
 def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
     """64 steps, each from the cache; where two tokens are as good as equal the comparison ends."""
     reference = make(tmp_path, *CASES[case])
-    model = load_model(ModelFolder.open(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     prompt = torch.randint(4, SMALL["vocab_size"], (1, BEGUN), generator=torch.Generator().manual_seed(2))
     runner = ModelRunner(model)
     cache = runner.make_cache(CacheShape.lanes(BEGUN + STEPS))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import RopeScaling
@@ -150,4 +150,4 @@ def test_windows_by_family() -> None:
 
 def test_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelFolder.open(tmp_path).config == parse()
+    assert open_model_folder(tmp_path).config == parse()

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
@@ -92,7 +92,7 @@ def make_folder(folder: Path, name: str) -> transformers.PreTrainedModel:
 @pytest.mark.parametrize("name", FOLDERS, ids=str)
 def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
     reference = make_folder(tmp_path, name)
-    folder = ModelFolder.open(tmp_path)
+    folder = open_model_folder(tmp_path)
     assert folder.config.model_type == FOLDERS[name][1]
     heard: list[str] = []
     model = load_model(folder, CPU, warn=heard.append).model
@@ -121,7 +121,7 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
     compressor.update_config(tmp_path / "copy")
 
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "copy", dtype=torch.float32)
-    folder = ModelFolder.open(tmp_path / "copy")
+    folder = open_model_folder(tmp_path / "copy")
     ours = load_model(folder, CPU).model
     tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
@@ -241,11 +241,11 @@ def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
 def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> None:
     """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
-    runner = load_model(ModelFolder.open(PICO), placement)
+    runner = load_model(open_model_folder(PICO), placement)
     shape = CacheShape.lanes(128)
     proposer: Proposer = PromptLookup()
     if name == "draft":
-        proposer = load_draft(ModelFolder.open(DRAFT), pico, runner, shape)
+        proposer = load_draft(open_model_folder(DRAFT), pico, runner, shape)
     prompt = tuple(pico.encode("abbb abbb abbb a", add_special=True))
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=3)):
         replies = []

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
@@ -20,7 +20,7 @@ Scripted = Callable[..., AbstractContextManager[Served]]
 
 @pytest.fixture(scope="session")
 def loaded() -> LoadedModel:
-    folder = ModelFolder.open(PICO)
+    folder = open_model_folder(PICO)
     return LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(folder.config))
 
 

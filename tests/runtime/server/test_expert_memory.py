@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
@@ -40,7 +40,7 @@ class BreakingEngine(Engine):
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[tuple[BreakingEngine, LoadedModel, Path]]:
-    folder = ModelFolder.open(write_mixture(tmp_path / "mixture"))
+    folder = open_model_folder(write_mixture(tmp_path / "mixture"))
     placement = EngineConfig(device="cpu", dtype=FLOATS["bf16"]).place(folder.config)
     loaded = LoadedModel.load(folder, placement, expert_slots=1)
     yield (

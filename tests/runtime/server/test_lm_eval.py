@@ -7,14 +7,14 @@ import torch
 
 from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from tests.support.paths import PICO
 from tests.support.served import Served
 
 
 def test_loglikelihoods_are_those_of_eval(served: Served) -> None:
-    folder = ModelFolder.open(PICO)
+    folder = open_model_folder(PICO)
     text = (PICO.parent / "held-out.txt").read_text(encoding="utf-8")[:1500]
     ids = folder.tokenizer().encode(text, add_special=True)[: 3 * 64]
     windows = torch.tensor(ids).view(3, 64)

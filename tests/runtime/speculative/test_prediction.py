@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import speculation_check
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
@@ -58,7 +59,7 @@ class Recorded(PredictionProposer):
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, Reference]:
     path = tmp_path_factory.mktemp("model")
     reference = make_with_head(path, request.param)
-    return ModelFolder.open(path), reference
+    return open_model_folder(path), reference
 
 
 def proposer(folder: ModelFolder, shape: CacheShape) -> Recorded:
@@ -115,7 +116,7 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
 def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most: float, tmp_path: Path) -> None:
     """Replies stay the model's, greedy and seeded; those of a head that is always right take a pass for four tokens."""
     make_that_predicts(tmp_path, "qwen3_5-delta", noise)
-    drafts = proposer(ModelFolder.open(tmp_path), CacheShape.lanes(CONTEXT))
+    drafts = proposer(open_model_folder(tmp_path), CacheShape.lanes(CONTEXT))
     asked = [Request((5, 6, 7 + i), SamplingParams(0.7 * (i % 2), seed=i), limit=40) for i in range(4)]
     many = engine(drafts, CacheShape.lanes(CONTEXT, 4), 64, running=4)
     replies = together(many, asked)
@@ -165,7 +166,7 @@ def test_what_it_holds_is_estimated(folder: tuple[ModelFolder, Reference]) -> No
 
 def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
     make(tmp_path, *CASES["qwen3_5-delta"])
-    assert ModelFolder.open(tmp_path).predictor is None
+    assert open_model_folder(tmp_path).predictor is None
     assert "mtp.fc.weight" not in load_file(tmp_path / "model.safetensors")
 
 

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.speculation_check import Prefix
 from mycli.runtime.engine.engine import Engine
@@ -40,7 +40,7 @@ NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba",
 
 @cache
 def loaded(name: str, kv: KvDtype = "auto") -> LoadedModel:
-    return LoadedModel.load(ModelFolder.open(PICO.parent / name), Placement(CPU, torch.float32, kv=kv))
+    return LoadedModel.load(open_model_folder(PICO.parent / name), Placement(CPU, torch.float32, kv=kv))
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from mycli.runtime.checkpoint.gguf.architectures import ARCHITECTURES
 from mycli.runtime.checkpoint.gguf.checkpoint import halves_order, pairs_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
@@ -101,8 +101,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **keys}
     gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra)
-    folder = ModelFolder.open(path)
-    original = ModelFolder.open(tmp_path / "hf").config
+    folder = open_model_folder(path)
+    original = open_model_folder(tmp_path / "hf").config
     for field in (
         "hidden_size",
         "heads",
@@ -145,7 +145,7 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     gguf_files.write_model(tmp_path / "hf", path, "llama", kind, config, gguf_files.byte_tokenizer(97))
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    folder = ModelFolder.open(path)
+    folder = open_model_folder(path)
     model = load_model(folder, CPU).model
     assert bool(folder.packings) == kind.startswith("Q")
 
@@ -184,7 +184,7 @@ def pico_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokenizer_template_and_ends_come_from_the_file(pico_file: Path) -> None:
-    theirs, ours = ModelFolder.open(PICO), ModelFolder.open(pico_file)
+    theirs, ours = open_model_folder(PICO), open_model_folder(pico_file)
     conversation = [Message("system", "Be brief."), Message("user", "Grüße <|im_end|> 123 🙂\n\n")]
     assert ours.tokenizer().apply_chat_template(conversation) == theirs.tokenizer().apply_chat_template(conversation)
     assert ours.tokenizer().eos == theirs.tokenizer().eos and ours.tokenizer().bos == theirs.tokenizer().bos
@@ -198,7 +198,7 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     keys = gguf_files.published_tokenizer(PICO, "smollm")
     keys |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 40, "general.sampling.top_p": 7.0}
     gguf_files.write_model(PICO, tmp_path / "a.gguf", "llama", "BF16", config, keys)
-    defaults, warnings = ModelFolder.open(tmp_path / "a.gguf").generation
+    defaults, warnings = open_model_folder(tmp_path / "a.gguf").generation
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.7, 40, None), "as it was before it had 4 bytes"
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
@@ -230,7 +230,7 @@ def test_metadata_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     gguf_files.write_model(PICO, path, "llama", "BF16", config, {**gguf_files.byte_tokenizer(4096), **changes})
     with pytest.raises(ModelError, match=message):
-        ModelFolder.open(path).checked_manifest()
+        open_model_folder(path).checked_manifest()
 
 
 TOKENIZER_LIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -252,13 +252,13 @@ def test_a_vocabulary_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     gguf_files.write_model(PICO, path, "llama", "BF16", config, keys)
     with pytest.raises(ModelError, match=message):
-        ModelFolder.open(path).tokenizer()
+        open_model_folder(path).tokenizer()
 
 
 def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(pico_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(pico_file.read_bytes())
-    folder = ModelFolder.open(path)
+    folder = open_model_folder(path)
     assert isinstance(folder, GgufFolder)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 4096)
@@ -270,12 +270,12 @@ def test_parts_missing_and_parts_given_by_a_later_one(pico_file: Path, tmp_path:
     first = tmp_path / "m-00001-of-00002.gguf"
     first.write_bytes(pico_file.read_bytes())
     with pytest.raises(ModelError, match="m-00002-of-00002.gguf: missing"):
-        ModelFolder.open(first)
+        open_model_folder(first)
     second = tmp_path / "m-00002-of-00002.gguf"
     second.write_bytes(pico_file.read_bytes())
     with pytest.raises(ModelError, match="not the first part"):
-        ModelFolder.open(second)
+        open_model_folder(second)
     with pytest.raises(ModelError, match="one of 1 parts"):
-        ModelFolder.open(first)
+        open_model_folder(first)
     with pytest.raises(NotFoundError):
-        ModelFolder.open(tmp_path / "absent.gguf")
+        open_model_folder(tmp_path / "absent.gguf")

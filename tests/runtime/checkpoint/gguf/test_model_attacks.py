@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.remedies import remedy
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.attacks import gguf_attacks
@@ -35,7 +35,7 @@ def test_what_is_harmless_is_a_model(name: str, tmp_path: Path) -> None:
 def test_the_template_of_a_file_reaches_nothing(tmp_path: Path) -> None:
     written(tmp_path, ({"tokenizer.chat_template": attacks.ESCAPE}, {}, ""))
     with pytest.raises(ModelError, match="template"):
-        ModelFolder.open(tmp_path / FILE).tokenizer().apply_chat_template([Message("user", "hello")])
+        open_model_folder(tmp_path / FILE).tokenizer().apply_chat_template([Message("user", "hello")])
 
 
 def test_every_publication_has_an_attack() -> None:

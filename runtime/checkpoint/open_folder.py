@@ -1,0 +1,19 @@
+"""Opens a model by its path: a folder with config.json, or a GGUF file read as one."""
+
+from pathlib import Path
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.utils.json_fields import read_object
+
+
+def open_model_folder(path: Path) -> ModelFolder:
+    """Read config.json of the folder `path`, or the header of the GGUF file `path`.
+
+    Raises NotFoundError for a missing GGUF file, ModelError naming the field, key or tensor at fault.
+    """
+    if path.suffix == ".gguf" and not path.is_dir():
+        # Imported here: a folder of safetensors needs none of the dozen modules that read GGUF.
+        from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+
+        return GgufFolder.open_file(path)
+    return ModelFolder.from_config(read_object(path / "config.json"), path)
