@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mycli.cli.bench.plot import write_plot
 from mycli.cli.bench.results import Row, check_save, compare_results, read_results, save_results
 from mycli.cli.bench.serving import ServingFlags, bench_serving, judge, serving_table
 from mycli.cli.bench.speculative import bench_draft
@@ -18,8 +17,8 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_placement
+from mycli.cli.plot import require_svg, write_loads
 from mycli.cli.text.progress import Neighbours
-from mycli.quant.plot import require_svg
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -303,7 +302,7 @@ def bench(
             raise
         _keep(call, rows, style, compare, save, limit)
         if serving.plot is not None:
-            write_plot(serving.plot, rows)
+            write_loads(serving.plot, rows)
             call.out.note(f"drawn in {serving.plot}")
         judge(call, rows, promises, serving.slo or "")
         return

@@ -16,9 +16,9 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import adapted, announce_placement
+from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
 from mycli.cli.text.format import quality
 from mycli.cli.text.progress import stages
-from mycli.quant.plot import Point, point, require_svg, write
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -93,7 +93,7 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
     call.out.card(f"{target.name} (nothing is written)", rows)
 
 
-def _gain(points: Sequence[Point]) -> list[tuple[str, str]]:
+def _gain(points: Sequence[LayerError]) -> list[tuple[str, str]]:
     """How the error of the layers' outputs compares with plain rounding, where it was observed."""
     pairs = [(one.error, one.rounding) for one in points if one.rounding is not None]
     if not pairs:
@@ -102,7 +102,7 @@ def _gain(points: Sequence[Point]) -> list[tuple[str, str]]:
     return [("error of outputs", f"{ours:.3%} on average, {rounded:.3%} if rounded to nearest")]
 
 
-def _show_outcome(call: Call, outcome: "Outcome", points: Sequence[Point]) -> None:
+def _show_outcome(call: Call, outcome: "Outcome", points: Sequence[LayerError]) -> None:
     size, card = outcome.size, outcome.card
     worst = sorted(points, key=lambda one: one.error, reverse=True)[:WORST]
     answer = {
@@ -271,9 +271,9 @@ def quantize(
         raise
     for note in outcome.notes:
         call.out.note(note)
-    points = [point(layer) for layer in outcome.layers]
+    points = [layer_error(layer) for layer in outcome.layers]
     if plot is not None:
-        write(plot, target.name, points)
+        write_errors(plot, target.name, points)
     _show_outcome(call, outcome, points)
     _check(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:

@@ -9,8 +9,8 @@ import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
+from mycli.cli.plot import LayerError, require_svg, write_errors
 from mycli.cli.text.format import active
-from mycli.quant.plot import Point, require_svg, write
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
@@ -218,8 +218,8 @@ def _plot(info: ModelInfo, path: Path) -> None:
         layer = Fields(values, f"mycli.json: layers {index}")
         rounding = layer.number("rounding_output_error") if layer.has("rounding_output_error") else None
         error = layer.number("output_error" if layer.has("output_error") else "error")
-        points.append(Point(layer.text("name"), error, rounding))
-    write(path, info.source.name, points)
+        points.append(LayerError(layer.text("name"), error, rounding))
+    write_errors(path, info.source.name, points)
 
 
 @command

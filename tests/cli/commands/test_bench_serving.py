@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.bench.plot import draw_loads
 from mycli.cli.bench.results import Row
 from mycli.cli.bench.serving import keeps
 from mycli.cli.main import main
+from mycli.cli.plot import draw_loads
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 
@@ -106,7 +106,7 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
     [
         (("pico", "--slo", "ttft=1s"), "--serve"),
         (("pico", "--plot", "x.svg"), "--serve"),
-        (("pico", "--serve", "--plot", "x.png"), "only .svg is drawn"),
+        (("pico", "--serve", "--plot", "x.png"), "plots are written as .svg only"),
         (("pico", "--serve", "--slo", "ttft=1"), "not a limit"),
         (("pico", "--serve", "--clients", "0"), "1 to 1024"),
         (("pico", "--serve", "--rate", "nan"), "requests per second"),
