@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mycli.cli.bench.results import Row
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors, require_writable
 
@@ -20,8 +21,6 @@ COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6
 _MIN_ERROR = 1e-9  # smaller errors are drawn here: the axis is logarithmic
 _MIN_TIME = 1e-3  # milliseconds, for the same reason
 _TIMES = (("ttft", "time to the first token, ms"), ("tpot", "time per token after it, ms"))
-
-Row = dict[str, Any]  # a result of `bench`
 
 
 @dataclass(frozen=True)
