@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +18,10 @@ from mycli.runtime.device.placement import OLDEST_PACKED
 from mycli.runtime.errors import summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
-from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import most_packed_rows
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
-
-if TYPE_CHECKING:
-    from mycli.runtime.kernels.triton.product.grouped import Routed
 
 _LINE = 16  # bytes: what places of weights are counted in, and kernels load at once
 _PAIRS = 1024  # that a program looks at together
@@ -63,30 +59,9 @@ class ExpertTable:
         codes, scales = _places([one.codes for one in found]), _places([one.scales for one in found])
         return cls(tuple(found), codes, scales, _places(offsets) if offsets else None)
 
-
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """The rows of a product of experts: `starts` int32 [experts + 1] of each expert's, and the `tokens` they take."""
-
-    table: ExpertTable
-    starts: Tensor
-    tokens: Tensor | None
-    count: int
-
-    def most_tiles(self, rows: int) -> int:
-        """How many tiles of `rows` rows there may be: each expert that has pairs may have one that is not full."""
-        hit = min(len(self.table.weights), self.count)
-        return hit + (self.count - hit) // rows
-
-    def arguments(self) -> "Routed":
-        """As the kernel takes them."""
-        from triton.language import constexpr
-
-        from mycli.runtime.kernels.triton.product.grouped import Routed
-
-        table, experts = self.table, len(self.table.weights)
-        places = table.codes, table.scales, table.offsets
-        return Routed(*places, self.starts, self.tokens, experts, constexpr(_power(experts)))
+    def rows(self, starts: Tensor, tokens: Tensor | None, count: int) -> RoutedRows:
+        """The `count` rows of a product by these experts; see `RoutedRows`."""
+        return RoutedRows(len(self.weights), self.codes, self.scales, self.offsets, starts, tokens, count)
 
 
 def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
@@ -96,7 +71,7 @@ def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tenso
     if count == 0:
         return x.new_empty((0, first.n))
     tile = first.tile(-(-count // len(table.weights)))  # of an expert's rows, were all to have as many
-    return first.multiply(first.prepare(x, tile), x.dtype, Pairs(table, starts, tokens, count))
+    return first.multiply(first.prepare(x, tile), x.dtype, table.rows(starts, tokens, count))
 
 
 def route_tokens(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None, pdl: bool = False) -> Route:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.kernels.triton.experts import ExpertTable, Pairs, route_tokens
+from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
 from mycli.runtime.kernels.triton.gated_silu import activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
@@ -215,9 +215,9 @@ class FusedMixture:
         experts, gate = len(self.router), None if self.shared is None else self.shared.gate
         scores = score(stream, normed, self.norm, self.router, gate)
         route = route_tokens(scores[:, :experts], self.choice, self.correction, first.chip.pdl)
-        gate_up = first.partial(normed, pairs=Pairs(self.gate_up, route.starts, route.tokens, count))
+        gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
-        made = last.partial(active, pairs=Pairs(self.down, route.starts, None, count))
+        made = last.partial(active, routed=self.down.rows(route.starts, None, count))
         if self.shared is None:
             return combine(made, route, last, stream, following)
         shared, gates = self.shared.parts(normed, stream.dtype), None if gate is None else scores[:, experts:]

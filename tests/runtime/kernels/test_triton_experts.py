@@ -211,8 +211,6 @@ def test_declines_what_others_do_sooner() -> None:
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(8, 128, 8), (512, 4, 64), (65, 3, 16), (1, 1, 8)])
 def test_there_are_tiles_enough_for_any_route(pairs: int, experts: int, rows: int) -> None:
     """The most that any split of the pairs takes, tried on the worst: one pair for each expert, the rest for one."""
-    from mycli.runtime.kernels.triton.experts import Pairs
-
     one = ExpertTable.of([TritonMatmul(weight(Packing(4, 128), 16, 128, 0), Chip((9, 0), 1))] * experts)
     assert isinstance(one, ExpertTable)
     hit = min(pairs, experts)
@@ -220,5 +218,5 @@ def test_there_are_tiles_enough_for_any_route(pairs: int, experts: int, rows: in
         sum(-(-count // rows) for count in ([1] * (alone - 1) + [pairs - alone + 1])) for alone in range(1, hit + 1)
     )
     spread = sum(-(-(pairs // hit + (index < pairs % hit)) // rows) for index in range(hit))
-    most = Pairs(one, torch.zeros(1), None, pairs).most_tiles(rows)
+    most = one.rows(torch.zeros(1), None, pairs).max_tiles(rows)
     assert max(worst, spread) <= most <= hit + pairs // rows

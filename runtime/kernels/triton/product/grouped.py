@@ -1,8 +1,8 @@
-"""Which expert, and which rows, a program of a grouped product has, as Triton device code.
+"""Finds the expert and the rows of a program in a grouped product, as Triton device code.
 
-Pairs of a token and one of its experts lie sorted by expert. Each expert's pairs are cut into tiles of rows, and tiles
-are counted through all experts: how many each has is known on the device alone, so a grid has as many as there can be
-(`most_tiles`), and each program counts to its own. No launch, and no answer read by the host, depends on the route.
+(token, expert) pairs are sorted by expert and each expert's pairs are cut into tiles of rows. The grid has as many
+tiles as any routing can need (`RoutedRows.max_tiles`) and each program finds its own on the device, so neither the
+number of launches nor the host depends on the routing.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"

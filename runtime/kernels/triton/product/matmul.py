@@ -28,9 +28,9 @@ from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
 if TYPE_CHECKING:
-    from mycli.runtime.kernels.triton.experts import Pairs
     from mycli.runtime.kernels.triton.product.activation import Operand
     from mycli.runtime.kernels.triton.product.gemm import RmsScale
+    from mycli.runtime.kernels.triton.product.grouped import Routed
     from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
@@ -120,6 +120,38 @@ class Activation:
         return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
 
 
+@dataclass(frozen=True, eq=False)
+class RoutedRows:
+    """Rows sorted by expert, and the weights of those experts, for one launch over all experts.
+
+    codes, scales, offsets: int64 [experts], how far each expert's tensor is from the first one's, in units of 16 bytes.
+    starts: int32 [experts + 1], the rows of expert e are starts[e] to starts[e + 1]. tokens: int32 [count], the row of
+    the input that each row reads, None for its own.
+    """
+
+    experts: int
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    starts: Tensor
+    tokens: Tensor | None
+    count: int
+
+    def max_tiles(self, rows: int) -> int:
+        """The largest possible number of tiles of `rows` rows: each expert may have one that is not full."""
+        hit = min(self.experts, self.count)
+        return hit + (self.count - hit) // rows
+
+    def arguments(self) -> "Routed":
+        from triton import next_power_of_2
+        from triton.language import constexpr
+
+        from mycli.runtime.kernels.triton.product.grouped import Routed
+
+        places = self.codes, self.scales, self.offsets
+        return Routed(*places, self.starts, self.tokens, self.experts, constexpr(next_power_of_2(self.experts)))
+
+
 def check_contiguous(*tensors: Tensor | None) -> None:
     """ValueError for a tensor that is not; kernels take it for granted."""
     for tensor in tensors:
@@ -198,21 +230,21 @@ class TritonMatmul:
         x: Activation,
         dtype: torch.dtype = torch.float32,
         epilogue: "Epilogue | None" = None,
-        pairs: "Pairs | None" = None,
+        routed: RoutedRows | None = None,
     ) -> Tensor:
         """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
 
-        `epilogue`: what else the launch does with each piece of it; `pairs`: those of experts of which this is the
-        first, which are the rows of the product then.
+        `epilogue`: what else the launch does with each piece of it; `routed`: the rows of experts, of which this
+        weight is the first.
         """
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
-        shape, rows = x.tile, x.values.shape[0] if pairs is None else pairs.count
+        shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
         columns, blocks = -(-self.n // shape.block_n), -(-rows // shape.block_m)
-        if pairs is not None:
-            blocks = pairs.most_tiles(shape.block_m)
+        if routed is not None:
+            blocks = routed.max_tiles(shape.block_m)
         # Rows of experts are so many weights side by side, each with a share of the rows.
-        shares, wide = (rows, self.n) if pairs is None else (-(-rows // blocks), columns * shape.block_n * blocks)
+        shares, wide = (rows, self.n) if routed is None else (-(-rows // blocks), columns * shape.block_n * blocks)
         parts, each = triton_tiles.parts(self.chip, shape, self.packing, shares, wide, self._k_kept, self._tile_k)
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (columns, parts, blocks)
@@ -223,18 +255,18 @@ class TritonMatmul:
         multiply_kernel[grid](
             self.codes, self.scales, self.offsets, x.values, x.sums, y,
             rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
-            x.rms, epilogue, None if pairs is None else pairs.arguments(),
+            x.rms, epilogue, None if routed is None else routed.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
             PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=epilogue is not None,
-            ROUTED=pairs is not None,
+            ROUTED=routed is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         return y
 
-    def multiply(self, x: Activation, dtype: torch.dtype, pairs: "Pairs | None" = None) -> Tensor:
-        """The product [rows, N] in `dtype`, rounded once from fp32; `pairs` as in `partial`."""
-        y = self.partial(x, dtype, pairs=pairs)
+    def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
+        """The product [rows, N] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
+        y = self.partial(x, dtype, routed=routed)
         return y[0] if y.shape[0] == 1 else _add(y, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
