@@ -1,0 +1,198 @@
+"""The Python that one token of the small shipped model runs through: `python -m tests.benchmarks.token_path`.
+
+Prints, as JSON with `--json`, for one sampled and one greedy token on the CPU: the functions of the product that
+`Engine.step` enters, their files, the changes of file; the host time of a sampled token; and the modules of the product
+that `mycli run pico hello` imports. Measures whatever `mycli` it imports, so it can be run on an older tree:
+`PYTHONPATH=OLD/.links python tests/benchmarks/token_path.py`.
+
+How it is counted: `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified name)
+of cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted once. A
+change of file is an entry whose file differs from that of the entry before it, the first entry included. Torch and
+native code are not counted. The counted step is the first from the tenth on that returns one token: decoding, all
+caches warm. The times are medians over the steps of a reply,
+then over replies, with one thread: CPU is the CPU time of the process in one step, host is that without the time inside
+native functions called through ctypes. Unlike wall time, both are little disturbed by other programs.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+STEP = 10  # prompt, first token and one-time work lie before it
+SAMPLED, GREEDY = ("--temperature", "0.8", "--seed", "1"), ("--temperature", "0")
+PROMPT = ("--raw", "Once upon a time")
+IMPORTS = """
+import sys
+from mycli.cli.main import main
+try:
+    main(["run", "pico", "hello"])
+except SystemExit as end:
+    assert not end.code
+print()
+print(sum(name.startswith("mycli.") for name in sys.modules))
+"""
+
+
+def folders() -> dict[str, str]:
+    """The parts of the product by the folder that they were imported from."""
+    parts = {}
+    for part in ("cli", "quant", "runtime"):
+        file = importlib.import_module(f"mycli.{part}").__file__
+        assert file is not None
+        parts[str(Path(file).parent) + os.sep] = part
+    return parts
+
+
+class NativeCalls:
+    """Sums the CPU time inside native functions that are called through ctypes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def install(self) -> None:
+        """Let every library that is loaded from now on count its calls."""
+        calls, original = self, ctypes._CFuncPtr  # type: ignore[attr-defined]  # what CDLL makes its functions of
+
+        class TimedFunction(original):  # type: ignore[misc, valid-type]  # a class that typeshed does not list
+            _flags_ = ctypes._FUNCFLAG_CDECL  # type: ignore[attr-defined]  # the same
+
+            def __call__(self, *arguments: Any) -> Any:
+                began = time.process_time()
+                result = super().__call__(*arguments)
+                calls.seconds += time.process_time() - began
+                return result
+
+        ctypes._CFuncPtr = TimedFunction  # type: ignore[attr-defined]
+
+
+NATIVE = NativeCalls()
+
+
+class Entries:
+    """Collects the entered functions of the product, as a profile function."""
+
+    def __init__(self) -> None:
+        self.codes: list[CodeType] = []
+        self._folders = folders()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(tuple(self._folders)):
+            self.codes.append(frame.f_code)
+
+    def name(self, code: CodeType) -> str:
+        folder = next(folder for folder in self._folders if code.co_filename.startswith(folder))
+        return f"{self._folders[folder]}/{code.co_filename.removeprefix(folder)}"
+
+    def result(self) -> dict[str, Any]:
+        files = [self.name(code) for code in self.codes]
+        functions = dict.fromkeys(f"{file} {code.co_qualname}" for file, code in zip(files, self.codes, strict=True))
+        return {
+            "files": len(set(files)),
+            "functions": len(functions),
+            "changes": sum(before != after for before, after in zip(["", *files], files, strict=False)),
+            "entries": len(files),
+            "path": list(functions),
+        }
+
+
+def reply(arguments: tuple[str, ...], tokens: int, profile: bool) -> tuple[Entries, list[tuple[float, float, float]]]:
+    """Run one reply; return what its counted step entered, and of each step the host, CPU and wall seconds."""
+    from mycli.cli.main import main
+    from mycli.runtime.engine.engine import Engine
+
+    entries, step, counted = Entries(), Engine.step, False
+    seconds: list[tuple[float, float, float]] = []
+
+    def watched(engine: Engine) -> Any:
+        nonlocal counted
+        if profile and not counted and len(seconds) >= STEP - 1:
+            entries.codes.clear()
+            sys.setprofile(entries)
+        NATIVE.seconds = 0.0
+        began, cpu_began = time.perf_counter(), time.process_time()
+        try:
+            outputs = step(engine)
+        finally:
+            if profile:
+                sys.setprofile(None)
+        cpu = time.process_time() - cpu_began
+        seconds.append((cpu - NATIVE.seconds, cpu, time.perf_counter() - began))
+        # A greedy step on the CPU may return several tokens of one native call.
+        counted = counted or (len(seconds) >= STEP and sum(len(output.tokens) for output in outputs) == 1)
+        return outputs
+
+    Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                main(["run", "pico", *PROMPT, "-n", str(tokens), *arguments])
+            except SystemExit as end:
+                if end.code:
+                    raise RuntimeError(errors.getvalue()) from end
+    finally:
+        Engine.step = step  # type: ignore[method-assign]
+    if profile and not counted:
+        return reply(arguments, tokens, profile)  # how many tokens a native call returns depends on the time it takes
+    return entries, seconds
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, arguments in (("sampled", SAMPLED), ("greedy", GREEDY)):
+        reply(arguments, 4 * STEP, profile=False)  # imports, and compiles what is compiled once
+        entries, _ = reply(arguments, 100, profile=True)
+        results[name] = entries.result()
+    replies = []
+    for _ in range(repeats):
+        _, seconds = reply(SAMPLED, 200, profile=False)
+        replies.append([statistics.median(times) * 1e6 for times in zip(*seconds[STEP:], strict=True)])
+    medians = [statistics.median(times) for times in zip(*replies, strict=True)]
+    results["sampled_token_us"] = dict(zip(("host", "cpu", "wall"), medians, strict=True))
+    results["host_us_of_replies"] = [times[0] for times in replies]
+    imported = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    results["modules"] = int(imported.stdout.splitlines()[-1])
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--path", action="store_true", help="also print the functions in the order they are entered")
+    parser.add_argument("--repeats", type=int, default=5, help="replies whose token time is measured")
+    options = parser.parse_args()
+    results = measure(options.repeats)
+    if options.json:
+        print(json.dumps(results))
+        return
+    print("token    files  functions  changes of file  entries")
+    for name in ("sampled", "greedy"):
+        r = results[name]
+        print(f"{name:8} {r['files']:5} {r['functions']:10} {r['changes']:16} {r['entries']:8}")
+    times = results["sampled_token_us"]
+    replies = ", ".join(f"{value:.0f}" for value in results["host_us_of_replies"])
+    print(
+        f"sampled token: host {times['host']:.0f} us (replies: {replies}), CPU {times['cpu']:.0f} us,"
+        f" wall {times['wall']:.0f} us"
+    )
+    print(f"modules imported by `run pico hello`: {results['modules']}")
+    if options.path:
+        for name in ("sampled", "greedy"):
+            print(f"\n{name}:", *results[name]["path"], sep="\n  ")
+
+
+if __name__ == "__main__":
+    # One thread: the model is too small to gain from more, and a busy machine disturbs one less.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    NATIVE.install()
+    main()
